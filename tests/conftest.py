@@ -1,0 +1,26 @@
+"""Fixtures that every test may use. Triton kernels run in its interpreter here, so a machine without a GPU tests them."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return ROOT / "configs" / "demo"
+
+
+@pytest.fixture(scope="session")
+def story_model() -> Path:
+    """A small real Llama with its expected greedy output; it lives beside the repository and is not part of it."""
+    folder = ROOT.parent / "shared" / "models" / "story"
+    if not folder.is_dir():
+        pytest.skip("the story model is not on this machine")
+    return folder
