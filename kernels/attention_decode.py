@@ -1,0 +1,276 @@
+"""Paged attention for sequences of one query token (decode), in Triton: GQA-packed, split over the KV by a balanced work map.
+
+The work is a line of tiles: for each sequence, for each KV head, ceil(context / TILE) tiles of TILE keys. A fixed number of
+programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context does not hold up the rest.
+A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves partial results, and the last
+program to arrive merges them. Which program starts where is computed on the device once per step and serves every layer.
+Nothing here depends on the longest context and every buffer is static, so a CUDA graph can hold it.
+
+Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al., arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
+
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The work map of a step and the workspace its layers share. `P` programs, `G` query heads for each KV head."""
+
+    tile: int  # keys in a tile
+    num_kv_heads: int
+    starts: Tensor  # [P, 2] int32: the sequence a program starts in, and the tile inside it (head * tiles + tile)
+    totals: Tensor  # [2] int32: tiles in all, tiles for each program
+    partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
+    partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
+    arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
+
+    @classmethod
+    def allocate(
+        cls, max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, num_programs: int = 0
+    ) -> DecodePlan:
+        """Workspace for up to `max_seqs` sequences; 0 programs: two for each multiprocessor of the device."""
+        if not num_programs:
+            num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        group = num_heads // num_kv_heads
+        f32 = dict(dtype=torch.float32, device=device)
+        i32 = dict(dtype=torch.int32, device=device)
+        return cls(
+            tile=decode_tile(head_dim),
+            num_kv_heads=num_kv_heads,
+            starts=torch.zeros(num_programs, 2, **i32),
+            totals=torch.zeros(2, **i32),
+            partial_out=torch.empty(num_programs, 2, group, head_dim, **f32),
+            partial_stats=torch.empty(num_programs, 2, 2, group, **f32),
+            arrivals=torch.zeros(max_seqs * num_kv_heads, **i32),
+        )
+
+    def update(self, context_lens: Tensor) -> None:
+        """Write the work map for sequences of these context lengths [B] int32, on the device."""
+        num_seqs, num_programs = len(context_lens), len(self.starts)
+        _plan_kernel[(num_programs,)](
+            context_lens, self.starts, self.totals, num_seqs,
+            NUM_KV_HEADS=self.num_kv_heads, TILE=self.tile, MIN_TILES=MIN_TILES,
+            BLOCK_B=max(16, triton.next_power_of_2(num_seqs)), num_warps=4,
+        )  # fmt: skip
+
+
+MIN_TILES = 2  # a program takes at least so many tiles: below, merging costs more than it spreads
+
+
+def decode_tile(head_dim: int) -> int:
+    """Keys in a tile of the decode kernel: about 16 KB of K in 16-bit types."""
+    return 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _plan_kernel(
+    context_lens, starts, totals, num_seqs,
+    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    lens = tl.load(context_lens + b, mask=b < num_seqs, other=0)
+    tiles = tl.cdiv(lens, TILE) * NUM_KV_HEADS
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_TILES)
+    first = program * share
+    passed = ends <= first
+    tl.store(starts + program * 2, tl.sum(passed.to(tl.int32), 0))
+    tl.store(starts + program * 2 + 1, first - tl.max(tl.where(passed, ends, 0), 0))
+    if program == 0:
+        tl.store(totals, total)
+        tl.store(totals + 1, share)
+
+
+@triton.jit
+def _attend_tile(
+    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block, stride_token,
+    TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys into the running (acc, m, l). Unmasked tiles lie wholly inside the context and the window."""
+    k, v = load_kv_tile(
+        key_base, value_base, table, tile * TILE, context_len, stride_block, stride_token,
+        TILE, PAGE, HEAD_DIM, D_PAD, MASKED,
+    )  # fmt: skip
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SOFT_CAP > 0:
+        s = soft_capped(s, SOFT_CAP)
+    positions = tile * TILE + tl.arange(0, TILE)
+    if ALIBI:
+        s += slopes[:, None] * (positions - (context_len - 1)).to(tl.float32)[None, :]
+    s *= LOG2E
+    if MASKED:
+        keep = positions < context_len
+        if WINDOW > 0:
+            keep &= positions > context_len - 1 - WINDOW
+        s = tl.where(keep[None, :], s, -float("inf"))
+    return fold(s, v, acc, m, l, PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decode_kernel(
+    query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes,
+    starts, totals, partial_out, partial_stats, arrivals, scale, num_seqs,
+    stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    g = tl.arange(0, G_PAD)
+    d = tl.arange(0, D_PAD)
+    head_mask = g < GROUP
+    q_mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
+
+    for empty in range(program, num_seqs, tl.num_programs(0)):  # a padding row has no tile: its output is 0
+        if tl.load(context_lens + empty) == 0:
+            for head in range(NUM_KV_HEADS):
+                at = out + empty * stride_ot + (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+                tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=q_mask)
+
+    total = tl.load(totals)
+    share = tl.load(totals + 1)
+    at_tile = program * share
+    end = tl.minimum(at_tile + share, total)
+    seq = tl.load(starts + program * 2)
+    inner = tl.load(starts + program * 2 + 1)
+    while at_tile < end:
+        context_len = tl.load(context_lens + seq)
+        num_tiles = tl.cdiv(context_len, TILE)
+        if num_tiles == 0:
+            seq += 1
+        else:
+            head = inner // num_tiles
+            first = inner - head * num_tiles
+            count = tl.minimum(num_tiles - first, end - at_tile)
+            last = first + count
+
+            table = block_tables + tl.load(rows + seq).to(tl.int64) * stride_table
+            key_base = key_cache + head.to(tl.int64) * stride_head
+            value_base = value_cache + head.to(tl.int64) * stride_head
+            heads = head * GROUP + g
+            q = tl.load(query + seq * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
+            slopes = tl.zeros([G_PAD], tl.float32)
+            if ALIBI:
+                slopes = tl.load(alibi_slopes + heads, mask=head_mask, other=0.0)
+            acc = tl.zeros([G_PAD, D_PAD], tl.float32)
+            m = tl.full([G_PAD], -float("inf"), tl.float32)
+            l = tl.zeros([G_PAD], tl.float32)
+
+            # Tiles [first, whole) need no mask; a window makes every tile masked and skips those before it.
+            whole = tl.minimum(last, context_len // TILE)
+            if WINDOW > 0:
+                whole = tl.minimum(last, tl.maximum(first, tl.maximum(context_len - WINDOW, 0) // TILE))
+            else:
+                for tile in tl.range(first, whole, num_stages=STAGES):
+                    acc, m, l = _attend_tile(
+                        tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block,
+                        stride_token, TILE, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
+                    )  # fmt: skip
+            for tile in tl.range(tl.maximum(first, whole), last, num_stages=STAGES if WINDOW > 0 else 1):
+                acc, m, l = _attend_tile(
+                    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block,
+                    stride_token, TILE, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+                )  # fmt: skip
+
+            out_at = out + seq * stride_ot + heads[:, None] * HEAD_DIM + d[None, :]
+            if count == num_tiles:
+                tl.store(out_at, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=q_mask)
+            else:
+                pair_start = at_tile - first
+                slot = tl.where(program * share >= pair_start, 0, 1)
+                part = program * 2 + slot
+                tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
+                tl.store(partial_stats + part * 2 * GROUP + g, m, mask=head_mask)
+                tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=head_mask)
+                first_program = pair_start // share
+                last_program = (pair_start + num_tiles - 1) // share
+                tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
+                counter = arrivals + seq * NUM_KV_HEADS + head
+                before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if before == last_program - first_program:
+                    tl.debug_barrier()
+                    acc = tl.zeros([G_PAD, D_PAD], tl.float32)
+                    m = tl.full([G_PAD], -float("inf"), tl.float32)
+                    l = tl.zeros([G_PAD], tl.float32)
+                    for other in tl.range(first_program, last_program + 1):
+                        part = other * 2 + tl.where(other * share >= pair_start, 0, 1)
+                        stats = partial_stats + part * 2 * GROUP
+                        pm = tl.load(stats + g, mask=head_mask, other=-float("inf"), cache_modifier=".cg")
+                        pl = tl.load(stats + GROUP + g, mask=head_mask, other=0.0, cache_modifier=".cg")
+                        pacc = tl.load(
+                            partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :],
+                            mask=q_mask, other=0.0, cache_modifier=".cg",
+                        )  # fmt: skip
+                        new_m = tl.maximum(m, pm)
+                        base = tl.where(new_m == -float("inf"), 0.0, new_m)
+                        old_scale = tl.exp2(m - base)
+                        part_scale = tl.exp2(pm - base)
+                        acc = acc * old_scale[:, None] + pacc * part_scale[:, None]
+                        l = l * old_scale + pl * part_scale
+                        m = new_m
+                    tl.store(out_at, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=q_mask)
+                    tl.store(counter, 0)
+            at_tile += count
+            inner += count
+            if inner == num_tiles * NUM_KV_HEADS:
+                seq += 1
+                inner = 0
+
+
+def paged_attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    plan: DecodePlan | None = None,
+    out: Tensor | None = None,
+    num_stages: int = 3,
+    num_warps: int = 4,
+) -> Tensor:
+    """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
+
+    `plan` must have been updated with these `context_lens`; without one it is made here, which costs an allocation.
+    """
+    num_seqs, num_heads, head_dim = query.shape
+    _, num_kv_heads, page, _ = key_cache.shape
+    if out is None:
+        out = torch.empty_like(query)
+    if plan is None:
+        plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device)
+        plan.update(context_lens)
+    assert out.stride(1) == head_dim
+    assert key_cache.stride() == value_cache.stride()
+    group = num_heads // num_kv_heads
+    _decode_kernel[(len(plan.starts),)](
+        query, key_cache, value_cache, out, block_tables, rows, context_lens,
+        context_lens if alibi_slopes is None else alibi_slopes,
+        plan.starts, plan.totals, plan.partial_out, plan.partial_stats, plan.arrivals, scale, num_seqs,
+        query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
+        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
+        TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        STAGES=num_stages, num_warps=num_warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,181 @@
+"""Paged attention for sequences of several query tokens (prefill chunks), in Triton.
+
+One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV head, so
+that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
+need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
+which the caller orders longest first, so that the last programs to start are short ones.
+
+Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
+
+
+
+def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of one sequence in a tile: the step between the second entries of `tiles`."""
+    return _block_m(head_dim, dtype) // (num_heads // num_kv_heads)
+
+
+def _block_m(head_dim: int, dtype: torch.dtype) -> int:
+    return 64 if dtype == torch.float32 or head_dim > 128 else 128
+
+
+def make_prefill_tiles(query_lens: list[int], context_lens: list[int], tile_queries: int) -> list[tuple[int, int]]:
+    """The kernel's grid: (sequence, first query of the tile), the tiles that see most keys first."""
+    tiles = [
+        (context - length + start, sequence, start)
+        for sequence, (length, context) in enumerate(zip(query_lens, context_lens, strict=True))
+        for start in range(0, length, tile_queries)
+    ]
+    tiles.sort(reverse=True)
+    return [(sequence, start) for _, sequence, start in tiles]
+
+
+@triton.jit
+def _attend_tile(
+    start, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block, stride_token,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
+    k, v = load_kv_tile(
+        key_base, value_base, table, start, context_len, stride_block, stride_token,
+        BLOCK_N, PAGE, HEAD_DIM, D_PAD, MASKED,
+    )  # fmt: skip
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SOFT_CAP > 0:
+        s = soft_capped(s, SOFT_CAP)
+    positions = start + tl.arange(0, BLOCK_N)
+    if ALIBI:
+        s += slopes[:, None] * (positions[None, :] - query_pos[:, None]).to(tl.float32)
+    s *= LOG2E
+    if MASKED:
+        keep = positions[None, :] <= query_pos[:, None]
+        if WINDOW > 0:
+            keep &= positions[None, :] > query_pos[:, None] - WINDOW
+        s = tl.where(keep, s, -float("inf"))
+    return fold(s, v, acc, m, l, PRECISION)
+
+
+@triton.jit
+def _prefill_kernel(
+    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, tiles, scale,
+    stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    TILE_Q: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(0) % NUM_KV_HEADS
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    seq = tl.load(tiles + tile * 2)
+    first_query = tl.load(tiles + tile * 2 + 1)
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    context_len = tl.load(context_lens + seq)
+    table = block_tables + tl.load(rows + seq).to(tl.int64) * stride_table
+
+    m_index = tl.arange(0, BLOCK_M)
+    query_index = first_query + m_index // GROUP
+    heads = head * GROUP + m_index % GROUP
+    d = tl.arange(0, D_PAD)
+    row_mask = (m_index < TILE_Q * GROUP) & (query_index < query_len)
+    q_mask = row_mask[:, None] & (d < HEAD_DIM)[None, :]
+    tokens = (start + query_index).to(tl.int64)
+    q = tl.load(query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slopes = tl.load(alibi_slopes + heads)
+    key_base = key_cache + head.to(tl.int64) * stride_head
+    value_base = value_cache + head.to(tl.int64) * stride_head
+
+    first_pos = context_len - query_len + first_query
+    last_pos = tl.minimum(first_pos + TILE_Q, context_len) - 1
+    query_pos = tl.minimum(context_len - query_len + query_index, context_len - 1)
+    begin = 0
+    whole_begin = 0
+    if WINDOW > 0:  # keys before `begin` are seen by no row, those from `whole_begin` by every row's window
+        begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        whole_begin = tl.cdiv(tl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
+    whole_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, whole_begin)
+
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if WINDOW > 0:
+        for at in tl.range(begin, tl.minimum(whole_begin, last_pos + 1), BLOCK_N, num_stages=1):
+            acc, m, l = _attend_tile(
+                at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
+                stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+            )  # fmt: skip
+    for at in tl.range(whole_begin, whole_end, BLOCK_N, num_stages=STAGES):
+        acc, m, l = _attend_tile(
+            at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
+            stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
+        )  # fmt: skip
+    for at in tl.range(whole_end, last_pos + 1, BLOCK_N, num_stages=1):
+        acc, m, l = _attend_tile(
+            at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
+            stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+        )  # fmt: skip
+    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+    tl.store(out + tokens[:, None] * stride_ot + heads[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
+
+
+def paged_attention_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    tiles: Tensor | None = None,
+    out: Tensor | None = None,
+    block_n: int = 0,
+    num_stages: int = 0,
+    num_warps: int = 0,
+) -> Tensor:
+    """Attention of ragged chunks over their paged contexts. See `kernels.paged_attention_prefill` for shapes.
+
+    `tiles` [N, 2] int32 comes from `make_prefill_tiles`; without it the lengths are read back from the device.
+    """
+    _, num_heads, head_dim = query.shape
+    _, num_kv_heads, page, _ = key_cache.shape
+    if out is None:
+        out = torch.empty_like(query)
+    if tiles is None:
+        lens = (query_start[1:] - query_start[:-1]).tolist()
+        step = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
+        grid = make_prefill_tiles(lens, context_lens.tolist(), step)
+        tiles = torch.tensor(grid, dtype=torch.int32, device=query.device).view(-1, 2)
+    if not len(tiles):
+        return out
+    assert out.stride(1) == head_dim
+    assert key_cache.stride() == value_cache.stride()
+    small = query.dtype == torch.float32 or head_dim > 128
+    _prefill_kernel[(len(tiles) * num_kv_heads,)](
+        query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens,
+        context_lens if alibi_slopes is None else alibi_slopes, tiles, scale,
+        query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
+        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=_block_m(head_dim, query.dtype),
+        BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
+        ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or (4 if small else 8),
+    )  # fmt: skip
+    return out
