@@ -1,0 +1,241 @@
+"""Text to token ids and back, over a model folder's tokenizer.json. Knows nothing of requests, models or chat.
+
+A token is a piece of bytes: `token_bytes` gives it, `decode` joins the pieces and reads them as UTF-8. That is what the
+`tokenizers` library does as well, with one exception on purpose: where byte tokens (`<0xE2>`) do not form valid UTF-8,
+the library turns the whole run of them into replacement characters, while here valid characters of the run survive.
+Text that has been streamed to a client could not be taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class TokenizerError(Exception):
+    """A tokenizer that cannot be loaded or a text that it cannot read; the message is one clear line."""
+
+
+class Tokenizer:
+    """What a model folder says about its tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], chat_template: str | None = None) -> None:
+        """`config` is the content of tokenizer_config.json, with the special tokens in it."""
+        self._backend = backend
+        self.chat_template = chat_template
+        self._add_config_tokens(config)
+        self.special_tokens_map: dict[str, str] = {
+            name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None
+        }
+        self.bos_token = self.special_tokens_map.get("bos_token")
+        self.eos_token = self.special_tokens_map.get("eos_token")
+        self.bos_token_id = self.token_to_id(self.bos_token)
+        self.eos_token_id = self.token_to_id(self.eos_token)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        # A config that mentions either flag replaces what tokenizer.json adds around a text.
+        flags = (config.get("add_bos_token"), config.get("add_eos_token"))
+        self._frame: tuple[list[int], list[int]] | None = None
+        if flags != (None, None):
+            bos = [self.bos_token_id] if flags[0] and self.bos_token_id is not None else []
+            eos = [self.eos_token_id] if flags[1] and self.eos_token_id is not None else []
+            self._frame = (bos, eos)
+        self._pieces = _Pieces(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{folder} has no tokenizer.json: convert the tokenizer with transformers' AutoTokenizer and "
+                "save_pretrained, or give another folder with --tokenizer"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{path} cannot be read: {error}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        return cls(backend, config, _read_chat_template(folder, config))
+
+    def _add_config_tokens(self, config: dict[str, Any]) -> None:
+        """Tokens that the config adds to tokenizer.json, and which tokens are special.
+
+        One that would get another id than the config says is left out. Special tokens are matched in the text as it is
+        written: normalised ones would hide behind a `▁`.
+        """
+        declared = config.get("added_tokens_decoder") or {}
+        for token_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+            known = self._backend.token_to_id(entry["content"])
+            new = self._backend.get_vocab_size(with_added_tokens=True)
+            if int(token_id) == (new if known is None else known):
+                self._add(tokenizers.AddedToken(**{k: v for k, v in entry.items() if k in _TOKEN_FIELDS}))
+        named = [config.get(name) for name in _SPECIAL_NAMES] + (config.get("additional_special_tokens") or [])
+        texts = {
+            text for entry in named if (text := _token_text(entry)) and self._backend.token_to_id(text) is not None
+        }
+        for token in self._backend.get_added_tokens_decoder().values():
+            if token.special or token.content in texts:
+                options = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
+                self._add(tokenizers.AddedToken(token.content, special=True, normalized=False, **options))
+                texts.discard(token.content)
+        for text in sorted(texts):
+            self._add(tokenizers.AddedToken(text, special=True, normalized=False))
+
+    def _add(self, token: tokenizers.AddedToken) -> None:
+        (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([token])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; special tokens written in it are recognised. `TokenizerError` for broken Unicode."""
+        try:
+            if not add_special_tokens or self._frame is None:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            bos, eos = self._frame
+            return bos + self._backend.encode(text, add_special_tokens=False).ids + eos
+        except (TypeError, UnicodeEncodeError):
+            raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        pieces = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        if not pieces:
+            return ""
+        data = self.first_token_bytes(pieces[0]) + b"".join(map(self.token_bytes, pieces[1:]))
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text that it does not begin; none for an id outside the vocabulary."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._pieces.piece(self.id_to_token(token_id))
+        return data
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """The same for the token that begins a text: some vocabularies begin words with a space, the first as well."""
+        return self._pieces.first_piece(self.id_to_token(token_id))
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, as people read it; a part of a character becomes U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling (`Ġthe`, `▁the`)."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def token_to_id(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+
+class _Pieces:
+    """tokenizer.json's decoder, read as a function from one token to its bytes."""
+
+    def __init__(self, decoder: dict[str, Any] | None) -> None:
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_level = self._byte_tokens = self._no_metaspace_first = False
+        self._metaspace = ""
+        self._strip, self._num_strip = "", 0
+        self._separator = "" if decoder else " "
+        parts = decoder.get("decoders", [decoder]) if decoder else []
+        fused = False
+        for part in parts:
+            match part["type"]:
+                case "ByteLevel":
+                    self._byte_level = True
+                case "ByteFallback":
+                    self._byte_tokens = True
+                case "Fuse":
+                    fused = True
+                case "Replace" if "String" in part["pattern"]:
+                    self._replacements.append((part["pattern"]["String"], part["content"]))
+                case "Metaspace":
+                    self._metaspace = part["replacement"]
+                    scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+                    self._no_metaspace_first = scheme != "never"
+                case "Strip" if part["stop"] == 0 and (fused or len(parts) == 1):
+                    self._strip, self._num_strip = part["content"], part["start"]
+                case other:
+                    raise TokenizerError(
+                        f"tokenizer.json's decoder {other!r} is not supported; supported are byte-level and "
+                        "SentencePiece-style (Metaspace, ByteFallback) vocabularies"
+                    )
+
+    def piece(self, token: str | None) -> bytes:
+        return b"" if token is None else self._separator.encode() + self._raw(token, self._metaspace, " ")
+
+    def first_piece(self, token: str | None) -> bytes:
+        if token is None:
+            return b""
+        data = self._raw(token, self._metaspace, "" if self._no_metaspace_first else " ")
+        strip = self._strip.encode()
+        for _ in range(self._num_strip):
+            data = data.removeprefix(strip)
+        return data
+
+    def _raw(self, token: str, metaspace: str, space: str) -> bytes:
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        if metaspace:
+            token = token.replace(metaspace, space)
+        if self._byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        if self._byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[char] for char in token])
+            except KeyError:  # an added token, written as it is
+                pass
+        return token.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for the characters from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token in a config: a string, or an object with its content."""
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return content
+
+
+def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, chat_template.json or tokenizer_config.json; of several named templates the default one."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default", next(iter(named.values()), None))
+    return template
