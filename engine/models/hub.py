@@ -1,0 +1,78 @@
+"""Where a model's files are: a local folder or the Hugging Face Hub. Knows paths and downloads; never reads weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from engine.models.errors import ModelError
+from engine.models.files import listing
+
+TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
+OTHER_FORMATS = ["*/*", "consolidated*"]  # exports in subfolders, and Mistral's second copy of the weights
+
+
+def resolve_model(
+    name_or_path: str, *, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+) -> Path:
+    """The folder of a model: `name_or_path` itself, or where the Hub's model of that name was downloaded to.
+
+    Only files that are used are downloaded, without the safetensors when `weights` is False; what the cache holds is
+    not downloaded again. ModelError, one line, says what to do.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_file():
+        raise ModelError(f"{folder}: is a file; give the folder that holds config.json and the weights")
+    if not folder.is_dir():
+        folder = _download(name_or_path, revision, download_dir, weights)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: holds no config.json (it holds {listing(folder)}); give the model's own folder")
+    return folder
+
+
+def _download(repo: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise ModelError(
+            f"{repo}: there is no such folder; give an existing one, or a model of the Hub as owner/name"
+        ) from None
+    patterns = TEXT_FILES + (["*.safetensors"] if weights else [])
+    try:
+        return Path(
+            snapshot_download(
+                repo, revision=revision, cache_dir=download_dir, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{repo}: access to this model is gated; ask for it at https://huggingface.co/{repo}, then set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{repo}: has no revision {revision!r}; give a branch, tag or commit that it has") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{repo}: neither a local folder nor a model of the Hub; check the spelling; if private, set HF_TOKEN"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ModelError(
+            f"{repo}: neither a local folder nor in the cache, and the Hub cannot be reached; "
+            "check the path, the network, or unset HF_HUB_OFFLINE"
+        ) from error
+    except (OSError, httpx.HTTPError) as error:
+        raise ModelError(f"{repo}: the download failed ({_first_line(error)}); try again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

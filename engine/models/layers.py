@@ -1,0 +1,65 @@
+"""The parts a decoder is made of, with their weights. Knows matrices; never knows attention, checkpoints or families.
+
+Weights are made empty: whoever builds a layer fills them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernels
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x [..., in] → x Wᵀ + b [..., out]. Several projections of the same input are one: their rows lie stacked."""
+
+    def __init__(
+        self, in_features: int, *out_features: int, bias: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.out_features = out_features  # of each stacked projection
+        self.weight = _empty(sum(out_features), in_features, dtype=dtype, device=device)
+        self.bias = _empty(sum(out_features), dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """weight [out_features[i], in] and bias [out_features[i]] or None of each projection: views, to be filled."""
+        weights = self.weight.split(self.out_features)
+        biases = self.bias.split(self.out_features) if self.bias is not None else [None] * len(weights)
+        return list(zip(weights, biases, strict=True))
+
+
+class Embedding(nn.Module):
+    """Token ids [T] → rows [T, hidden] of weight [vocab, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _empty(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x [..., n] and the residual stream [..., n] → (the normed sum, the sum).
+
+    Without a residual, x begins the stream.
+    """
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _empty(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return kernels.rms_norm(x, self.weight, self.eps), x
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,72 @@
+"""Tables of rotary embeddings. Knows angles per position; never knows heads, caches or config files."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.models.spec import RopeSpec
+
+
+def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
+    """cos and sin of every angle of positions [0, num_positions): [num_positions, rotary_dim] float32, on the CPU.
+
+    The first half of a row is cos, the second sin, both times the attention factor. Angles are float32 products of
+    position and frequency, as checkpoints were trained with.
+
+    Dynamic NTK scaling is position-wise here: a position below the original length turns by the plain frequencies; a
+    position p beyond it turns by those of a sequence of length p + 1. So a token's key never depends on what follows
+    it, can be cached and shared, and equals what token-by-token decoding gives.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = positions[:, None] * _frequencies(rope, positions)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
+
+
+def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
+    """Angle per position: [rotary_dim / 2], or [num_positions, rotary_dim / 2] where it depends on the position."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    if rope.scaling == "dynamic":
+        return 1.0 / _dynamic_base(rope, positions)[:, None] ** exponents
+    plain = 1.0 / rope.theta**exponents
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    if rope.scaling == "llama3":
+        return _llama3(rope, plain)
+    if rope.scaling == "yarn":
+        return _yarn(rope, plain)
+    assert rope.scaling == "default", rope.scaling
+    return plain
+
+
+def _dynamic_base(rope: RopeSpec, positions: Tensor) -> Tensor:
+    """theta, grown beyond the original length with the sequence that ends at each position: [num_positions]."""
+    lengths = (positions + 1).clamp(min=rope.original_max_position_embeddings)
+    stretch = rope.factor * lengths / rope.original_max_position_embeddings - (rope.factor - 1)
+    return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+
+
+def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended by how often they turn in the original."""
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
+    """Fast dimensions are kept, slow ones stretched, with a linear ramp between the two (arXiv 2309.00071)."""
+    low, high = (_yarn_dimension(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    ramp = (torch.arange(len(plain), dtype=torch.float32) - low) / (high - low or 0.001)
+    stretched = ramp.clamp(0, 1)
+    return (1 - stretched) * plain + stretched * plain / rope.factor
+
+
+def _yarn_dimension(rope: RopeSpec, turns: float) -> float:
+    """The (fractional) dimension that turns `turns` times within the original length."""
+    original = rope.original_max_position_embeddings
+    return rope.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
