@@ -1,0 +1,91 @@
+"""The engine's settings, each declared once. Knows names, ranges and help texts; reads no model and no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.flags import Flag, Parser, Setting, add_flags, check, flag, load, nearest, read_yaml, settings_of
+
+__all__ = [
+    "ConfigError",
+    "EngineConfig",
+    "Flag",
+    "Parser",
+    "Setting",
+    "add_flags",
+    "check",
+    "flag",
+    "load",
+    "nearest",
+    "read_yaml",
+    "settings_of",
+]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Model and engine.
+
+    `ConfigError` when a value is out of range. A setting of `None` is chosen from the model and the device at start-up.
+    """
+
+    model: str = flag("", "folder with the model's files, or a Hugging Face id", metavar="MODEL")
+    tokenizer: str | None = flag(
+        None, "folder or Hugging Face id of the tokenizer, when not the model's", metavar="MODEL"
+    )
+    skip_tokenizer_init: bool = flag(False, "load no tokenizer: prompts are token ids, and so are the answers")
+    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face model", metavar="NAME")
+    download_dir: str | None = flag(None, "where downloads are kept (else Hugging Face's cache)", metavar="FOLDER")
+    load_format: str = flag(
+        "auto",
+        "auto and safetensors: read the weights; dummy: random weights, for benchmarks",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    served_model_name: tuple[str, ...] = flag((), "names that clients call the model by", metavar="NAME")
+    generation_config: str = flag(
+        "auto",
+        "sampling defaults: auto takes the model's generation_config.json, vllm takes none, else a folder that has one",
+        metavar="auto|vllm|FOLDER",
+    )
+    dtype: str = flag(
+        "auto",
+        "of weights and activations; auto: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU",
+        choices=("auto", "float32", "float16", "bfloat16", "float", "half"),
+    )
+    device: str = flag("auto", "auto: a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    seed: int = flag(
+        0, "of the sampling of requests that bring no seed, and of dummy weights", at_least=0, at_most=2**63 - 1
+    )
+
+    max_model_len: int | None = flag(
+        None, "most tokens of prompt and answer together; 32k is 32,000 (else the model's own)", size=True, at_least=2
+    )
+    max_num_seqs: int | None = flag(None, "most requests that run at once (else 256)", at_least=1, at_most=65536)
+    max_num_batched_tokens: int | None = flag(
+        None,
+        "most tokens computed in one step (else 8192 when serving and 16384 offline on a GPU, 2048 on a CPU)",
+        size=True,
+        at_least=1,
+    )
+    enable_prefix_caching: bool = flag(True, "reuse the KV cache of prompts that begin alike")
+
+    gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", above=0, at_most=1)
+    kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
+    num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
+    block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
+    enforce_eager: bool = flag(False, "no CUDA graphs: slower steps, shorter start-up")
+
+    max_logprobs: int = flag(
+        20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
+    )
+    disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.model:
+            raise ConfigError("model must be a folder with a model's files or a Hugging Face id, got ''")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")

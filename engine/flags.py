@@ -1,0 +1,288 @@
+"""Settings declared once: dataclass fields that become command-line options, YAML keys, environment variables and help.
+
+Knows dataclasses and text, and nothing of what a setting means.
+
+    @dataclass(frozen=True)
+    class Settings:
+        port: int = flag(8000, "port to listen on", at_least=1, at_most=65535)
+
+`add_flags(parser, Settings)` gives `--port`, `load(args, Settings)` gives the instance. The command line wins over the
+environment (`QUIRE_PORT`), which wins over the YAML file of `--config`, which wins over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.errors import ConfigError
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+_KIND_WORDS: dict[type, str] = {
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list of texts",
+    tuple: "a list of texts",
+    dict: "a JSON object",
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a field is beyond its name, type and default."""
+
+    help: str
+    short: str | None = None  # another option name, such as "-tp"
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+    env: str | None = None  # instead of QUIRE_<FIELD>
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    size: bool = False  # an integer that may be written 32k (32,000), 32K (32,768), 4GiB
+
+
+def flag(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field with its help text; `more` holds the other fields of `Flag`."""
+    metadata = {"flag": Flag(help, **more)}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=functools.partial(copy.copy, default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a settings class, read."""
+
+    name: str
+    kind: type  # str, int, float, bool, list, tuple or dict
+    optional: bool
+    default: Any
+    flag: Flag
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return self.flag.env or "QUIRE_" + self.name.upper()
+
+    @property
+    def wanted(self) -> str:
+        flag = self.flag
+        if flag.choices:
+            return "one of " + ", ".join(flag.choices)
+        words = _KIND_WORDS[self.kind] + (" or a size such as 32k," if flag.size else "")
+        limits = [("above", flag.above), ("at least", flag.at_least), ("at most", flag.at_most)]
+        return " ".join(
+            [words, " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)]
+        ).strip()
+
+    def convert(self, value: Any, label: str) -> Any:
+        """`value` (a text, or already of the right type) as this setting's type; `ConfigError` names `label`."""
+        converted = self._parse(value) if isinstance(value, str) else value
+        if converted is None and self.optional:
+            return None
+        if self.kind is float and type(converted) is int:
+            converted = float(converted)
+        if self.kind in (list, tuple) and isinstance(converted, (list, tuple)):
+            converted = self.kind(converted) if all(isinstance(item, str) for item in converted) else None
+        if type(converted) is not self.kind or not self._in_range(converted):
+            raise ConfigError(f"{label} must be {self.wanted}, got {value!r}")
+        return converted
+
+    def _parse(self, text: str) -> Any:
+        try:
+            if self.optional and self.kind is not str and text.strip().lower() in ("auto", "none"):
+                return None
+            if self.kind is bool:
+                lowered = text.strip().lower()
+                return True if lowered in _TRUE else False if lowered in _FALSE else text
+            if self.kind is int:
+                return parse_size(text) if self.flag.size else int(text)
+            if self.kind is float:
+                return float(text)
+            if self.kind in (list, tuple):
+                return [item.strip() for item in text.split(",") if item.strip()]
+            return json.loads(text) if self.kind is dict else text
+        except ValueError:
+            return text
+
+    def _in_range(self, value: Any) -> bool:
+        flag = self.flag
+        if flag.choices:
+            return all(item in flag.choices for item in ([value] if isinstance(value, str) else value))
+        if self.kind not in (int, float):
+            return True
+        return (
+            math.isfinite(value)
+            and (flag.above is None or value > flag.above)
+            and (flag.at_least is None or value >= flag.at_least)
+            and (flag.at_most is None or value <= flag.at_most)
+        )
+
+
+def parse_size(text: str) -> int:
+    """'4096', '32k' (decimal) or '32K', '4GiB' (binary) as an integer; `ValueError` otherwise."""
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(iB)?)?\s*", text)
+    if not match:
+        raise ValueError(f"not a size: {text!r}")
+    number, unit, binary = match.groups()
+    value = float(number) * (_UNITS[unit.upper() if binary else unit] if unit else 1)
+    if not value.is_integer():
+        raise ValueError(f"not a whole number: {text!r}")
+    return int(value) if unit or "." in number else int(number)
+
+
+def settings_of(cls: type) -> dict[str, Setting]:
+    """The flags of a settings class by name, in their order."""
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        if "flag" not in field.metadata:
+            continue
+        kinds = [hints[field.name]]
+        if typing.get_origin(kinds[0]) in (types.UnionType, typing.Union):
+            kinds = list(typing.get_args(kinds[0]))
+        optional = types.NoneType in kinds
+        (kind,) = (typing.get_origin(kind) or kind for kind in kinds if kind is not types.NoneType)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found[field.name] = Setting(field.name, kind, optional, default, field.metadata["flag"])
+    return found
+
+
+def check(instance: Any) -> None:
+    """For `__post_init__` of a frozen settings class: converts and checks every flag of `instance` in place."""
+    for setting in settings_of(type(instance)).values():
+        value = setting.convert(getattr(instance, setting.name), setting.name)
+        object.__setattr__(instance, setting.name, value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean x?)', or nothing when no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with vLLM's habits: --a_b means --a-b; an unknown option is answered with the nearest one."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(args) if args is not None else None
+        if words is not None:
+            end = words.index("--") if "--" in words else len(words)
+            words[:end] = [_dashed(word) for word in words[:end]]
+        parsed, rest = super().parse_known_args(words, namespace)
+        unknown = [word for word in rest if word.startswith("-") and word != "--"]
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            self.error(f"unknown option {name}{nearest(name, self._option_string_actions)}")
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def add_flags(parser: argparse.ArgumentParser, *classes: type) -> None:
+    """One option for each flag of the settings classes, grouped by class, and `--config FILE`."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, named as the options here")
+    for cls in classes:
+        title = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(title)
+        for setting in settings_of(cls).values():
+            names = [setting.option, *filter(None, [setting.flag.short])]
+            common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": _help(setting)}
+            if setting.kind is bool:
+                group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+                continue
+            metavar = setting.flag.metavar or "{" + ",".join(setting.flag.choices) + "}"
+            if metavar == "{}":
+                metavar = {int: "N", float: "X", dict: "JSON"}.get(setting.kind, "TEXT")
+            if setting.kind in (list, tuple):
+                common["nargs"] = "+"
+            group.add_argument(*names, metavar=metavar, **common)
+
+
+def _help(setting: Setting) -> str:
+    default = setting.default
+    if default is None or default in ("", (), [], {}):
+        return setting.flag.help.replace("%", "%%")
+    shown = str(default).lower() if setting.kind is bool else str(default)
+    return f"{setting.flag.help} (default: {shown})".replace("%", "%%")
+
+
+def read_yaml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
+    """The settings of a YAML file, names with underscores. `ConfigError` when it cannot be read or a key is unknown."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: must hold 'name: value' lines, got {type(content).__name__}")
+    names = list(known)
+    found = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"--config {path}: unknown setting {key!r}{nearest(name, names)}")
+        found[name] = value
+    return found
+
+
+def load(
+    given: argparse.Namespace | Mapping[str, Any], *classes: type, environ: Mapping[str, str] = os.environ
+) -> list[Any]:
+    """One instance of each class from the command line (`given`), the environment and the file `given` names as config.
+
+    `ConfigError` names where a bad value came from.
+    """
+    arguments = vars(given) if isinstance(given, argparse.Namespace) else given
+    settings = {name: setting for cls in classes for name, setting in settings_of(cls).items()}
+    file = arguments.get("config")
+    layers: Sequence[tuple[Mapping[str, Any], Any]] = [
+        (arguments, lambda setting: setting.option),
+        ({s.name: environ[s.env] for s in settings.values() if s.env in environ}, lambda setting: setting.env),
+        (read_yaml(file, settings) if file else {}, lambda setting: f"--config {file}: {setting.name}"),
+    ]
+    values = {}
+    for name, setting in settings.items():
+        for layer, label in layers:
+            if name in layer and not (layer[name] is None and not setting.optional):
+                values[name] = setting.convert(layer[name], label(setting))
+                break
+    return [cls(**{name: values[name] for name in settings_of(cls) if name in values}) for cls in classes]
