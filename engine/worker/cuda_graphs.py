@@ -1,0 +1,43 @@
+"""CUDA graphs of the decode step, one for each padded batch size. Knows a function of the size; never what it computes."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph: 1, 2, 4, then steps of 8 to 64, 16 to 256, 64 to 1024; `max_num_seqs` is one of them."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
+    return sorted({s for s in sizes if s < max_num_seqs} | {min(max_num_seqs, 1024)})
+
+
+class DecodeGraphs:
+    """`run(n)` replays the smallest captured `step(size)` with size >= n and returns its static (logits, tokens)."""
+
+    def __init__(self, step: Callable[[int], tuple[Tensor, Tensor]], sizes: list[int], progress: bool) -> None:
+        self._sizes = sizes
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        pool = None
+        for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
+            step(size)  # compile and choose algorithms outside the capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._outputs[size] = step(size)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph
+
+    def padded_size(self, num_seqs: int) -> int:
+        """The captured size that `num_seqs` sequences run at; 0 when there is none."""
+        at = bisect.bisect_left(self._sizes, num_seqs)
+        return self._sizes[at] if at < len(self._sizes) else 0
+
+    def run(self, size: int) -> tuple[Tensor, Tensor]:
+        self._graphs[size].replay()
+        return self._outputs[size]

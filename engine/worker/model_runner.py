@@ -1,0 +1,244 @@
+"""Runs scheduled steps on the device: rows, step tensors, the model, the sampler. Never knows why a request was chosen.
+
+`launch` queues a step and returns at once; `StepHandle.read` waits for its tokens. The newest token of each request stays
+on the device, so the next step can be launched before this one is read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kernels
+from engine.core.batch import Admission, Scheduled, SchedulerOutput, StepResult
+from engine.core.sampling_params import SamplingParams
+from engine.models.attention import AttentionMetadata
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec
+from engine.models.weights import load_model
+from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
+from engine.worker.sampler import LogprobsRequest, restrict, sample
+from kernels.step import StepTensors, prepare_step
+
+GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """What the runner needs to know, all resolved: no "auto" left."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int = 16
+    load_format: str = "auto"
+    seed: int = 0
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enforce_eager: bool = False
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step on its way. `read` may be called once."""
+
+    output: SchedulerOutput
+    tokens: Tensor  # [B] int64 on the CPU, filled when `done`
+    done: torch.cuda.Event | None
+    logprobs: LogprobsRequest | None
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        if self.done is not None:
+            self.done.synchronize()
+        ids = self.tokens.tolist()
+        token_ids = [ids[i] if s.samples else -1 for i, s in enumerate(self.output.scheduled)]
+        return self.output, StepResult(token_ids, self.logprobs.read() if self.logprobs else {})
+
+
+class ModelRunner:
+    """Owns the weights, the KV cache, the device rows and the CUDA graphs. One caller, one thread."""
+
+    num_blocks: int = 0
+    weights_seconds: float = 0.0
+    graphs_seconds: float = 0.0
+
+    def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions) -> None:
+        self.model, self.spec, self.options = model, spec, options
+        self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
+        self._cuda = self.device.type == "cuda"
+        max_blocks = -(-options.max_model_len // options.block_size)
+        self._batch = InputBatch(options.max_num_seqs, max_blocks, self.device, pin_memory=self._cuda)
+        max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
+        self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
+        self._shape = KVCacheShape.of(spec, options.block_size, options.dtype)
+        self._plan: kernels.DecodePlan | None = None
+        self._tile_queries = 0
+        if self._cuda:
+            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            self._plan = kernels.DecodePlan.allocate(options.max_num_seqs, *heads, device=self.device)
+            self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
+            self._graph_input = torch.zeros(8 * (options.max_num_seqs + 8), dtype=torch.int32, device=self.device)
+            self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
+        self._launched = 0
+        self._graphs: DecodeGraphs | None = None
+        self._kv_cache: list[Tensor] = []
+
+    @classmethod
+    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True) -> ModelRunner:
+        """Load the weights, size the KV cache from a profiling run, warm up and capture the graphs.
+
+        Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
+        """
+        start = time.perf_counter()
+        model = load_model(
+            folder, spec, dtype=options.dtype, device=options.device, load_format=options.load_format, seed=options.seed,
+            progress=progress, max_model_len=options.max_model_len,
+        )  # fmt: skip
+        runner = cls(model, spec, options)
+        runner.weights_seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        runner.num_blocks = runner._count_blocks()
+        check_fits(runner.num_blocks, options.block_size, options.max_model_len)
+        runner._kv_cache = runner._shape.allocate(runner.num_blocks, options.device)
+        if runner._cuda:
+            runner._rehearse(1)
+            if not options.enforce_eager:
+                runner._graphs = DecodeGraphs(runner._decode_on_device, graph_sizes(options.max_num_seqs), progress)
+            torch.cuda.synchronize()
+        runner.graphs_seconds = time.perf_counter() - start
+        return runner
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_blocks * self._shape.block_bytes
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self._cuda else "CPU"
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._graphs = None
+        self._kv_cache = []
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> StepHandle:
+        """Queue one step; nothing waits for the device."""
+        self._batch.apply(output)
+        size = 0
+        if self._graphs is not None and output.num_decodes == len(output.scheduled):
+            size = self._graphs.padded_size(output.num_decodes)
+        packed = self._batch.pack(output, size)
+        if size:
+            assert self._graphs is not None
+            self._graph_input[: len(packed.packed)].copy_(packed.packed, non_blocking=True)
+            logits, tokens = self._graphs.run(size)
+        else:
+            logits, tokens = self._compute(packed)
+        real = len(output.scheduled)
+        if restrict(logits, packed, self.spec.eos_token_ids):
+            tokens = self._sample(logits[:real])
+        logprobs = LogprobsRequest.make(output, packed, logits, tokens)
+        if not self._cuda:
+            return StepHandle(output, tokens[:real], None, logprobs)
+        self._launched += 1
+        result = self._results[self._launched % len(self._results)][:real]
+        result.copy_(tokens[:real], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return StepHandle(output, result, done, logprobs)
+
+    def _compute(self, packed: PackedStep) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] and sampled tokens [B] of any step, eagerly."""
+        on_device = packed.packed.to(self.device, non_blocking=True)
+        n = packed.num_decodes
+        tiles = None
+        if self._cuda and n < packed.num_seqs:
+            grid = kernels.make_prefill_tiles(packed.query_lens[n:], packed.context_lens[n:], self._tile_queries)
+            tiles = torch.tensor(grid, dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
+        step, num_seqs = self._step, packed.num_seqs
+        metadata = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
+        hidden = self._forward(packed.num_tokens, metadata)
+        if packed.num_tokens > num_seqs:
+            hidden = hidden[step.last_index[:num_seqs]]
+        logits = self.model.logits(hidden)
+        return logits, self._sample(logits, greedy=packed.greedy)
+
+    def _decode_on_device(self, size: int) -> tuple[Tensor, Tensor]:
+        """The whole decode step of `size` sequences, from the graph's input buffer to sampled tokens; captured in a graph."""
+        with torch.inference_mode():
+            metadata = self._prepare(self._graph_input, -(-(size + 1) // 4) * 4, size, size, size, None)
+            logits = self.model.logits(self._forward(size, metadata))
+            return logits, self._sample(logits)
+
+    def _prepare(
+        self, packed: Tensor, segment: int, num_seqs: int, num_tokens: int, num_decodes: int, tiles: Tensor | None
+    ) -> AttentionMetadata:
+        prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, self._batch.state, self._step)
+        context_lens = packed[segment : segment + num_seqs]
+        if self._plan is not None and num_decodes:
+            self._plan.update(context_lens[:num_decodes])
+        return AttentionMetadata(
+            num_decodes=num_decodes,
+            rows=packed[:num_seqs],
+            block_tables=self._batch.state.block_tables,
+            query_start=packed[2 * segment : 2 * segment + num_seqs + 1],
+            context_lens=context_lens,
+            slot_mapping=self._step.slot_mapping[:num_tokens],
+            decode_plan=self._plan,
+            prefill_tiles=tiles,
+        )
+
+    def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> Tensor:
+        step = self._step
+        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self._kv_cache, metadata)
+
+    def _sample(self, logits: Tensor, greedy: bool = False) -> Tensor:
+        """Sample each sequence's next token and leave it in its row, where the next step finds it."""
+        tokens = logits.argmax(-1) if greedy else sample(logits, self._step)
+        self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
+        return tokens
+
+    def _count_blocks(self) -> int:
+        """Blocks of the KV cache: as asked for, or what fits into memory beside a full step."""
+        options, block_bytes = self.options, self._shape.block_bytes
+        if options.num_gpu_blocks_override is not None:
+            return options.num_gpu_blocks_override
+        if options.kv_cache_memory_bytes is not None:
+            return options.kv_cache_memory_bytes // block_bytes
+        if not self._cuda:
+            room = cpu_cache_bytes(block_bytes, options.block_size, options.max_num_seqs, options.max_model_len)
+            return room // block_bytes
+        self._kv_cache = self._shape.allocate(1, self.device)
+        self._rehearse(max(options.max_num_batched_tokens // options.max_num_seqs, 1))
+        torch.cuda.synchronize()
+        room = gpu_cache_bytes(self.device, options.gpu_memory_utilization, GRAPH_RESERVE)
+        self._kv_cache = []
+        torch.cuda.empty_cache()
+        return max(room // block_bytes, 0)
+
+    def _rehearse(self, tokens_each: int) -> None:
+        """Run full steps through the real path, all on block 0: it compiles every kernel and shows the memory's peak."""
+        options = self.options
+        tokens_each = max(min(tokens_each, options.max_model_len - 1), 2)
+        num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
+        blocks = [0] * -(-(tokens_each + 1) // options.block_size)
+        sampling = SamplingParams(temperature=0.7, top_k=10, top_p=0.9, min_p=0.01)
+        ids = [f"rehearsal-{i}" for i in range(num_seqs)]
+        admitted = [Admission(i, [0] * tokens_each, tokens_each, 0, blocks, sampling, 0) for i in ids]
+        prefill = [Scheduled(i, 0, tokens_each, [], True) for i in ids]
+        self.launch(SchedulerOutput(0, admitted, prefill, [], 0, num_seqs * tokens_each)).read()
+        half = num_seqs // 2  # a mixed step: the first half decode, the rest prefill again
+        mixed = [Scheduled(i, tokens_each, 1, [], True) for i in ids[:half]] + prefill[half:]
+        tokens = sum(s.num_tokens for s in mixed)
+        self.launch(SchedulerOutput(1, [], mixed, [], half, tokens)).read()
+        self._batch.apply(SchedulerOutput(2, [], [], ids, 0, 0))
