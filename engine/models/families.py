@@ -167,7 +167,8 @@ def _rope(config: Config, head_dim: int) -> RopeSpec:
         raise ModelError(f"'rope_scaling' must be an object, got {fields!r}")
     if any(isinstance(value, dict) for value in fields.values()):
         raise ModelError("'rope_parameters' per layer type are not supported")
-    fields = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config} | fields
+    outside: Config = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    fields = outside | fields
     if fields.get("partial_rotary_factor") not in (None, 1):
         raise ModelError(f"'partial_rotary_factor' must be 1, got {fields['partial_rotary_factor']!r}")
     scaling = fields.get("rope_type") or fields.get("type") or "default"

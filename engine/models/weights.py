@@ -70,7 +70,7 @@ def load_model(
 
 def places(model: Decoder) -> dict[str, Tensor]:
     """Every tensor that a checkpoint of this decoder holds, by its name there → the memory that it fills."""
-    found = {
+    found: dict[str, Tensor] = {
         EMBEDDING: model.embed_tokens.weight,
         "model.norm.weight": model.norm.weight,
         LM_HEAD: model.lm_head.weight,

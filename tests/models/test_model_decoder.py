@@ -1,0 +1,110 @@
+"""The decoder against transformers and against a real model's exact text."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.check_models import CASES, check_family, decode, make_checkpoint, make_prompts, passes
+from engine.models.families import read_spec
+from engine.models.weights import load_model
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_family_equals_transformers(name):
+    result = check_family(name, "cpu", torch.float32)
+    assert result["greedy_equal"]
+    assert result["max_error"] <= 1e-4, result
+
+
+@pytest.mark.parametrize("name", ["llama-gqa4-llama3", "mistral-window", "qwen2", "qwen3"])
+def test_bfloat16_is_as_exact_as_transformers(name):
+    result = check_family(name, "cpu", torch.bfloat16)
+    assert passes(result, torch.bfloat16), result
+
+
+def load(folder, **options):
+    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    return load_model(folder, read_spec(folder), **options)
+
+
+def logits(model):
+    return torch.cat([decoded.logits for decoded in decode(model, make_prompts(), 1)])
+
+
+def test_shards_equal_one_file(tmp_path):
+    make_checkpoint("qwen3-window", tmp_path / "one")
+    make_checkpoint("qwen3-window", tmp_path / "shards", max_shard_size="200KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(load(tmp_path / "one")), logits(load(tmp_path / "shards")))
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        ("llama-linear", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 10000.0}),
+        ("llama-dynamic", {"rope_scaling": {"type": "dynamic", "factor": 3.0}, "rope_theta": 10000.0}),
+        (
+            "llama-gqa4-llama3",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "rope_theta": 500000.0,
+            },
+        ),
+        (
+            "qwen2-yarn",
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+                "rope_theta": 1e4,
+            },
+        ),
+    ],
+)
+def test_old_rope_spelling_is_the_same_model(tmp_path, name, old):
+    make_checkpoint(name, tmp_path)
+    new_spec = read_spec(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config | old))
+    assert read_spec(tmp_path) == new_spec
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_story_model_greedy_text(story_model, chunk):
+    expected = json.loads((story_model / "expected_greedy.json").read_text())
+    model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu", progress=False)
+    longest = max(len(entry["output_ids"]) for entry in expected)
+    got = decode(model, [entry["prompt_ids"] for entry in expected], longest, chunk=chunk)
+    for entry, decoded in zip(expected, got, strict=True):
+        assert decoded.token_ids[: len(entry["output_ids"])] == entry["output_ids"]
+
+
+def test_story_model_alone(story_model):
+    entry = json.loads((story_model / "expected_greedy.json").read_text())[0]
+    model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu", progress=False)
+    (got,) = decode(model, [entry["prompt_ids"]], len(entry["output_ids"]), block_size=4)
+    assert got.token_ids == entry["output_ids"]
+
+
+def test_dummy_weights(tmp_path):
+    make_checkpoint("qwen3", tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    one, same, other = (load(tmp_path, load_format="dummy", seed=seed, dtype=torch.bfloat16) for seed in (1, 1, 2))
+    assert torch.equal(logits(one), logits(same))
+    assert not torch.equal(logits(one), logits(other))
+    assert logits(one).isfinite().all()
+    assert one.layers[0].attention.q_norm.weight.eq(1).all()
+    assert one.lm_head.weight is one.embed_tokens.weight
+    assert 0.018 < one.lm_head.weight.float().std() < 0.022
+    assert not any(parameter.requires_grad for parameter in one.parameters())

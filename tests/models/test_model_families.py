@@ -1,0 +1,228 @@
+"""config.json and generation_config.json: every spelling, and every way to be wrong."""
+
+import json
+
+import pytest
+
+from engine.models.errors import ModelError
+from engine.models.families import read_spec
+from engine.models.generation_config import read_generation_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 100,
+}
+ROPE = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """config.json's fields (None: left out) over LLAMA → its ModelSpec."""
+
+    def read(generation_config=None, **changes):
+        config = {name: value for name, value in {**LLAMA, **changes}.items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation_config is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+        return read_spec(tmp_path)
+
+    return read
+
+
+def family(name):
+    return {"architectures": [f"{name}ForCausalLM"]}
+
+
+def test_defaults(read):
+    spec = read()
+    assert spec.architecture == "LlamaForCausalLM"
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 4, 16)
+    assert spec.rope.scaling == "default"
+    assert (spec.rope.theta, spec.rope.rotary_dim) == (10000, 16)
+    assert spec.sliding_windows == (0, 0, 0)
+    assert spec.attention_scale == 0.25
+    assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("float32", None, ())
+    assert not any((spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm, spec.tie_word_embeddings))
+    assert spec.context_length == 128
+
+
+def test_null_is_the_default(read):
+    assert read(num_key_value_heads=None, head_dim=None, rope_scaling=None, quantization_config=None) == read()
+
+
+def test_biases_of_each_family(read):
+    def flags(spec):
+        return spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm
+
+    assert flags(read(attention_bias=True)) == (True, True, False, False)
+    assert flags(read(mlp_bias=True)) == (False, False, True, False)
+    assert flags(read(**family("Mistral"))) == (False, False, False, False)
+    assert flags(read(**family("Qwen2"))) == (True, False, False, False)
+    assert flags(read(**family("Qwen3"))) == (False, False, False, True)
+    assert flags(read(**family("Qwen3"), attention_bias=True)) == (True, True, False, True)
+    assert read(**family("Qwen3")).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({**family("Mistral"), "sliding_window": 32}, (32, 32, 32)),
+        ({**family("Mistral"), "sliding_window": None}, (0, 0, 0)),
+        (family("Mistral"), (4096, 4096, 4096)),
+        ({**family("Qwen2"), "sliding_window": 32}, (0, 0, 0)),
+        ({**family("Qwen2"), "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 1}, (0, 0, 0)),
+        ({**family("Qwen2"), "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (0, 32, 32)),
+        ({**family("Qwen2"), "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, (32, 32, 32)),
+        ({**family("Qwen2"), "sliding_window": None, "use_sliding_window": True}, (0, 0, 0)),
+        (
+            {
+                **family("Qwen3"),
+                "sliding_window": 32,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (32, 0, 32),
+        ),
+    ],
+)
+def test_sliding_windows(read, changes, windows):
+    assert read(**changes).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, {"type": "dynamic", "factor": 2}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {**ROPE, "original_max_position_embeddings": 32}},
+            {**ROPE, "original_max_position_embeddings": 32},
+        ),
+        (
+            {"rope_theta": 5e5, "original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4}},
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32}},
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_both_rope_spellings(read, old, new):
+    assert read(**old) == read(rope_parameters={"rope_theta": 5e5, **new})
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"type": "linear", "factor": 2}, 256),
+        ({"type": "dynamic", "factor": 3}, 384),
+        ({**ROPE, "original_max_position_embeddings": 32}, 128),
+        ({"type": "yarn", "factor": 4}, 512),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, 128),
+    ],
+)
+def test_context_length(read, rope, length):
+    assert read(rope_scaling=rope).context_length == length
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ...}, "'hidden_size' is missing"),
+        ({"vocab_size": None}, "'vocab_size' is missing"),
+        ({"num_hidden_layers": "3"}, "'num_hidden_layers' must be an integer of at least 1, got '3'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be an integer of at least 1, got 0"),
+        ({"num_attention_heads": True}, "'num_attention_heads' must be an integer"),
+        ({"num_key_value_heads": 3}, "'num_attention_heads' (4) must be a multiple of 'num_key_value_heads' (3)"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "'hidden_size' (64) must be a multiple of"),
+        ({"head_dim": 15}, "'head_dim' must be even, got 15"),
+        ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number, got 0"),
+        ({"hidden_act": "gelu"}, "'hidden_act' 'gelu' is not supported; supported: silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config': quantised checkpoints are not supp"),
+        ({"torch_dtype": "int8"}, "'dtype' must be bfloat16, float16 or float32, got 'int8'"),
+        ({"dtype": 16}, "'dtype' must be bfloat16, float16 or float32, got 16"),
+        ({"attention_bias": "yes"}, "'attention_bias' must be true or false, got 'yes'"),
+        ({"tie_word_embeddings": 1}, "'tie_word_embeddings' must be true or false, got 1"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id or a list of them, got '</s>'"),
+        ({"architectures": ...}, "'architectures' must be a list of one name, got None"),
+        ({"architectures": []}, "'architectures' must be a list of one name, got []"),
+        (family("Mamba"), "architecture 'MambaForCausalLM' is not supported; supported: LlamaForCausalLM, Mistral"),
+        ({"rope_scaling": {"type": "longrope"}}, "RoPE scaling 'longrope' is not supported; supported: default, lin"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": -1}}, "'factor' must be a positive number, got -1"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 1}}, "'high_freq_factor' is missing"),
+        ({"rope_scaling": {**ROPE, "high_freq_factor": 1}}, "'high_freq_factor' (1.0) must be above"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' must be an object, got 'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "'rope_parameters' per layer type are not supp"),
+        ({"rope_theta": "big"}, "'rope_theta' must be a positive number, got 'big'"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1, got 0.5"),
+        ({**family("Mistral"), "sliding_window": 0}, "'sliding_window' must be an integer of at least 1, got 0"),
+        ({**family("Qwen2"), "layer_types": ["full_attention"]}, "'layer_types' must be a list of num_hidden_layers=3"),
+        ({**family("Qwen2"), "layer_types": ["linear_attention"] * 3}, "may name full_attention and sliding_attention"),
+        ({**family("Qwen3"), "layer_types": ["sliding_attention"] * 3}, "'sliding_window' is missing"),
+    ],
+)
+def test_wrong_config_names_file_and_field(read, tmp_path, changes, message):
+    with pytest.raises(ModelError) as error:
+        read(**changes)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("\xff", "not valid JSON"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_json_names_the_file(tmp_path, name, content, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    if content is not None:
+        (tmp_path / name).write_text(content, encoding="latin-1")
+    elif name == "config.json":
+        (tmp_path / name).unlink()
+    else:
+        return  # generation_config.json may be absent
+    with pytest.raises(ModelError, match=message) as error:
+        read_spec(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / name}: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos"),
+    [
+        (2, None, (2,)),
+        ([2, 3], {}, (2, 3)),
+        (2, {"eos_token_id": [5, 2, 7]}, (5, 2, 7)),
+        (2, {"eos_token_id": 5}, (5, 2)),
+        (None, {"eos_token_id": None}, ()),
+    ],
+)
+def test_end_of_text_ids(read, config, generation, eos):
+    assert read(generation, eos_token_id=config).eos_token_ids == eos
+
+
+def test_generation_defaults(tmp_path):
+    assert read_generation_config(tmp_path) == {}
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "min_p": null, "max_new_tokens": 99}')
+    assert read_generation_config(tmp_path) == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    path.write_text('{"top_p": "high"}')
+    with pytest.raises(ModelError, match=r"generation_config.json: 'top_p' must be a number, got 'high'"):
+        read_generation_config(tmp_path)
+
+
+def test_generation_config_eos_names_the_file(read):
+    with pytest.raises(ModelError, match=r"generation_config.json: 'eos_token_id' must be a token id"):
+        read({"eos_token_id": "</s>"})

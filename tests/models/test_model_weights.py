@@ -1,0 +1,210 @@
+"""Weights: placed once and cast; what is damaged, missing or too much is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.models.errors import ModelError
+from engine.models.families import read_spec
+from engine.models.weights import load_model, places
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+}
+EMBEDDING, LM_HEAD, K_BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.bias"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def tensors(folder):
+    """Every tensor of the checkpoint, by name, with its own random values."""
+    model = load(folder, load_format="dummy")
+    return {name: torch.randn(place.shape) for name, place in places(model).items()}
+
+
+def tie(folder):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+
+
+def load(folder, dtype=torch.float32, **options):
+    return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", progress=False, **options)
+
+
+def save_shards(folder, tensors, num_shards=3):
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def check_error(folder, *parts, **options):
+    with pytest.raises(ModelError) as error:
+        load(folder, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message, message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_is_in_its_place(folder, tensors, dtype):
+    save_file(tensors, folder / "model.safetensors")
+    model = load(folder, dtype)
+    assert model.cos_sin.dtype == torch.float32
+    placed = places(model)
+    assert sum(place.numel() for place in placed.values()) == sum(p.numel() for p in model.parameters())
+    for name, tensor in tensors.items():
+        assert torch.equal(placed[name], tensor.to(dtype)), name
+    qkv = model.layers[1].attention.qkv
+    assert torch.equal(qkv.bias[32:48], tensors[K_BIAS].to(dtype))
+
+
+def test_shards_and_loose_files(folder, tensors):
+    save_shards(folder, tensors)
+    by_index = places(load(folder))
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"tok_embeddings.weight": torch.zeros(1)}, folder / "consolidated.safetensors")  # Mistral's second copy
+    for found in (by_index, places(load(folder))):
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_max_model_len_limits_the_table(folder):
+    assert load(folder, load_format="dummy", max_model_len=10).cos_sin.shape == (10, 8)
+    assert load(folder, load_format="dummy").cos_sin.shape == (64, 8)
+
+
+def test_old_rotary_tables_are_ignored(folder, tensors):
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for i in range(2)}
+    save_file(tensors | extra, folder / "model.safetensors")
+    load(folder)
+
+
+@pytest.mark.parametrize("stored", [[EMBEDDING], [LM_HEAD], [EMBEDDING, LM_HEAD]])
+def test_tied_embeddings_under_either_name(folder, tensors, stored):
+    tie(folder)
+    table = tensors[EMBEDDING]
+    others = {name: tensor for name, tensor in tensors.items() if name not in (EMBEDDING, LM_HEAD)}
+    save_file(others | {name: table.clone() for name in stored}, folder / "model.safetensors")
+    model = load(folder, torch.bfloat16)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, table.bfloat16())
+
+
+def test_tied_but_different(folder, tensors):
+    tie(folder)
+    save_file(tensors, folder / "model.safetensors")
+    check_error(folder, folder / "model.safetensors", "'lm_head.weight' differs", "set 'tie_word_embeddings' to false")
+
+
+def test_tied_and_neither_stored(folder, tensors):
+    tie(folder)
+    del tensors[EMBEDDING], tensors[LM_HEAD]
+    save_file(tensors, folder / "model.safetensors")
+    check_error(folder, folder, "lack 'lm_head.weight', 'model.embed_tokens.weight'")
+
+
+def test_missing_tensor(folder, tensors):
+    del tensors[K_BIAS]
+    save_file(tensors, folder / "model.safetensors")
+    check_error(folder, folder, f"the weights lack '{K_BIAS}'", "of the same model?")
+
+
+def test_many_missing_tensors_make_one_line(folder, tensors):
+    save_file({EMBEDDING: tensors[EMBEDDING]}, folder / "model.safetensors")
+    check_error(
+        folder, "lack 'lm_head.weight', 'model.layers.0.input_layernorm.weight', ", f"and {len(tensors) - 4} more"
+    )
+
+
+def test_extra_tensor(folder, tensors):
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
+    save_shards(folder, tensors)
+    check_error(folder, folder / "model-", "'model.layers.0.self_attn.o_proj.bias'", "config.json has no place for")
+
+
+def test_wrong_shape(folder, tensors):
+    tensors[K_BIAS] = torch.zeros(17)
+    save_file(tensors, folder / "model.safetensors")
+    check_error(folder, folder / "model.safetensors", f"'{K_BIAS}' has shape [17], config.json says [16]")
+
+
+def test_quantised_tensor(folder, tensors):
+    tensors[K_BIAS] = torch.zeros(16, dtype=torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    check_error(folder, folder / "model.safetensors", f"'{K_BIAS}' is stored as I8")
+
+
+def test_tensor_in_two_files(folder, tensors):
+    save_file(tensors, folder / "a.safetensors")
+    save_file({K_BIAS: tensors[K_BIAS]}, folder / "b.safetensors")
+    check_error(folder, folder / "b.safetensors", K_BIAS, "a.safetensors", "remove one")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header", "empty", "pointer"])
+def test_damaged_file(folder, tensors, damage):
+    save_shards(folder, tensors)
+    file = folder / "model-1.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(
+        {
+            "truncated": content[:-100],
+            "header": content[:8] + b"#" + content[9:],
+            "empty": b"",
+            "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        }[damage]
+    )
+    check_error(folder, file, "corrupt or truncated", "download it again")
+
+
+def test_shard_missing_from_disk(folder, tensors):
+    save_shards(folder, tensors)
+    (folder / "model-2.safetensors").unlink()
+    check_error(folder, folder / "model.safetensors.index.json", "names model-2.safetensors", "download the rest")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
+def test_bad_index(folder, tensors, content):
+    save_shards(folder, tensors)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(content)
+    check_error(folder, index, "download it again")
+
+
+def test_index_lists_a_tensor_that_its_file_lacks(folder, tensors):
+    save_shards(folder, tensors)
+    file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][K_BIAS]
+    names = [name for i, name in enumerate(sorted(tensors)) if file.name == f"model-{i % 3}.safetensors"]
+    save_file({name: tensors[name] for name in names if name != K_BIAS}, file)
+    check_error(folder, f"lack '{K_BIAS}'")
+
+
+def test_no_safetensors(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    check_error(folder, folder, "no .safetensors weights", "pytorch_model.bin", "convert")
+
+
+def test_unknown_load_format(folder):
+    check_error(folder, "load_format must be auto, safetensors or dummy, got 'gguf'", load_format="gguf")
+
+
+def test_out_of_memory_says_how_much(folder, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr("engine.models.weights._fill_randomly", full)
+    check_error(folder, folder, "0.0 GiB of float32 weights do not fit on cpu", load_format="dummy")
