@@ -34,7 +34,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 def _family(config: Config) -> Callable[[Config], ModelSpec]:
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError(f"'architectures' must be a list of one name, got {names!r}")
     if names[0] not in FAMILIES:
         raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
@@ -172,7 +172,7 @@ def _rope(config: Config, head_dim: int) -> RopeSpec:
     if fields.get("partial_rotary_factor") not in (None, 1):
         raise ModelError(f"'partial_rotary_factor' must be 1, got {fields['partial_rotary_factor']!r}")
     scaling = fields.get("rope_type") or fields.get("type") or "default"
-    if scaling not in SCALINGS:
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
         raise ModelError(f"RoPE scaling {scaling!r} is not supported; supported: {', '.join(SCALINGS)}")
     theta = _number(fields, "rope_theta", 10000.0)
     return SCALINGS[scaling](RopeSpec(rotary_dim=head_dim, theta=theta, scaling=scaling), fields, config)

@@ -151,6 +151,8 @@ def test_context_length(read, rope, length):
         ({"tie_word_embeddings": 1}, "'tie_word_embeddings' must be true or false, got 1"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id or a list of them, got '</s>'"),
         ({"architectures": ...}, "'architectures' must be a list of one name, got None"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "'architectures' must be a list of one name, got [["),
+        ({"rope_scaling": {"type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),
         ({"architectures": []}, "'architectures' must be a list of one name, got []"),
         (family("Mamba"), "architecture 'MambaForCausalLM' is not supported; supported: LlamaForCausalLM, Mistral"),
         ({"rope_scaling": {"type": "longrope"}}, "RoPE scaling 'longrope' is not supported; supported: default, lin"),
