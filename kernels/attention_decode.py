@@ -6,12 +6,11 @@ A (sequence, head) pair that lies inside one piece is written at once; one that 
 program to arrive merges them. Which program starts where is computed on the device once per step and serves every layer.
 Nothing here depends on the longest context and every buffer is static, so a CUDA graph can hold it.
 
-Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al., arXiv 2309.06180).
+Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
+arXiv 2309.06180).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,57 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
-
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """The work map of a step and the workspace its layers share. `P` programs, `G` query heads for each KV head."""
-
-    tile: int  # keys in a tile
-    num_kv_heads: int
-    starts: Tensor  # [P, 2] int32: the sequence a program starts in, and the tile inside it (head * tiles + tile)
-    totals: Tensor  # [2] int32: tiles in all, tiles for each program
-    partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
-    partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
-    arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
-
-    @classmethod
-    def allocate(
-        cls, max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, num_programs: int = 0
-    ) -> DecodePlan:
-        """Workspace for up to `max_seqs` sequences; 0 programs: two for each multiprocessor of the device."""
-        if not num_programs:
-            num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        group = num_heads // num_kv_heads
-        f32 = dict(dtype=torch.float32, device=device)
-        i32 = dict(dtype=torch.int32, device=device)
-        return cls(
-            tile=decode_tile(head_dim),
-            num_kv_heads=num_kv_heads,
-            starts=torch.zeros(num_programs, 2, **i32),
-            totals=torch.zeros(2, **i32),
-            partial_out=torch.empty(num_programs, 2, group, head_dim, **f32),
-            partial_stats=torch.empty(num_programs, 2, 2, group, **f32),
-            arrivals=torch.zeros(max_seqs * num_kv_heads, **i32),
-        )
-
-    def update(self, context_lens: Tensor) -> None:
-        """Write the work map for sequences of these context lengths [B] int32, on the device."""
-        num_seqs, num_programs = len(context_lens), len(self.starts)
-        _plan_kernel[(num_programs,)](
-            context_lens, self.starts, self.totals, num_seqs,
-            NUM_KV_HEADS=self.num_kv_heads, TILE=self.tile, MIN_TILES=MIN_TILES,
-            BLOCK_B=max(16, triton.next_power_of_2(num_seqs)), num_warps=4,
-        )  # fmt: skip
-
-
-MIN_TILES = 2  # a program takes at least so many tiles: below, merging costs more than it spreads
-
-
-def decode_tile(head_dim: int) -> int:
-    """Keys in a tile of the decode kernel: about 16 KB of K in 16-bit types."""
-    return 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+from kernels.plan import MIN_TILES, DecodePlan
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -91,6 +40,16 @@ def _plan_kernel(
     if program == 0:
         tl.store(totals, total)
         tl.store(totals + 1, share)
+
+
+def plan_decode(context_lens: Tensor, plan: DecodePlan) -> None:
+    """Write the work map for sequences of these context lengths [B] int32 into `plan`, on the device."""
+    num_programs = len(plan.starts)
+    _plan_kernel[(num_programs,)](
+        context_lens, plan.starts, plan.totals, len(context_lens),
+        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, MIN_TILES=MIN_TILES,
+        BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -257,7 +216,7 @@ def paged_attention_decode(
         out = torch.empty_like(query)
     if plan is None:
         plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device)
-        plan.update(context_lens)
+        plan_decode(context_lens, plan)
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     group = num_heads // num_kv_heads

@@ -16,27 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
-
-
-
-def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of one sequence in a tile: the step between the second entries of `tiles`."""
-    return _block_m(head_dim, dtype) // (num_heads // num_kv_heads)
-
-
-def _block_m(head_dim: int, dtype: torch.dtype) -> int:
-    return 64 if dtype == torch.float32 or head_dim > 128 else 128
-
-
-def make_prefill_tiles(query_lens: list[int], context_lens: list[int], tile_queries: int) -> list[tuple[int, int]]:
-    """The kernel's grid: (sequence, first query of the tile), the tiles that see most keys first."""
-    tiles = [
-        (context - length + start, sequence, start)
-        for sequence, (length, context) in enumerate(zip(query_lens, context_lens, strict=True))
-        for start in range(0, length, tile_queries)
-    ]
-    tiles.sort(reverse=True)
-    return [(sequence, start) for _, sequence, start in tiles]
+from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
 
 
 @triton.jit
@@ -127,7 +107,11 @@ def _prefill_kernel(
             stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(l > 0, l, 1.0)[:, None]
-    tl.store(out + tokens[:, None] * stride_ot + heads[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
+    tl.store(
+        out + tokens[:, None] * stride_ot + heads[:, None] * HEAD_DIM + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=q_mask,
+    )
 
 
 def paged_attention_prefill(
@@ -173,7 +157,7 @@ def paged_attention_prefill(
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=_block_m(head_dim, query.dtype),
+        D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=prefill_block_m(head_dim, query.dtype),
         BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=num_stages or (2 if small else 3), num_warps=num_warps or (4 if small else 8),

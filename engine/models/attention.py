@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,8 +24,19 @@ class AttentionMetadata:
     query_start: Tensor  # [B + 1] int32: sequence i's tokens are [query_start[i], query_start[i + 1])
     context_lens: Tensor  # [B] int32: tokens in the context, this step's included; 0: a padding row
     slot_mapping: Tensor  # [T] int64: where each token's K and V go; -1: nowhere
-    decode_plan: kernels.DecodePlan | None = None  # the work map of the decode kernel, made once per step; None on a CPU
-    prefill_tiles: Tensor | None = None  # [N, 2] int32 (sequence, first query), the prefill kernel's grid; None on a CPU
+    decode_plan: kernels.DecodePlan | None = (
+        None  # the work map of the decode kernel, made once per step; None on a CPU
+    )
+    prefill_tiles: Tensor | None = (
+        None  # [N, 2] int32 (sequence, first query), the prefill kernel's grid; None on a CPU
+    )
+
+
+class _Options(TypedDict):
+    scale: float
+    window: int
+    soft_cap: float
+    alibi_slopes: Tensor | None
 
 
 def attend(
@@ -42,7 +54,7 @@ def attend(
     query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D].
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
-    options = dict(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
+    options = _Options(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
     m, n = metadata, metadata.num_decodes
     out = torch.empty_like(query)
     if n:

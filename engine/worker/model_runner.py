@@ -24,7 +24,7 @@ from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
 from engine.worker.sampler import LogprobsRequest, restrict, sample
-from kernels.step import StepTensors, prepare_step
+from kernels.step import StepTensors
 
 GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
 
@@ -183,10 +183,10 @@ class ModelRunner:
     def _prepare(
         self, packed: Tensor, segment: int, num_seqs: int, num_tokens: int, num_decodes: int, tiles: Tensor | None
     ) -> AttentionMetadata:
-        prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, self._batch.state, self._step)
+        kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, self._batch.state, self._step)
         context_lens = packed[segment : segment + num_seqs]
         if self._plan is not None and num_decodes:
-            self._plan.update(context_lens[:num_decodes])
+            kernels.plan_decode(context_lens[:num_decodes], self._plan)
         return AttentionMetadata(
             num_decodes=num_decodes,
             rows=packed[:num_seqs],

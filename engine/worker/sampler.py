@@ -17,7 +17,13 @@ def sample(logits: Tensor, step: StepTensors) -> Tensor:
     """One token for each of the logits' rows [B, V] -> [B] int64, by each row's own parameters and seed."""
     n = len(logits)
     return kernels.sample(
-        logits, step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n], step.seed[:n], step.next_position[:n]
+        logits,
+        step.temperature[:n],
+        step.top_k[:n],
+        step.top_p[:n],
+        step.min_p[:n],
+        step.seed[:n],
+        step.next_position[:n],
     )
 
 
@@ -52,7 +58,9 @@ class LogprobsRequest:
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
 
     @classmethod
-    def make(cls, output: SchedulerOutput, packed: PackedStep, logits: Tensor, tokens: Tensor) -> LogprobsRequest | None:
+    def make(
+        cls, output: SchedulerOutput, packed: PackedStep, logits: Tensor, tokens: Tensor
+    ) -> LogprobsRequest | None:
         """For the sequences that sample in this step and asked for log-probabilities; None when there are none."""
         indices, num_top = [], []
         for i, row in enumerate(packed.rows):
@@ -69,6 +77,8 @@ class LogprobsRequest:
         """After the device is done: index in `scheduled` -> its log-probabilities."""
         logprobs, ranks, top_ids, top_logprobs = (t.tolist() for t in self.tensors)
         return {
-            index: TokenLogprobs(logprobs[i], ranks[i], top_ids[i][: self.num_top[i]], top_logprobs[i][: self.num_top[i]])
+            index: TokenLogprobs(
+                logprobs[i], ranks[i], top_ids[i][: self.num_top[i]], top_logprobs[i][: self.num_top[i]]
+            )
             for i, index in enumerate(self.indices)
         }

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import step as module
+from kernels import prepare, reference
+from kernels.step import RowState, StepTensors
 
 BLOCK = 4
 
@@ -23,12 +24,12 @@ def packed_step(rows, query_lens, context_lens, updates, token_ids):
 
 
 @pytest.fixture(params=["twin", "triton"])
-def prepare(request):
-    return module._prepare_reference if request.param == "twin" else module._prepare_triton
+def prepare_step(request):
+    return (reference if request.param == "twin" else prepare).prepare_step
 
 
-def test_step_tensors(prepare):
-    state = module.RowState.allocate(5, 80, torch.device("cpu"))
+def test_step_tensors(prepare_step):
+    state = RowState.allocate(5, 80, torch.device("cpu"))
     state.last_token[:] = torch.tensor([50, 51, 52, 53, 54])
     state.temperature[:] = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
     state.seed[:] = torch.arange(5) + 2**40
@@ -38,12 +39,17 @@ def test_step_tensors(prepare):
     packed, segment = packed_step(
         rows=[1, 4, 3, 0],
         query_lens=[1, 1, 3, long],
-        context_lens=[9, 0, 5, long],  # a decode into a new block, a padding row, a chunk after a prefix hit, a long one
+        context_lens=[
+            9,
+            0,
+            5,
+            long,
+        ],  # a decode into a new block, a padding row, a chunk after a prefix hit, a long one
         updates=[(2, [9]), (0, []), (0, [20, 21]), (0, blocks)],
         token_ids=[-1, 0, 11, 12, 13, *range(long)],
     )
-    out = module.StepTensors.allocate(6, 1000, torch.device("cpu"))
-    prepare(packed, segment, 4, 5 + long, BLOCK, state, out)
+    out = StepTensors.allocate(6, 1000, torch.device("cpu"))
+    prepare_step(packed, segment, 4, 5 + long, BLOCK, state, out)
     assert out.input_ids[: 5 + long].tolist() == [51, 0, 11, 12, 13, *range(long)]
     assert out.positions[: 5 + long].tolist() == [8, 0, 2, 3, 4, *range(long)]
     slots = [9 * BLOCK, -1, 20 * BLOCK + 2, 20 * BLOCK + 3, 21 * BLOCK]

@@ -1,0 +1,83 @@
+"""The attention kernels' grids and workspaces, as the engine prepares them once per step. Needs no Triton to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_TILES = 2  # a program of the decode kernel takes at least so many: below, merging costs more than it spreads
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The work map of a step and the workspace its layers share. `P` programs, `G` query heads for each KV head."""
+
+    tile: int  # keys in a tile
+    num_kv_heads: int
+    starts: Tensor  # [P, 2] int32: the sequence a program starts in, and the tile inside it (head * tiles + tile)
+    totals: Tensor  # [2] int32: tiles in all, tiles for each program
+    partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
+    partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
+    arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
+
+    @property
+    def max_seqs(self) -> int:
+        return len(self.arrivals) // self.num_kv_heads
+
+    @classmethod
+    def allocate(
+        cls,
+        max_seqs: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        num_programs: int = 0,
+    ) -> DecodePlan:
+        """Workspace for up to `max_seqs` sequences; 0 programs: two for each multiprocessor of the device."""
+        if not num_programs:
+            num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        group = num_heads // num_kv_heads
+
+        def int32(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def float32(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        return cls(
+            tile=decode_tile(head_dim),
+            num_kv_heads=num_kv_heads,
+            starts=int32(num_programs, 2),
+            totals=int32(2),
+            partial_out=float32(num_programs, 2, group, head_dim),
+            partial_stats=float32(num_programs, 2, 2, group),
+            arrivals=int32(max_seqs * num_kv_heads),
+        )
+
+
+def decode_tile(head_dim: int) -> int:
+    """Keys in a tile of the decode kernel: about 16 KB of K in 16-bit types."""
+    return 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+
+
+def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of one sequence in a tile: the step between the second entries of `tiles`."""
+    return prefill_block_m(head_dim, dtype) // (num_heads // num_kv_heads)
+
+
+def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:
+    return 64 if dtype == torch.float32 or head_dim > 128 else 128
+
+
+def make_prefill_tiles(query_lens: list[int], context_lens: list[int], tile_queries: int) -> list[tuple[int, int]]:
+    """The kernel's grid: (sequence, first query of the tile), the tiles that see most keys first."""
+    tiles = [
+        (context - length + start, sequence, start)
+        for sequence, (length, context) in enumerate(zip(query_lens, context_lens, strict=True))
+        for start in range(0, length, tile_queries)
+    ]
+    tiles.sort(reverse=True)
+    return [(sequence, start) for _, sequence, start in tiles]

@@ -1,0 +1,491 @@
+"""Every operation in plain PyTorch: the CPU path, and the oracle that the GPU kernels are tested against.
+
+Knows tensors in, tensors out; never knows requests, models or schedulers. Values are computed in float32 (float64 for
+float64 inputs) and rounded where Hugging Face's models round. A layer's KV cache is one tensor
+[2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and `value_cache`. A slot is
+block_id * block_size + offset; slot -1 means "do not write". Slots that were never written may hold anything, NaN too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.plan import MIN_TILES, DecodePlan
+from kernels.step import RowState, StepTensors
+
+MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in the dtype that sums are made in."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+# Norms and activation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., n], weight [n] -> [..., n]: x / sqrt(mean(x²) + eps) rounded to x's dtype, then times weight."""
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual [..., n], weight [n] -> (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [..., 2n] -> [..., n]: silu of the first half, rounded to x's dtype, times the second half."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+# Rotary embedding and the KV cache
+
+
+def _rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """heads [T, N, D] -> [T, N, D]: NeoX rotation of the first cos_sin.shape[1] channels by each token's position."""
+    rotary_dim = cos_sin.shape[1]
+    table = cos_sin[positions].unsqueeze(1)  # [T, 1, rotary_dim]
+    wide = _wide(heads)
+    if wide.dtype != table.dtype:
+        table = table.to(wide.dtype)
+    cos, sin = table.chunk(2, -1)
+    first, second = wide[..., :rotary_dim].chunk(2, -1)
+    out = torch.empty_like(wide)
+    rotated = out[..., :rotary_dim].chunk(2, -1)
+    torch.mul(first, cos, out=rotated[0]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[1]).addcmul_(first, sin)
+    if rotary_dim < heads.shape[-1]:
+        out[..., rotary_dim:] = wide[..., rotary_dim:]
+    return out.to(heads.dtype)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k [T, Hkv, D] -> (q, k): RMSNorm of each head where a weight [D] is given, then rotation.
+
+    positions [T] int32 or int64; cos_sin [max_position, rotary_dim] float32, its first half cosines and its second half
+    sines, or None for no rotation. Only the first rotary_dim channels of a head rotate.
+    """
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    if cos_sin is not None:
+        q, k = _rotate(q, positions, cos_sin), _rotate(k, positions, cos_sin)
+    return q, k
+
+
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
+
+    positions [T] int32 or int64, slot_mapping [T] int64. The other arguments are those of `rope` and `store_kv`.
+    """
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    if q_norm is None and k_norm is None and cos_sin is not None:  # one rotation serves queries and keys
+        rotated = _rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin)
+        query, key = rotated.split((num_heads, num_kv_heads), 1)
+    else:
+        query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps)
+    store_kv(key, value, key_cache, value_cache, slot_mapping)
+    return query
+
+
+def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """key, value [T, Hkv, D] -> slots slot_mapping [T] int64 of key_cache, value_cache [num_blocks, Hkv, block_size, D]."""
+    if len(slot_mapping) and int(slot_mapping.min()) < 0:
+        written = slot_mapping >= 0
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    block_size = key_cache.shape[2]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
+
+
+# Attention
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
+    """softmax(cap(query keyᵀ scale) + mask) value.
+
+    query [A, B, M, D]; key, value [A, B, N, D]; mask bool (True: attend) or additive, broadcast to [A, B, M, N].
+    """
+    if not soft_cap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = _wide(query) @ _wide(key).transpose(-1, -2)
+    scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    return (scores.softmax(-1) @ _wide(value)).to(query.dtype)
+
+
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """cache [num_blocks, Hkv, block_size, D], blocks [B, n] -> [Hkv, B, n * block_size, D], a copy."""
+    num_kv_heads, block_size, head_dim = cache.shape[1:]
+    pieces = blocks.flatten() * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)  # (block, head), head-major
+    tokens = cache.view(-1, block_size * head_dim).index_select(0, pieces.flatten())
+    return tokens.view(num_kv_heads, len(blocks), -1, head_dim)
+
+
+def _decode_groups(num_blocks: list[int]) -> list[list[int]]:
+    """Groups of sequences that pad to less than twice their size: their block counts have the same number of bits."""
+    groups: dict[int, list[int]] = {}
+    for i, n in enumerate(num_blocks):
+        if n:
+            groups.setdefault(n.bit_length(), []).append(i)
+    return list(groups.values())
+
+
+def paged_attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    plan: object = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query token per sequence over its paged context -> [B, H, D], written to `out` when given.
+
+    query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of
+    which sequence i owns row rows[i] (rows [B] int32); context_lens [B] int32 count the query's own token, whose K and V are
+    stored already. context_len 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
+    c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. `plan` is the GPU kernel's work map; the
+    twin makes its own.
+    """
+    batch, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group_size = num_heads // num_kv_heads
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype)
+    lens = context_lens.tolist()
+    first_blocks = [max(n - window, 0) // block_size if window else 0 for n in lens]
+    num_blocks = [-(-n // block_size) - f for n, f in zip(lens, first_blocks, strict=True)]
+    for group in _decode_groups(num_blocks):
+        if len(group) == batch:
+            q, member_rows, member_lens = query, rows, context_lens
+        else:
+            members = torch.tensor(group)
+            q, member_rows, member_lens = query[members], rows[members], context_lens[members]
+        group_lens, group_blocks = [lens[i] for i in group], [num_blocks[i] for i in group]
+        first = torch.tensor([first_blocks[i] for i in group]).unsqueeze(1)
+        columns = torch.arange(max(group_blocks)) + first  # [b, n]: which blocks of each table
+        if min(group_blocks) < max(group_blocks):  # padding repeats the last block
+            columns = torch.minimum(columns, first + torch.tensor(group_blocks).unsqueeze(1) - 1)
+        blocks = block_tables[member_rows.unsqueeze(1), columns]
+        key, value = _gather(key_cache, blocks), _gather(value_cache, blocks)  # [Hkv, b, S, D]
+        start = first * block_size
+        newest = member_lens.unsqueeze(1) - 1 - start  # [b, 1]: the query's own token, counted from the first gathered
+        if len(group) == 1:  # no padding: cut to the context
+            low = max(group_lens[0] - window, 0) - int(start) if window else 0
+            key, value = key[:, :, low : int(newest) + 1], value[:, :, low : int(newest) + 1]
+            distance, mask = newest - torch.arange(low, int(newest) + 1), None
+        else:
+            distance = newest - torch.arange(key.shape[2])  # [b, S]
+            unused = (distance < 0).nonzero(as_tuple=True)
+            if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
+                key[:, unused[0], unused[1]] = 0
+                value[:, unused[0], unused[1]] = 0
+            seen = (distance >= 0) & (distance < window) if window else distance >= 0
+            mask = seen[None, :, None]  # [1, b, 1, S]
+            if not window and min(group_lens) == max(group_lens) == key.shape[2]:
+                mask = None
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.view(num_kv_heads, 1, group_size, 1)
+            bias = (slopes * -distance[None, :, None]).to(_wide(query).dtype)  # [Hkv, b, G, S]
+            mask = bias if mask is None else bias.masked_fill_(~mask, -math.inf)
+            mask = mask if soft_cap else mask.to(query.dtype)
+        q = q.view(len(group), num_kv_heads, group_size, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
+        attended = (
+            _attend(q, key, value, mask, scale, soft_cap).transpose(0, 1).reshape(len(group), num_heads, head_dim)
+        )
+        if len(group) == batch:
+            out.copy_(attended)
+        else:
+            out[members] = attended
+    if 0 in lens:
+        out[context_lens == 0] = 0
+    return out
+
+
+def paged_attention_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    tiles: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` when given.
+
+    query [T, H, D], of which sequence i's tokens are query[query_start[i]:query_start[i + 1]], the last ones of its
+    context_lens[i] tokens, K and V of all of which are stored. Rows of `out` that belong to no sequence are left alone.
+    query_start [B + 1] int32; the other arguments are those of `paged_attention_decode`. `tiles` is the GPU kernel's
+    grid; the twin needs none.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group_size = num_heads // num_kv_heads
+    if out is None:
+        out = torch.zeros(query.shape, dtype=query.dtype)
+    starts = query_start.tolist()
+    slopes = None if alibi_slopes is None else alibi_slopes.view(num_kv_heads, group_size, 1, 1)
+    for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
+        if start == end:
+            continue
+        if context == 0:
+            out[start:end] = 0
+            continue
+        computed = context - (end - start)  # the context before the first query
+        first_block = max(computed + 1 - window, 0) // block_size if window else 0
+        origin = first_block * block_size
+        blocks = block_tables[row : row + 1, first_block : -(-context // block_size)]
+        key = _gather(key_cache, blocks)[:, :, : context - origin].expand(-1, group_size, -1, -1)  # [Hkv, G, N, D]
+        value = _gather(value_cache, blocks)[:, :, : context - origin].expand(-1, group_size, -1, -1)
+        q = query[start:end].view(end - start, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+        windowed = 0 < window < context
+        if computed == 0 and not windowed and not soft_cap and slopes is None:
+            attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=scale)
+            out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
+            continue
+        score_rows = num_heads if soft_cap or slopes is not None else 1
+        step = min(max(MASK_ELEMENTS // (score_rows * len(key[0, 0])), 16), 256)
+        for low in range(0, end - start, step):
+            high = min(low + step, end - start)
+            newest = torch.arange(computed + low, computed + high).unsqueeze(1)  # the queries' positions
+            oldest = max(computed + low + 1 - window, 0) if windowed else 0
+            distance = newest - torch.arange(oldest, computed + high)
+            seen = distance >= 0
+            if windowed:
+                seen &= distance < window
+            mask: Tensor | None = seen
+            if slopes is not None:
+                mask = (slopes * -distance).to(_wide(query).dtype).masked_fill_(~seen, -math.inf)
+                mask = mask if soft_cap else mask.to(query.dtype)
+            elif high - low == 1:
+                mask = None
+            keys = slice(oldest - origin, computed + high - origin)
+            attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, scale, soft_cap)
+            out[start + low : start + high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
+    return out
+
+
+# Sampling
+
+MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B  # odd multipliers of a 32-bit finaliser
+
+
+def _int32(x: int) -> int:
+    """The 32-bit pattern x as a signed integer."""
+    return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits of int32 seen as unsigned."""
+    return (x >> bits) & (0xFFFFFFFF >> bits)
+
+
+def _mix(x: Tensor, inject: Tensor | int = 0) -> Tensor:
+    """A bijection of 32-bit integers whose output bits each depend on every input bit. Products wrap."""
+    x = x ^ _shift(x, 16)
+    x = (x * MIX_A) ^ inject
+    x = x ^ _shift(x, 15)
+    x = x * _int32(MIX_B)
+    return x ^ _shift(x, 16)
+
+
+def random_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """The counter RNG: seeds [B] int64, positions [B] int32 or int64, token_ids [V] -> [B, V] int32, all bits random.
+
+    A pure function of (seed, position, token id), so a request's noise is the same whatever else is in the batch. Seed
+    and position become two 32-bit keys; a token id is mixed with both.
+    """
+    low = ((seeds << 32) >> 32).to(torch.int32)
+    high = (seeds >> 32).to(torch.int32)
+    a = _mix(low ^ _int32(0x9E3779B9))
+    b = _mix(high ^ a)
+    first = _mix(((positions.long() << 32) >> 32).to(torch.int32) ^ b)
+    second = _mix(first ^ a)
+    return _mix(token_ids.to(torch.int32) ^ first.unsqueeze(1), second.unsqueeze(1))
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Random bits int32 -> Gumbel noise float32: -log(-log(1 - w)), w uniform in (0, 1), finest near 0: the upper tail."""
+    w = torch.where(bits < 0, bits.float() + 2.0**32, bits.float()).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return w.neg_().log1p_().neg_().log_().neg_()
+
+
+def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit that each row may sample -> [B]; -inf where nothing filters.
+
+    logits [B, V] float32 or float64 without NaN, temperature [B] > 0, the rest as in `sample`. min_p acts first, then
+    top_k among its survivors, then top_p on their mass; tokens that tie with the lowest logit all stay.
+    """
+    peak = logits.amax(-1, keepdim=True)
+    vocab_size = logits.shape[1]
+    temperature, top_p, min_p = (x.to(logits.dtype).unsqueeze(1) for x in (temperature, top_p, min_p))
+    floor = peak + temperature * min_p.log()
+    floor[min_p <= 0] = -math.inf
+    # All tokens below `tail` together weigh at most 1 - top_p of the likeliest token alone: top_p's threshold is above.
+    tail = peak + temperature * ((1 - top_p) / vocab_size).log()
+    tail[top_p >= 1] = -math.inf
+    limit = top_k.long().clamp(max=vocab_size).unsqueeze(1)
+    limited = limit > 0
+    needed = torch.where(limited, limit, (logits >= torch.maximum(floor, tail)).sum(-1, keepdim=True))
+    ordered = logits.topk(int(needed.max())).values
+    kth = torch.where(limited, ordered.gather(1, needed.clamp(min=1) - 1), floor)
+    floor = torch.maximum(floor, kth)
+
+    def weigh(x: Tensor) -> Tensor:
+        """exp((x - peak) / temperature) as float64, 0 below the floor, 1 at the peak even if that is infinite."""
+        weight = torch.where(x == peak, 0, (x - peak) / temperature).exp_()
+        return weight.masked_fill_(x < floor, 0).double()
+
+    nucleus = weigh(ordered).cumsum(-1) >= top_p * weigh(logits).sum(-1, keepdim=True)
+    last = nucleus.to(torch.int8).argmax(-1, keepdim=True)  # the first that reaches the mass
+    reached = (top_p < 1) & nucleus.any(-1, keepdim=True)
+    return torch.where(reached, torch.maximum(floor, ordered.gather(1, last)), floor).squeeze(1)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """One token per row of logits [B, V] -> token ids [B] int64.
+
+    temperature [B] float32 (0: the likeliest token, lowest id on ties), top_k [B] int32 (<= 0: all), top_p, min_p [B]
+    float32, seeds [B] int64, positions [B] int32 or int64. The order is temperature, min_p, top_k, top_p; tokens that
+    tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
+    NaN logits are never chosen while another token can be.
+    """
+    wide = _wide(logits)
+    if wide.isnan().any():
+        wide = torch.where(wide.isnan(), -math.inf, wide)
+    chosen = wide.argmax(-1)
+    random = temperature > 0
+    if not random.any():
+        return chosen
+    if not random.all():
+        chosen[random] = sample(
+            *(x[random] for x in (wide, temperature, top_k, top_p, min_p, seeds, positions)),
+        )
+        return chosen
+    perturbed = wide / temperature.unsqueeze(1)
+    perturbed += gumbel(random_bits(seeds, positions, torch.arange(wide.shape[1], dtype=torch.int32)))
+    filtered = ((top_k > 0) & (top_k < wide.shape[1])) | (top_p < 1) | (min_p > 0)
+    if filtered.any():
+        kept = wide[filtered]
+        options = (x[filtered] for x in (temperature, top_k, top_p, min_p))
+        thresholds = torch.full((len(wide), 1), -math.inf, dtype=wide.dtype)
+        thresholds[filtered, 0] = sampling_thresholds(kept, *options)
+        perturbed.masked_fill_(wide < thresholds, -math.inf)
+    return perturbed.argmax(-1)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
+
+    token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are asked. The most likely come first;
+    logprobs are float32, ranks and ids int64.
+    """
+    wide = logits.float()
+    total = wide.logsumexp(-1, keepdim=True)
+    chosen = wide.gather(1, token_ids.long().unsqueeze(1))
+    rank = (wide > chosen).sum(-1) + 1
+    top, top_ids = wide.topk(num_top)
+    return (chosen - total).squeeze(1), rank, top_ids, top - total
+
+
+# The step
+
+
+def prepare_step(
+    packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
+) -> None:
+    """Apply the block updates to `state` and fill the first `num_seqs` / `num_tokens` entries of `out`. See `kernels.step`."""
+    segments = packed[: 5 * segment].view(5, segment)
+    rows, context_lens, query_start, update_start, update_at = (s[: num_seqs + 1].long() for s in segments)
+    rows, context_lens, update_at = rows[:-1], context_lens[:-1], update_at[:-1]
+    token_ids = packed[5 * segment : 5 * segment + num_tokens].long()
+    updates = packed[5 * segment + num_tokens :]
+
+    counts = update_start.diff()
+    owner = torch.repeat_interleave(counts)
+    index = torch.arange(len(owner)) - update_start[owner] + update_at[owner]
+    state.block_tables[rows[owner], index] = updates[: len(owner)]
+
+    lens = query_start.diff()
+    seq = torch.repeat_interleave(lens)
+    positions = torch.arange(num_tokens) - query_start[seq] + (context_lens - lens)[seq]
+    blocks = state.block_tables[rows[seq], positions // block_size].long()
+    real = context_lens[seq] > 0
+    out.input_ids[:num_tokens] = torch.where(token_ids >= 0, token_ids, state.last_token[rows[seq]])
+    out.positions[:num_tokens] = positions.clamp(min=0).int()
+    out.slot_mapping[:num_tokens] = torch.where(real, blocks * block_size + positions % block_size, -1)
+    out.last_index[:num_seqs] = query_start[1:] - 1
+    out.rows[:num_seqs] = rows
+    out.next_position[:num_seqs] = context_lens
+    for name in ("temperature", "top_p", "min_p", "top_k", "seed"):
+        getattr(out, name)[:num_seqs] = getattr(state, name)[rows]
+
+
+def plan_decode(context_lens: Tensor, plan: DecodePlan) -> None:
+    """Write the work map of these context lengths [B] int32 into `plan`; see `kernels.attention_decode`."""
+    num_programs = len(plan.starts)
+    tiles = (context_lens.long() + plan.tile - 1) // plan.tile * plan.num_kv_heads
+    ends = tiles.cumsum(0)
+    total = int(tiles.sum())
+    share = max(-(-total // num_programs), MIN_TILES)
+    first = torch.arange(num_programs) * share
+    seq = torch.searchsorted(ends, first, right=True)
+    plan.starts[:, 0] = seq
+    plan.starts[:, 1] = first - torch.cat([ends.new_zeros(1), ends])[seq]
+    plan.totals[0], plan.totals[1] = total, share
