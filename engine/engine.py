@@ -1,0 +1,186 @@
+"""Where policy meets mechanism: one loop, one thread, one process. Knows no text and no HTTP."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, StepResult
+from engine.core.request import Request
+from engine.core.sampling_params import SamplingParams
+from engine.core.scheduler import Scheduler
+from engine.errors import ConfigError, EngineError
+from engine.frontend import context_length
+from engine.models.families import read_spec
+from engine.models.hub import resolve_model
+from engine.models.spec import ModelSpec
+from engine.worker.kv_cache import KVCacheTooSmallError
+from engine.worker.model_runner import ModelRunner, RunnerOptions
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class Handle(Protocol):
+    """A launched step."""
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]: ...
+
+
+class Runner(Protocol):
+    """The mechanism, as the engine uses it."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
+    def launch(self, output: SchedulerOutput) -> Handle: ...
+    def close(self) -> None: ...
+
+
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress) as ModelRunner.build
+
+
+class Engine:
+    """A model, its scheduler and its runner. `add_request`, then `step` until `has_work` is false.
+
+    After an exception from `step` the engine is to be given up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        offline: bool = False,
+        progress: bool = True,
+        build_runner: BuildRunner = ModelRunner.build,
+    ) -> None:
+        """`eos_token_ids`: ends of text beyond those in the model's configuration. `offline`: tuned for throughput.
+
+        Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
+        """
+        start = time.perf_counter()
+        folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+        spec = read_spec(folder)
+        spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))))
+        self.spec = spec
+        self.options = runner_options(config, spec, offline)
+        self.runner = _build(build_runner, folder, spec, self.options, progress)
+        self.scheduler = Scheduler(
+            self.runner.num_blocks,
+            self.runner.block_size,
+            self.options.max_num_seqs,
+            self.options.max_num_batched_tokens,
+            self.runner.max_model_len,
+            config.enable_prefix_caching,
+        )
+        self.in_flight: Handle | None = None
+        self._eos_token_ids = frozenset(spec.eos_token_ids)
+        self._seeds = random.Random(config.seed)
+        self._name = config.served_model_name[0] if config.served_model_name else folder.name
+        gc.collect()
+        gc.freeze()
+        self.startup_seconds = time.perf_counter() - start
+
+    def summary(self) -> str:
+        """The start in one line."""
+        runner, num_tokens = self.runner, self.runner.num_blocks * self.runner.block_size
+        size, unit = runner.kv_cache_bytes / 2**30, "GiB"
+        if size < 1:
+            size, unit = size * 1024, "MiB"
+        return (
+            f"{self._name} · {str(self.options.dtype).removeprefix('torch.')} · {runner.device_name} · "
+            f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}) · "
+            f"context {runner.max_model_len:,} · ready in {self.startup_seconds:.1f} s"
+        )
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+    ) -> None:
+        """Queue a request for one answer; `ValueError` when its id is in use or it can never run."""
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        self.scheduler.add(Request(request_id, prompt_token_ids, sampling, self._eos_token_ids, seed, cache_salt))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; nothing more is heard of it. False when there is none of this id."""
+        return self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[EngineOutput]:
+        """Launch the next step, then read the one before it, so that the device never waits for the CPU."""
+        output = self.scheduler.schedule()
+        launched = self.runner.launch(output) if output else None
+        outputs = self.scheduler.update(*self.in_flight.read()) if self.in_flight else []
+        self.in_flight = launched
+        return outputs
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""
+        return self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self.in_flight = None
+        self.runner.close()
+
+
+def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> RunnerOptions:
+    """Every choice left open in `config`, made for this model, this device and this use."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device must be cpu (PyTorch sees no CUDA GPU here), got 'cuda'")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if config.dtype != "auto":
+        dtype = DTYPES[config.dtype]
+    elif on_gpu:
+        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    else:
+        dtype = torch.float32
+    return RunnerOptions(
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        dtype=dtype,
+        max_model_len=context_length(config, spec),
+        max_num_seqs=config.max_num_seqs or 256,
+        max_num_batched_tokens=config.max_num_batched_tokens or (2048 if not on_gpu else 16384 if offline else 8192),
+        block_size=config.block_size,
+        load_format=config.load_format,
+        seed=config.seed,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        enforce_eager=config.enforce_eager,
+    )
+
+
+def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: bool) -> Runner:
+    try:
+        return build(folder, spec, options, progress=progress)
+    except KVCacheTooSmallError as error:
+        raise EngineError(str(error)) from None
+    except torch.OutOfMemoryError:
+        raise EngineError(
+            f"{options.device}: out of memory while starting; use a lower --gpu-memory-utilization, "
+            "--max-num-batched-tokens or --max-num-seqs, or a smaller model"
+        ) from None

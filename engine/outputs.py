@@ -1,0 +1,187 @@
+"""What a request has given: results as users see them, token ids into text. Knows one request; no queues, no HTTP."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from engine.core.batch import EngineOutput, TokenLogprobs
+from engine.core.sampling_params import SamplingParams
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: monotonic seconds, the same clock in all processes; 0: not yet."""
+
+    arrival_time: float  # at the front end
+    queued_ts: float = 0.0  # in the engine
+    scheduled_ts: float = 0.0  # first
+    first_token_ts: float = 0.0  # at the front end
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        return self.first_token_ts - self.arrival_time if self.first_token_ts else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """News of one request: everything since the last update."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None  # one for each of `token_ids`, when asked
+    finish_reason: str | None  # "stop", "length", "abort", "error"; None: more will come
+    stop_reason: int | str | None  # the stop token id or stop string that ended it
+    num_cached_tokens: int  # prompt tokens taken from the prefix cache
+    timings: RequestMetrics  # goes on changing with the request
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token at one position, its rank from 1, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most likely ones
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers."""
+
+    request_id: str
+    prompt: str | None  # None when it was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None  # of the first answer; None with disable_log_stats
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """Collects what the engine says of one request until somebody takes it: cheap to feed, text is made when taken.
+
+    A taker that comes late finds all news in one update, so a slow client costs no more memory than its tokens.
+    """
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    tokenizer: Tokenizer | None
+    metrics: RequestMetrics = field(init=False)
+    finished: bool = field(init=False, default=False)  # the engine has said its last word, or a stop string was found
+    _news: EngineOutput | None = field(init=False, default=None)
+    _num_cached_tokens: int = field(init=False, default=0)
+    _detokenizer: Detokenizer | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(time.monotonic())
+        if self.tokenizer is not None and self.sampling.detokenize:
+            self._detokenizer = Detokenizer(
+                self.tokenizer,
+                self.prompt_token_ids,
+                stop=self.sampling.stop_strings,
+                include_stop_str_in_output=self.sampling.include_stop_str_in_output,
+                skip_special_tokens=self.sampling.skip_special_tokens,
+                min_tokens=self.sampling.min_tokens,
+            )
+
+    @property
+    def has_news(self) -> bool:
+        return self._news is not None
+
+    def add(self, output: EngineOutput, now: float) -> None:
+        """Take in what a step gave; `output` is the stream's own from now on."""
+        metrics = self.metrics
+        if output.new_token_ids:
+            metrics.first_token_ts = metrics.first_token_ts or now
+            metrics.last_token_ts = now
+            metrics.num_generation_tokens += len(output.new_token_ids)
+        news = self._news
+        if news is None:
+            self._news = output
+        else:
+            news.new_token_ids += output.new_token_ids
+            news.finish_reason, news.stop_reason = output.finish_reason, output.stop_reason
+            if output.logprobs is not None:
+                news.logprobs = (news.logprobs or []) + output.logprobs
+        if output.finish_reason is not None:
+            self.finished = True
+        if output.queued_time:
+            metrics.queued_ts, metrics.scheduled_ts = output.queued_time, output.scheduled_time
+            metrics.num_preemptions = output.num_preemptions
+            self._num_cached_tokens = output.num_cached_tokens
+
+    def take(self) -> RequestUpdate:
+        """All news since the last time; to be called when there is some.
+
+        A stop string in it ends the request: `finish_reason` is then "stop" though the engine may not know yet.
+        """
+        news, self._news = self._news, None
+        assert news is not None
+        token_ids, logprobs = news.new_token_ids, news.logprobs
+        finish_reason: str | None = news.finish_reason
+        stop_reason: int | str | None = news.stop_reason
+        text = ""
+        if (detokenizer := self._detokenizer) is not None:
+            hidden = int(finish_reason == "stop" and not self.sampling.include_stop_str_in_output)  # the stop token
+            num_before = detokenizer.num_tokens
+            text = detokenizer.push(token_ids[: len(token_ids) - hidden], finish_reason is not None)
+            if detokenizer.stopped_by is not None:
+                token_ids = token_ids[: detokenizer.num_tokens - num_before]
+                logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
+                finish_reason, stop_reason = "stop", detokenizer.stopped_by
+                self.finished = True
+        return RequestUpdate(
+            text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics
+        )
+
+
+def with_samples(sampling: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of the `n` answers: alike, but for the seed."""
+    if sampling.n == 1:
+        return [sampling]
+    seed = sampling.seed
+    return [sampling.clone(n=1, seed=None if seed is None else _wrap(seed + i)) for i in range(sampling.n)]
+
+
+def _wrap(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def logprobs_by_id(
+    token_ids: list[int], logprobs: list[TokenLogprobs], tokenizer: Tokenizer | None
+) -> list[dict[int, Logprob]]:
+    """For each token: id → `Logprob`, the sampled one first, then the most likely ones."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, tokenizer.token_text(token_id) if tokenizer is not None else None)
+
+    positions = []
+    for token_id, found in zip(token_ids, logprobs, strict=True):
+        position = {token_id: entry(token_id, found.logprob, found.rank)}
+        for rank, (top_id, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
+            position.setdefault(top_id, entry(top_id, logprob, rank))
+        positions.append(position)
+    return positions
