@@ -1,0 +1,356 @@
+"""A conversation to prompt text, by the model's own Jinja template. Knows messages as plain dicts; no tokens, no HTTP.
+
+A template comes with a model, so it is not trusted. Jinja's sandbox keeps it from Python; the `_Budget` keeps it from
+running or growing without end: loops, calls, filters, operators and everything written are counted while it renders.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 1_000_000  # loop rounds, calls, filters, operators
+MAX_CHARS = 1 << 27  # written, or made on the way
+MAX_SECONDS = 3.0
+MAX_NUMBER = 100_000  # width, count or digits asked of one operation
+
+_CONTINUE_HERE = "<|the answer continues here|> "  # its last space shows whether the template trims
+
+
+class ChatTemplateError(Exception):
+    """A template that cannot be compiled, or messages that it refuses; the message is one clear line."""
+
+
+class ChatTemplate:
+    """A compiled chat template; `render` may run in several threads at once."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: `bos_token`, `eos_token` and others, as the template names them."""
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            with _bounded():
+                self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"line {error.lineno} of the chat template: {error.message}") from None
+        except (RecursionError, MemoryError) as error:
+            raise ChatTemplateError(f"the chat template cannot be compiled: {type(error).__name__}") from None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt. `continue_final_message`: it ends where the last message's content ends, so that it goes on.
+
+        `kwargs` are further variables for the template. `ChatTemplateError` when the template refuses, fails or does
+        not end.
+        """
+        messages = list(messages)
+        if continue_final_message:
+            messages[-1] = self._mark_end(messages)
+        variables = self._special_tokens | {"documents": None} | kwargs
+        try:
+            with _bounded():
+                text = self._template.render(
+                    messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+                )
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(str(error.message or type(error).__name__)) from None
+        except Exception as error:  # whatever Python raises inside a template is the template's fault
+            raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
+        return _cut_at_mark(text) if continue_final_message else text
+
+    @staticmethod
+    def _mark_end(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str):
+            raise ChatTemplateError("continue_final_message needs a last message whose content is text")
+        return {**messages[-1], "content": content + _CONTINUE_HERE}
+
+
+def _cut_at_mark(text: str) -> str:
+    end = text.rfind(_CONTINUE_HERE.rstrip())
+    if end < 0:
+        raise ChatTemplateError("continue_final_message: the chat template leaves out the end of the last message")
+    trimmed = not text.startswith(_CONTINUE_HERE, end)
+    return text[:end].rstrip() if trimmed else text[:end]
+
+
+# ---- the environment, as Hugging Face's templates expect it ----
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = _BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], finalize=_written, optimized=False
+    )
+    del env.globals["lipsum"]
+    env.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    env.filters["tojson"] = _to_json
+    env.filters = {name: _bounded_filter(name, filter_) for name, filter_ in env.filters.items()}
+    env.filters |= {_LOOP: _count_rounds, _SIZED: _sized, _CONCAT: _concat}
+    return env
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+# ---- bounds ----
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What one rendering may still use."""
+
+    steps: int
+    chars: int
+    deadline: float
+
+    def spend(self, steps: int = 1, chars: int = 0) -> None:
+        self.steps -= steps
+        self.chars -= chars
+        if self.steps < 0 or time.monotonic() > self.deadline:
+            raise jinja2.TemplateError("the chat template does not come to an end")
+        if self.chars < 0:
+            raise jinja2.TemplateError("the chat template writes too much")
+
+    def spend_on(self, value: Any) -> None:
+        """For a value about to be written out, with all that it contains."""
+        if isinstance(value, (str, bytes)):
+            self.spend(0, len(value))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self.spend(1)
+                self.spend_on(key)
+                self.spend_on(item)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                self.spend(1)
+                self.spend_on(item)
+
+    def spend_length(self, value: Any) -> Any:
+        """For a value just made, without what its parts contain. An iterator is counted as it goes."""
+        if isinstance(value, (str, bytes)):
+            self.spend(1, len(value))
+        elif isinstance(value, (list, tuple, dict)):
+            self.spend(1, 8 * len(value))
+        elif isinstance(value, Iterator):
+            return iter(_Counted(value, self))
+        else:
+            self.spend()
+        return value
+
+
+_BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    token = _BUDGET.set(_Budget(MAX_STEPS, MAX_CHARS, time.monotonic() + MAX_SECONDS))
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+class _Counted:
+    """An iterable whose rounds are steps."""
+
+    def __init__(self, iterable: Any, budget: _Budget) -> None:
+        self._iterable = iterable
+        self._budget = budget
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            self._budget.spend()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+
+_LOOP, _SIZED, _CONCAT = "quire:loop", "quire:sized", "quire:concat"
+
+
+class _Instrument(NodeTransformer):
+    """Leads what the sandbox does not intercept through counting filters."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filter(node.iter, _LOOP)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(nodes.Tuple(node.nodes, "load", lineno=node.lineno), _CONCAT)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, _SIZED) if isinstance(node.arg, nodes.Slice) and node.ctx == "load" else node
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)  # constants pass `finalize` at run time, template data do not
+
+
+def _filter(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
+
+
+@jinja2.pass_context
+def _written(context: Context, value: Any) -> Any:
+    _BUDGET.get().spend_on(value)
+    return value
+
+
+def _count_rounds(value: Iterable[Any]) -> _Counted:
+    return _Counted(value, _BUDGET.get())
+
+
+def _sized(value: Any) -> Any:
+    return _BUDGET.get().spend_length(value)
+
+
+def _concat(values: tuple[Any, ...]) -> str:
+    _BUDGET.get().spend_on(values)
+    return "".join(map(str, values))
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_Instrument().visit(source), *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr != "translate" and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_growth(_BUDGET.get(), "format", value.__self__, args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = _BUDGET.get()
+        if isinstance(function, LoopContext) and args:
+            args = (_Counted(args[0], budget), *args[1:])
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, (str, bytes, int, float, list, tuple, dict)):
+            _check_growth(budget, function.__name__, owner, args, kwargs)
+        elif function is self.globals["strftime_now"]:
+            _check_growth(budget, "format", args, (), kwargs)
+        return budget.spend_length(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = _BUDGET.get()
+        match operator:
+            case "%" if isinstance(left, (str, bytes)):
+                _check_growth(budget, "format", left, (right,), {})
+            case "*" | "**" if isinstance(left, int) and isinstance(right, int):
+                bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+                if bits > MAX_NUMBER:
+                    raise jinja2.TemplateError("the chat template computes with huge numbers")
+            case "*" if isinstance(left, int) or isinstance(right, int):
+                value, times = (right, left) if isinstance(left, int) else (left, right)
+                budget.spend(1, max(times, 0) * len(value) if isinstance(value, (str, bytes, list, tuple)) else 0)
+            case "+" if isinstance(left, (str, bytes, list, tuple)) and isinstance(right, (str, bytes, list, tuple)):
+                budget.spend(1, len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+
+# fmt: off
+_AMPLIFYING = {"batch", "center", "filesizeformat", "indent", "round", "slice", "tojson", "truncate", "wordwrap"}
+_WRITING = {
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "pprint", "replace",
+    "safe", "string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount",
+    "wordwrap", "xmlattr",
+}
+# fmt: on
+_LONG_NUMBER = re.compile(r"\d{6}")
+_COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    num_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # context or environment come first
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget = _BUDGET.get()
+        if name in _WRITING:
+            args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+            budget.spend_on(args[num_hidden:])
+        if name in _WRITING or name in _AMPLIFYING:
+            _check_growth(budget, name, args[num_hidden], args[num_hidden + 1 :], kwargs)
+        return budget.spend_length(function(*args, **kwargs))
+
+    return bounded
+
+
+def _check_growth(budget: _Budget, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses operations whose result is far larger than their operands, before they are carried out."""
+    operands = [*args, *kwargs.values()]
+    if name == "format":
+        text = str(value)
+        if _LONG_NUMBER.search(text) or _COMPUTED_WIDTH.search(text):
+            raise jinja2.TemplateError("the chat template formats with a huge or computed width")
+        budget.spend_on(operands)
+    elif name == "replace" and len(operands) >= 2:
+        text, old, new = str(value), str(operands[0]), str(operands[1])
+        budget.spend(1, text.count(old) * len(new))
+    elif name == "join" and operands:
+        separator, items = (value, operands[0]) if isinstance(value, (str, bytes)) else (operands[0], value)
+        if isinstance(items, (list, tuple)):
+            budget.spend_on(items)
+            budget.spend(1, len(separator) * len(items))
+    elif any(isinstance(operand, int) and abs(operand) > MAX_NUMBER for operand in operands):
+        raise jinja2.TemplateError(f"the chat template asks {name} for a number above {MAX_NUMBER}")
