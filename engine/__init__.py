@@ -1,3 +1,39 @@
-"""Quire's public face."""
+"""Quire's public face: `from engine import LLM, SamplingParams`. Knows where the parts are; loads them when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+    from engine.config import EngineConfig
+    from engine.core.sampling_params import SamplingParams
+    from engine.llm import LLM
+    from engine.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "AsyncEngine": "engine.async_engine",
+    "CompletionOutput": "engine.outputs",
+    "EngineConfig": "engine.config",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "engine.core.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:  # so that `quire --help` and the HTTP process do without PyTorch
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +76,6 @@ class Engine:
 
         Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
         """
-        start = time.perf_counter()
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder)
         spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))))
@@ -98,10 +96,9 @@ class Engine:
         self._name = config.served_model_name[0] if config.served_model_name else folder.name
         gc.collect()
         gc.freeze()
-        self.startup_seconds = time.perf_counter() - start
 
     def summary(self) -> str:
-        """The start in one line."""
+        """What was started, in one line."""
         runner, num_tokens = self.runner, self.runner.num_blocks * self.runner.block_size
         size, unit = runner.kv_cache_bytes / 2**30, "GiB"
         if size < 1:
@@ -109,7 +106,7 @@ class Engine:
         return (
             f"{self._name} · {str(self.options.dtype).removeprefix('torch.')} · {runner.device_name} · "
             f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}) · "
-            f"context {runner.max_model_len:,} · ready in {self.startup_seconds:.1f} s"
+            f"context {runner.max_model_len:,}"
         )
 
     def add_request(
@@ -145,6 +142,7 @@ class Engine:
         """Give the device's memory back."""
         self.in_flight = None
         self.runner.close()
+        gc.unfreeze()
 
 
 def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> RunnerOptions:

@@ -90,7 +90,7 @@ class OutputStream:
     sampling: SamplingParams
     tokenizer: Tokenizer | None
     metrics: RequestMetrics = field(init=False)
-    finished: bool = field(init=False, default=False)  # the engine has said its last word, or a stop string was found
+    finished: bool = field(init=False, default=False)  # the engine has said its last word
     _news: EngineOutput | None = field(init=False, default=None)
     _num_cached_tokens: int = field(init=False, default=0)
     _detokenizer: Detokenizer | None = field(init=False, default=None)
@@ -152,7 +152,6 @@ class OutputStream:
                 token_ids = token_ids[: detokenizer.num_tokens - num_before]
                 logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
-                self.finished = True
         return RequestUpdate(
             text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics
         )

@@ -1,0 +1,324 @@
+"""The engine for servers: it runs in another process, many requests at once. Knows asyncio; no tensors, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from engine.config import EngineConfig
+from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.sampling_params import SamplingParams
+from engine.errors import EngineDeadError, EngineError
+from engine.frontend import Frontend
+from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
+from engine.models.spec import ModelSpec
+from engine.outputs import OutputStream, RequestUpdate
+from engine.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+EXIT_SECONDS = 10  # that the engine process may take to end by itself
+LAST_WORDS_SECONDS = 0.2  # for what a dead process sent before it died to arrive
+
+
+class AsyncEngine:
+    """A running engine process and the requests it works on. Belongs to the event loop that started it.
+
+    engine = await AsyncEngine.start(EngineConfig(model="..."))
+    async for update in engine.generate("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50)):
+        print(update.text, end="")
+    engine.close()
+    """
+
+    def __init__(self, frontend: Frontend, process: _EngineProcess) -> None:
+        """Use `start`."""
+        self._frontend, self._process = frontend, process
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._streams: dict[str, _Stream] = {}
+        self._closed = False
+        self.dead = False  # the process is gone
+        self.death = ""  # how it went
+        self.stats: SchedulerStats | None = None  # after the newest step; None before the first
+        self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(self._reader_ended)
+        process.on_exit(self._exited)
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncEngine:
+        """Load the model in a new process and wait until it is ready. The process shows its progress on the terminal.
+
+        Raises `ModelError`, `TokenizerError`, `ConfigError`; `EngineError` with what the process says is wrong.
+        """
+        start = time.perf_counter()
+        process = _EngineProcess()  # it imports PyTorch while the small files are read here
+        try:
+            frontend = await asyncio.to_thread(Frontend.load, config)
+        except BaseException:
+            process.end(kill=True)
+            raise
+        engine = cls(frontend, process)
+        try:
+            process.send(Start(dataclasses.replace(config, model=str(frontend.folder)), frontend.eos_token_ids))
+            ready = await engine._ready
+        except BaseException:
+            engine.close()
+            raise
+        process.remove_sockets()
+        engine.max_model_len, engine.num_blocks, engine.block_size = (
+            ready.max_model_len,
+            ready.num_blocks,
+            ready.block_size,
+        )
+        engine.summary = f"{ready.summary} · ready in {time.perf_counter() - start:.1f} s"
+        return engine
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    summary: str  # the start in one line
+
+    @property
+    def model_name(self) -> str:
+        return self._frontend.model_name
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._frontend.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._frontend.tokenizer
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` that the model's makers suggest."""
+        return self._frontend.default_sampling
+
+    def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        """One answer, as updates; the last one has a `finish_reason`. A slow reader gets fewer and longer updates.
+
+        `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
+        Closing the iterator, or cancelling the task that waits for it, ends the request.
+        """
+        if sampling.n != 1:
+            raise ValueError(f"n must be 1 for one answer (see engine.outputs.with_samples), got {sampling.n}")
+        self._frontend.check(prompt_token_ids, sampling)
+        self._check_alive()
+        return self._generate(request_id, prompt_token_ids, sampling, cache_salt)
+
+    async def _generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        self._check_alive()
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
+        stream = _Stream(OutputStream(prompt_token_ids, sampling, self.tokenizer))
+        self._streams[request_id] = stream
+        try:
+            self._process.send(Add(request_id, prompt_token_ids, sampling, cache_salt))
+            finished = False
+            while not finished:
+                if not await stream.wait():
+                    raise EngineDeadError(self.death)
+                update = stream.output.take()
+                finished = update.finish_reason is not None
+                if finished:
+                    self._forget(request_id, stream)
+                yield update
+        finally:
+            self._forget(request_id, stream)
+
+    def _forget(self, request_id: str, stream: _Stream) -> None:
+        """The reader of the stream wants no more: end the request if it has not ended."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            if not stream.output.finished and not self.dead:
+                self._process.send(Abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its reader gets what there is, with `finish_reason` "abort". Unknown ids are fine."""
+        self._abort(request_id)
+
+    def abort_all(self) -> None:
+        """End every request, as `abort` does."""
+        for request_id in list(self._streams):
+            self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.output.finished and not self.dead:
+            self._process.send(Abort(request_id))
+            stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
+
+    def close(self) -> None:
+        """End the process; waits for it. Requests that still run get `EngineDeadError`."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.dead:
+            self._die("the engine was closed")
+        self._reader.cancel()
+        started = self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None
+        self._process.end(kill=not started)
+
+    async def _read(self) -> None:
+        while True:
+            match decode_event(await self._process.receive()):
+                case Step(tokens, news, stats):
+                    self.stats = stats
+                    now = time.monotonic()
+                    for request_id, token_ids in tokens:
+                        if (stream := self._streams.get(request_id)) is not None:
+                            stream.add(EngineOutput(request_id, token_ids), now)
+                    for output in news:
+                        if (stream := self._streams.get(output.request_id)) is not None:
+                            stream.add(output, now)
+                case Ready() as ready:
+                    self._ready.set_result(ready)
+                case Failed(message):
+                    self._ready.set_exception(EngineError(message))
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            _log.critical("what the engine process says cannot be understood", exc_info=error)
+            self._die("what the engine process says cannot be understood")
+
+    async def _exited(self, code: int) -> None:
+        """The process has ended, and not because it was told to."""
+        if self._closed:
+            return
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (perhaps the machine ran out of memory)"
+        else:
+            how = f"ended with exit code {code}"
+        self.dead = True
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        if not self._ready.done():
+            self._ready.set_exception(EngineError(f"the engine process {how} while starting"))
+        elif not self._closed:
+            _log.critical("the engine process %s", how)
+            self._die(f"the engine process {how}")
+
+    def _die(self, how: str) -> None:
+        self.dead, self.death = True, how
+        for stream in self._streams.values():
+            stream.close()
+
+    def _check_alive(self) -> None:
+        if self.dead:
+            raise EngineDeadError(self.death or "the engine process is gone")
+
+
+class _Stream:
+    """An `OutputStream` that one task can wait for."""
+
+    def __init__(self, output: OutputStream) -> None:
+        self.output = output
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def add(self, output: EngineOutput, now: float) -> None:
+        if not self.output.finished:
+            self.output.add(output, now)
+            self._wake()
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._closed = True
+        self._wake()
+
+    async def wait(self) -> bool:
+        """Until there is news; false when there is none and never will be."""
+        while not self.output.has_news:
+            if self._closed:
+                return False
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return True
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _EngineProcess:
+    """The child process, its two sockets and its lifeline."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="quire-")  # only this user may enter it
+        commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        for socket in (self._commands, self._events):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._commands.reconnect_ivl = 10  # milliseconds between tries until the child listens
+        self._commands.connect(commands)
+        self._events.bind(events)
+        root = str(Path(__file__).resolve().parent.parent)
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.process", commands, events],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    def send(self, command: Command) -> None:
+        self._commands.send(encode(command), zmq.NOBLOCK)
+
+    async def receive(self) -> bytes:
+        return await self._events.recv()
+
+    def on_exit(self, callback: Any) -> None:
+        """Run the coroutine function `callback(exit code)` in this event loop when the process has ended."""
+        loop = asyncio.get_running_loop()
+
+        def watch() -> None:
+            code = self._popen.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(callback(code))))
+
+        tasks: set[asyncio.Task[None]] = set()
+        threading.Thread(target=watch, name="engine process watch", daemon=True).start()
+
+    def remove_sockets(self) -> None:
+        """Both sides are connected: their names in the file system are not needed any more, whatever happens."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def end(self, kill: bool) -> None:
+        if kill:
+            self._popen.kill()
+        else:
+            self.send(Shutdown())
+        try:
+            self._popen.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        self._commands.close()
+        self._events.close()
+        self._context.term()
+        self.remove_sockets()

@@ -1,0 +1,387 @@
+"""Offline generation, in this process: prompts in, results out, as vLLM's `LLM`. Knows text and prompts; no HTTP.
+
+llm = LLM(model="...")
+for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
+    print(result.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tqdm import tqdm
+
+from engine.config import EngineConfig, nearest, settings_of
+from engine.core.batch import TokenLogprobs
+from engine.core.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.errors import EngineDeadError
+from engine.frontend import Frontend
+from engine.outputs import CompletionOutput, OutputStream, RequestOutput, logprobs_by_id, with_samples
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer, TokenizerError
+
+Prompt: TypeAlias = str | Mapping[str, Any] | list[int]  # text, {"prompt": …}, {"prompt_token_ids": …}, token ids
+Messages: TypeAlias = list[dict[str, Any]]
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_BAR_SECONDS = 0.2
+
+
+class LLM:
+    """A model in this process. Not for several threads at once."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """`settings` are the fields of `EngineConfig`; `TypeError` for any other.
+
+        Raises `ModelError`, `TokenizerError`, `ConfigError` and `EngineError`, each one clear line.
+        """
+        start = time.perf_counter()
+        known = settings_of(EngineConfig)
+        for name in settings:
+            if name not in known:
+                raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
+        self.config = EngineConfig(model=model, **settings)
+        self._frontend = Frontend.load(self.config)
+        local = dataclasses.replace(self.config, model=str(self._frontend.folder))
+        self._engine = Engine(local, eos_token_ids=self._frontend.eos_token_ids, offline=True)
+        self._ids = itertools.count()
+        self._broken = False
+        print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Answers to one prompt or many, in their order.
+
+        `sampling_params`: for all of them, or a list with one for each; None: the model's own defaults. `use_tqdm`: a
+        progress bar, or what to make it with. `ValueError` names the prompt that cannot run; none is run then. Ctrl-C
+        ends the requests that run, and the LLM can be used on.
+        """
+        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The next message of one conversation or many: lists of {"role": …, "content": …}.
+
+        `chat_template`: a Jinja template or a file with one, instead of the model's. `continue_final_message`: go on
+        with the last message; needs `add_generation_prompt=False`.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+        if not messages:
+            raise ValueError("messages must hold at least one message, got an empty list")
+        conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages  # type: ignore
+        template = self._chat_template(chat_template)
+        prompts = [
+            template.render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """`ValueError` with skip_tokenizer_init."""
+        if self._frontend.tokenizer is None:
+            raise ValueError("there is no tokenizer (skip_tokenizer_init)")
+        return self._frontend.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers suggest, as a start to change from."""
+        return SamplingParams(**self._frontend.default_sampling)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV cache of earlier prompts."""
+        return self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give the device's memory back; the LLM cannot be used any more."""
+        self._broken = True
+        self._engine.close()
+
+    def _chat_template(self, given: str | None) -> ChatTemplate:
+        tokenizer = self.get_tokenizer()
+        source = given
+        if source is None:
+            source = tokenizer.chat_template
+            if source is None:
+                raise ValueError(f"{self._frontend.model_name} has no chat template: give one as chat_template")
+        elif "{" not in source:
+            source = Path(source).read_text(encoding="utf-8")
+        return ChatTemplate(source, tokenizer.special_tokens_map)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        if self._broken:
+            raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
+        several = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        each = (
+            [sampling_params] * len(several) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        )
+        if len(each) != len(several):
+            raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
+        jobs = []
+        for index, (prompt, sampling) in enumerate(zip(several, each, strict=True)):
+            try:
+                jobs.append(self._job(prompt, sampling, add_special_tokens))
+            except (ValueError, TokenizerError) as error:
+                raise ValueError(f"prompts[{index}]: {error}") from None
+        bar = None
+        if use_tqdm:
+            make = use_tqdm if callable(use_tqdm) else tqdm
+            bar = make(total=len(jobs), desc="Generating", unit=" requests", dynamic_ncols=True)
+        try:
+            with _interrupt_later() as interrupted:
+                self._run(jobs, bar, interrupted)
+        finally:
+            if bar is not None:
+                bar.close()
+        return [self._result(job) for job in jobs]
+
+    def _job(self, prompt: Prompt, sampling: SamplingParams, add_special_tokens: bool) -> _Job:
+        text, token_ids, cache_salt = _read_prompt(prompt)
+        if token_ids is None:
+            assert text is not None
+            if self._frontend.tokenizer is None:
+                raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
+            token_ids = self._frontend.tokenizer.encode(text, add_special_tokens)
+        self._frontend.check(token_ids, sampling)
+        request_id = str(next(self._ids))
+        answers = [
+            _Answer(
+                request_id if sampling.n == 1 else f"{request_id}-{index}",
+                OutputStream(token_ids, own, self._frontend.tokenizer),
+            )
+            for index, own in enumerate(with_samples(sampling))
+        ]
+        return _Job(request_id, text, token_ids, cache_salt, answers)
+
+    def _run(self, jobs: list[_Job], bar: Any, interrupted: list[int]) -> None:
+        """Answer all jobs. After an exception nothing of them is left in the engine."""
+        engine = self._engine
+        running: dict[str, tuple[_Job, _Answer]] = {}
+        progress = _Progress(bar)
+        try:
+            for job in jobs:
+                for answer in job.answers:
+                    engine.add_request(
+                        answer.request_id, job.token_ids, answer.stream.sampling, cache_salt=job.cache_salt
+                    )
+                    running[answer.request_id] = job, answer
+            while running:
+                outputs = self._step()
+                now = time.monotonic()
+                for output in outputs:
+                    job, answer = running[output.request_id]
+                    answer.stream.add(output, now)
+                    if output.finish_reason is None and not answer.has_stop_strings:
+                        continue
+                    if answer.take():
+                        del running[output.request_id]
+                        if not answer.stream.finished:
+                            engine.abort(output.request_id)
+                        job.num_unfinished -= 1
+                        progress.finished += not job.num_unfinished
+                        progress.prompt_tokens += len(job.token_ids) if not job.num_unfinished else 0
+                progress.output_tokens += len(outputs)
+                progress.show(now)
+                if interrupted:
+                    raise KeyboardInterrupt
+        finally:
+            progress.show(None)
+            for request_id in running:
+                engine.abort(request_id)
+            while not self._broken and engine.has_work():
+                self._step()  # what is in flight
+
+    def _step(self) -> list[Any]:
+        try:
+            return self._engine.step()
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _result(self, job: _Job) -> RequestOutput:
+        outputs = [
+            CompletionOutput(
+                index,
+                "".join(answer.text),
+                answer.token_ids,
+                sum(found.logprob for found in answer.logprobs) if answer.logprobs is not None else None,
+                logprobs_by_id(answer.token_ids, answer.logprobs, self._frontend.tokenizer)
+                if answer.logprobs is not None
+                else None,
+                answer.finish_reason,
+                answer.stop_reason,
+            )
+            for index, answer in enumerate(job.answers)
+        ]
+        first = job.answers[0]
+        return RequestOutput(
+            job.request_id,
+            job.text,
+            job.token_ids,
+            outputs,
+            True,
+            None if self.config.disable_log_stats else first.stream.metrics,
+            first.num_cached_tokens,
+        )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One of the answers to a prompt, on its way."""
+
+    request_id: str
+    stream: OutputStream
+    has_stop_strings: bool = field(init=False)
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.has_stop_strings = bool(self.stream.sampling.stop_strings)
+
+    def take(self) -> bool:
+        """Keep the news of the stream; whether they are the last."""
+        update = self.stream.take()
+        self.text.append(update.text)
+        self.token_ids += update.token_ids
+        if update.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + update.logprobs
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        self.num_cached_tokens = update.num_cached_tokens
+        return update.finish_reason is not None
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt and its answers, on their way."""
+
+    request_id: str
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str
+    answers: list[_Answer]
+    num_unfinished: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_unfinished = len(self.answers)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the bar shows: requests done, tokens a second."""
+
+    bar: Any
+    finished: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    _start: float = field(default_factory=time.monotonic)
+    _shown: float = field(default_factory=time.monotonic)
+
+    def show(self, now: float | None) -> None:
+        """`None`: for the last time."""
+        if self.bar is None or (now is not None and now - self._shown < _BAR_SECONDS):
+            return
+        now = now or time.monotonic()
+        self._shown = now
+        seconds = max(now - self._start, 1e-9)
+        speed = f"in {self.prompt_tokens / seconds:,.0f} tokens/s, out {self.output_tokens / seconds:,.0f} tokens/s"
+        self.bar.set_postfix_str(speed, refresh=False)
+        self.bar.update(self.finished - self.bar.n)
+        self.bar.refresh()
+
+
+@contextmanager
+def _interrupt_later() -> Iterator[list[int]]:
+    """Ctrl-C in the block is noted in the list, for a moment when the engine is whole; a second one strikes at once."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(signum: int, frame: Any) -> None:
+        noted.append(signum)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, list) and prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
+    """Text, token ids, cache salt."""
+    given: Mapping[str, Any]
+    if isinstance(prompt, str):
+        given = {"prompt": prompt}
+    elif isinstance(prompt, Mapping):
+        given = prompt
+    else:
+        given = {"prompt_token_ids": prompt}
+    for key in given:
+        if key not in _PROMPT_KEYS:
+            raise ValueError(f"a prompt may have {', '.join(_PROMPT_KEYS)}, got {key!r}")
+    text, token_ids, cache_salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt") or ""
+    if text is None and token_ids is None:
+        raise ValueError("a prompt must have 'prompt' or 'prompt_token_ids'")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"'prompt' must be a text, got {type(text).__name__}")
+    if not isinstance(cache_salt, str):
+        raise ValueError(f"'cache_salt' must be a text, got {type(cache_salt).__name__}")
+    if token_ids is not None:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+            raise ValueError(f"'prompt_token_ids' must be a list of integers, got {type(token_ids).__name__}")
+        token_ids = list(token_ids)
+        if not all(type(i) is int for i in token_ids):
+            raise ValueError("'prompt_token_ids' must be a list of integers")
+    return text, token_ids, cache_salt

@@ -1,0 +1,72 @@
+"""What front end and engine process say to each other, as msgpack. Plain data; knows no sockets and no engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.sampling_params import SamplingParams
+
+# Commands: front end → engine process
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first command."""
+
+    config: EngineConfig
+    eos_token_ids: tuple[int, ...]
+
+
+class Add(msgspec.Struct, tag=True):
+    """A new request."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str
+
+
+class Abort(msgspec.Struct, tag=True):
+    """End a request; nothing more is said of it."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """The last command."""
+
+
+Command = Start | Add | Abort | Shutdown
+
+# Events: engine process → front end
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The answer to `Start` when all is well."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    summary: str  # the start in one line
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The answer to `Start` when it is not; the process ends."""
+
+    message: str
+
+
+class Step(msgspec.Struct, tag=True):
+    """What one step gave, for all requests. Most of them just have new tokens: those are kept short."""
+
+    tokens: list[tuple[str, list[int]]]  # request id, new token ids
+    news: list[EngineOutput]  # first and last words of a request, and those with log-probabilities
+    stats: SchedulerStats
+
+
+Event = Ready | Failed | Step
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_event = msgspec.msgpack.Decoder(Event).decode

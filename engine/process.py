@@ -1,0 +1,152 @@
+"""The engine in a process of its own: commands in, one message per step out. Knows the engine; no text, no HTTP.
+
+Started as `python -m engine.process COMMANDS EVENTS`, the addresses of two sockets. Its standard input is its lifeline:
+when that closes, the parent is gone, however it died, and this process ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Protocol
+
+import zmq
+
+from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError
+from engine.log import configure_logging, debugging
+from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Step, decode_command, encode
+from engine.models.errors import ModelError
+
+_log = logging.getLogger(__name__)
+
+
+class Steppable(Protocol):
+    """An engine, as the loop uses it."""
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str
+    ) -> None: ...
+    def abort(self, request_id: str) -> bool: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[EngineOutput]: ...
+    def stats(self) -> SchedulerStats: ...
+
+
+class EngineLoop:
+    """Takes all commands that wait, makes one step, sends what it gave. Without work it sleeps until a command comes."""
+
+    def __init__(self, engine: Steppable, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+        self._engine, self._commands, self._events = engine, commands, events
+        self._active: dict[str, bool] = {}  # unfinished requests; whether something was said of them yet
+        self._last_stats: SchedulerStats | None = None
+
+    def run(self) -> None:
+        """Until `Shutdown`. An exception from a step is raised on, after every request was told of the error."""
+        try:
+            while self._take_commands():
+                self._publish(self._engine.step() if self._engine.has_work() else [])
+        except Exception:
+            self._publish([EngineOutput(request_id, [], "error") for request_id in self._active])
+            raise
+
+    def _take_commands(self) -> bool:
+        wait = not self._engine.has_work()
+        while True:
+            try:
+                message = self._commands.recv(0 if wait else zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            wait = False
+            match decode_command(message):
+                case Add(request_id, prompt_token_ids, sampling, cache_salt):
+                    self._add(request_id, prompt_token_ids, sampling, cache_salt)
+                case Abort(request_id):
+                    self._active.pop(request_id, None)
+                    self._engine.abort(request_id)
+                case Shutdown():
+                    return False
+                case unexpected:
+                    raise AssertionError(f"{unexpected!r} after the start")
+
+    def _add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
+        try:
+            self._engine.add_request(request_id, prompt_token_ids, sampling, cache_salt=cache_salt)
+        except ValueError as error:  # front ends check first, so this is about this engine's memory
+            _log.error("request %s: %s", request_id, error)
+            self._publish([EngineOutput(request_id, [], "error")])
+        else:
+            self._active[request_id] = False
+
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        tokens: list[tuple[str, list[int]]] = []
+        news: list[EngineOutput] = []
+        active = self._active
+        for output in outputs:
+            request_id = output.request_id
+            if output.finish_reason is not None:
+                active.pop(request_id, None)
+                news.append(output)
+            elif output.logprobs is not None or not active.get(request_id):
+                active[request_id] = True
+                news.append(output)
+            else:
+                tokens.append((request_id, output.new_token_ids))
+        stats = self._engine.stats()
+        if outputs or stats != self._last_stats:
+            self._last_stats = stats
+            self._events.send(encode(Step(tokens, news, stats)))
+
+
+def main() -> None:
+    """Run until told to stop: exit code 0; 1 when the engine cannot start or a step fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says Shutdown
+    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    configure_logging()
+    with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as events:
+        for socket in (commands, events):
+            socket.set_hwm(0)  # what waits is bounded by the tokens of the requests that run
+        commands.bind(sys.argv[1])
+        events.connect(sys.argv[2])
+        events.linger = 1000
+        start = decode_command(commands.recv())
+        assert isinstance(start, Start)
+        answer = _start(start)
+        events.send(encode(answer[1]))
+        engine = answer[0]
+        if engine is None:
+            sys.exit(1)
+        try:
+            EngineLoop(engine, commands, events).run()
+        except Exception:
+            _log.critical("a step failed, the engine stops", exc_info=True)
+            sys.exit(1)
+        engine.close()
+
+
+def _start(start: Start) -> tuple[Engine | None, Event]:
+    try:
+        engine = Engine(start.config, eos_token_ids=start.eos_token_ids)
+    except Exception as error:
+        if debugging():
+            _log.exception("the engine cannot start")
+        if isinstance(error, (ConfigError, EngineError, ModelError)):
+            return None, Failed(str(error))
+        return None, Failed(f"{type(error).__name__}: {error} (QUIRE_LOG_LEVEL=debug shows where)")
+    runner = engine.runner
+    return engine, Ready(runner.num_blocks, runner.block_size, runner.max_model_len, engine.summary())
+
+
+def _die_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
