@@ -21,7 +21,7 @@ from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
 from kernels.plan import MIN_TILES, DecodePlan
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens"])
 def _plan_kernel(
     context_lens, starts, totals, num_seqs,
     NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -78,14 +78,53 @@ def _attend_tile(
     return fold(s, v, acc, m, l, PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit
+def _merge(
+    partial_out, partial_stats, out, first_program, last_program, pair_start, share,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MAX_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results that programs first..last left of one (sequence, KV head) pair into out [GROUP, D]."""
+    G2: tl.constexpr = triton.next_power_of_2(GROUP)
+    CHUNK: tl.constexpr = max(1, 4096 // (G2 * D_PAD))
+    g = tl.arange(0, G2)
+    d = tl.arange(0, D_PAD)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+
+    program = first_program + tl.arange(0, MAX_PARTS)
+    part = program * 2 + tl.where(program * share >= pair_start, 0, 1)
+    at = partial_stats + part[:, None] * 2 * GROUP + g[None, :]
+    there = (program <= last_program)[:, None] & (g < GROUP)[None, :]
+    m = tl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
+    total = tl.max(m, 0)
+    total = tl.where(total == -float("inf"), 0.0, total)
+    l = tl.sum(tl.exp2(m - total[None, :]) * tl.load(at + GROUP, mask=there, other=0.0, cache_modifier=".cg"), 0)
+
+    acc = tl.zeros([G2, D_PAD], tl.float32)
+    for first in range(first_program, last_program + 1, CHUNK):
+        some = first + tl.arange(0, CHUNK)
+        some_parts = (some * 2 + tl.where(some * share >= pair_start, 0, 1))[:, None]
+        valid = (some <= last_program)[:, None] & (g < GROUP)[None, :]
+        some_m = tl.load(
+            partial_stats + some_parts * 2 * GROUP + g[None, :],
+            mask=valid, other=-float("inf"), cache_modifier=".cg",
+        )  # fmt: skip
+        some_out = tl.load(
+            partial_out + (some_parts * GROUP + g[None, :])[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=valid[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        acc += tl.sum(some_out * tl.exp2(some_m - total[None, :])[:, :, None], 0)
+    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+    tl.store(out + g[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes"])
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes,
     starts, totals, partial_out, partial_stats, arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     g = tl.arange(0, G_PAD)
@@ -161,26 +200,10 @@ def _decode_kernel(
                 before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                 if before == last_program - first_program:
                     tl.debug_barrier()
-                    acc = tl.zeros([G_PAD, D_PAD], tl.float32)
-                    m = tl.full([G_PAD], -float("inf"), tl.float32)
-                    l = tl.zeros([G_PAD], tl.float32)
-                    for other in tl.range(first_program, last_program + 1):
-                        part = other * 2 + tl.where(other * share >= pair_start, 0, 1)
-                        stats = partial_stats + part * 2 * GROUP
-                        pm = tl.load(stats + g, mask=head_mask, other=-float("inf"), cache_modifier=".cg")
-                        pl = tl.load(stats + GROUP + g, mask=head_mask, other=0.0, cache_modifier=".cg")
-                        pacc = tl.load(
-                            partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :],
-                            mask=q_mask, other=0.0, cache_modifier=".cg",
-                        )  # fmt: skip
-                        new_m = tl.maximum(m, pm)
-                        base = tl.where(new_m == -float("inf"), 0.0, new_m)
-                        old_scale = tl.exp2(m - base)
-                        part_scale = tl.exp2(pm - base)
-                        acc = acc * old_scale[:, None] + pacc * part_scale[:, None]
-                        l = l * old_scale + pl * part_scale
-                        m = new_m
-                    tl.store(out_at, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=q_mask)
+                    _merge(
+                        partial_out, partial_stats, out + seq * stride_ot + head * GROUP * HEAD_DIM,
+                        first_program, last_program, pair_start, share, GROUP, HEAD_DIM, D_PAD, MAX_PARTS,
+                    )  # fmt: skip
                     tl.store(counter, 0)
             at_tile += count
             inner += count
@@ -203,8 +226,8 @@ def paged_attention_decode(
     alibi_slopes: Tensor | None = None,
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
-    num_stages: int = 3,
-    num_warps: int = 4,
+    num_stages: int = 5,
+    num_warps: int = 2,
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
 
@@ -230,6 +253,6 @@ def paged_attention_decode(
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages, num_warps=num_warps,
+        STAGES=num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.starts)), num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -45,7 +45,7 @@ def _attend_tile(
     return fold(s, v, acc, m, l, PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "tiles"])
 def _prefill_kernel(
     query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, tiles, scale,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
@@ -160,6 +160,6 @@ def paged_attention_prefill(
         D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=prefill_block_m(head_dim, query.dtype),
         BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or (4 if small else 8),
+        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or 4,
     )  # fmt: skip
     return out

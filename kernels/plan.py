@@ -36,9 +36,9 @@ class DecodePlan:
         device: torch.device,
         num_programs: int = 0,
     ) -> DecodePlan:
-        """Workspace for up to `max_seqs` sequences; 0 programs: two for each multiprocessor of the device."""
+        """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy."""
         if not num_programs:
-            num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = (4 if head_dim <= 64 else 2) * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
 
         def int32(*shape: int) -> Tensor:
@@ -59,8 +59,8 @@ class DecodePlan:
 
 
 def decode_tile(head_dim: int) -> int:
-    """Keys in a tile of the decode kernel: about 16 KB of K in 16-bit types."""
-    return 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    """Keys in a tile of the decode kernel."""
+    return 64 if head_dim <= 128 else 32
 
 
 def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

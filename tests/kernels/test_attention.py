@@ -1,0 +1,166 @@
+"""The paged attention kernels in Triton's interpreter, against their torch twins in float64."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import attention_decode, attention_prefill, reference
+from kernels.plan import DecodePlan, make_prefill_tiles
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    kv: Tensor
+    block_tables: Tensor
+    rows: Tensor
+    context_lens: Tensor
+
+    @classmethod
+    def make(cls, lens, num_kv_heads, page, head_dim, dtype=torch.float32, seed=0):
+        """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN."""
+        torch.manual_seed(seed)
+        counts = [-(-n // page) for n in lens]
+        num_blocks = sum(counts) + 3
+        ids = random.Random(seed).sample(range(num_blocks), sum(counts))
+        num_rows = len(lens) + 2
+        tables = torch.full((num_rows, max(counts) + 1), 2**30, dtype=torch.int32)
+        rows = torch.randperm(num_rows)[: len(lens)].int()
+        kv = torch.full((2, num_blocks, num_kv_heads, page, head_dim), NAN)
+        for row, n, count in zip(rows.tolist(), lens, counts, strict=True):
+            mine, ids = ids[:count], ids[count:]
+            tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
+            for i, block in enumerate(mine):
+                used = min(page, n - i * page)
+                kv[:, block, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
+        return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32))
+
+    def decode(self, query, num_programs, **options):
+        plan = DecodePlan.allocate(
+            len(self.rows) + 1, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs
+        )
+        attention_decode.plan_decode(self.context_lens, plan)
+        expected = DecodePlan.allocate(
+            len(self.rows) + 1, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs
+        )
+        reference.plan_decode(self.context_lens, expected)
+        assert plan.totals.equal(expected.totals)
+        busy = torch.arange(num_programs) * plan.totals[1] < plan.totals[0]
+        assert plan.starts[busy].equal(expected.starts[busy])
+        out = torch.full_like(query, NAN)
+        for _ in range(2):  # the second run finds the workspace as the first left it
+            attention_decode.paged_attention_decode(
+                query,
+                self.kv[0],
+                self.kv[1],
+                self.block_tables,
+                self.rows,
+                self.context_lens,
+                plan=plan,
+                out=out,
+                **options,
+            )
+        assert not plan.arrivals.any()
+        return out, reference.paged_attention_decode(
+            query.double(), *self.kv.double(), self.block_tables, self.rows, self.context_lens, **options
+        )
+
+    def prefill(self, query, query_start, **options):
+        out = torch.full_like(query, 7.0)
+        args = (self.block_tables, self.rows, query_start, self.context_lens)
+        attention_prefill.paged_attention_prefill(query, self.kv[0], self.kv[1], *args, out=out, **options)
+        expected = torch.full_like(query, 7.0).double()
+        reference.paged_attention_prefill(query.double(), *self.kv.double(), *args, out=expected, **options)
+        return out, expected
+
+
+def options(kind, num_heads):
+    return {
+        "causal": {},
+        "window": {"window": 37},
+        "soft_cap": {"soft_cap": 3.0},
+        "alibi": {"alibi_slopes": torch.rand(num_heads)},
+        "window+alibi+soft_cap": {"window": 100, "soft_cap": 3.0, "alibi_slopes": torch.rand(num_heads)},
+    }[kind]
+
+
+SHAPES = [(1, 64, 16), (4, 64, 16), (8, 128, 64), (3, 80, 16), (7, 16, 8), (2, 256, 16), (4, 32, 64)]
+
+
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_decode_shapes(group, head_dim, page):
+    lens = [1, 300, 64, 130, 0, 17, 0, 128]
+    case = Case.make(lens, 2, page, head_dim)
+    query = torch.randn(len(lens), 2 * group, head_dim)
+    out, expected = case.decode(query, 5, scale=head_dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+def test_decode_options(kind):
+    lens = [1, 300, 64, 36, 37, 38, 200]
+    case = Case.make(lens, 2, 16, 64)
+    out, expected = case.decode(torch.randn(len(lens), 8, 64), 7, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 16, 61])
+def test_decode_is_the_same_however_it_is_split(num_programs):
+    lens = [1500, 1, 64, 700]
+    case = Case.make(lens, 2, 16, 16)
+    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, scale=0.25)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_decode_of_nothing():
+    case = Case.make([0, 0], 2, 16, 16)
+    out, _ = case.decode(torch.randn(2, 4, 16), 3, scale=0.25)
+    assert not out.any()
+
+
+def test_half_precision():
+    """float16 only: the interpreter multiplies bfloat16 matrices as if their bits were integers."""
+    dtype = torch.float16
+    lens = [200, 65, 3]
+    case = Case.make(lens, 2, 16, 64, dtype)
+    out, expected = case.decode(torch.randn(3, 8, 64, dtype=dtype), 5, scale=0.125)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-2
+    start = torch.tensor([0, 150, 151, 154], dtype=torch.int32)
+    out, expected = case.prefill(torch.randn(154, 8, 64, dtype=dtype), start, scale=0.125)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-2
+
+
+def chunks(lens, query_lens, first=3):
+    starts = [first]
+    for n in query_lens:
+        starts.append(starts[-1] + n)
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_prefill_shapes(group, head_dim, page):
+    """Whole prompts, chunks on a context, one-token chunks; tokens before the first chunk are left alone."""
+    lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
+    case = Case.make(lens, 2, page, head_dim)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, head_dim), start, scale=head_dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+def test_prefill_options(kind):
+    lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
+    case = Case.make(lens, 2, 16, 32)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tiles_cover_every_query_once_longest_first():
+    tiles = make_prefill_tiles([5, 1, 9], [100, 1, 9], 4)
+    assert sorted(tiles) == [(0, 0), (0, 4), (1, 0), (2, 0), (2, 4), (2, 8)]
+    assert tiles[:2] == [(0, 4), (0, 0)]
