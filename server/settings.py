@@ -1,0 +1,101 @@
+"""The server's settings, each declared once. Knows names, ranges and help texts; opens no socket and reads no model."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import ConfigError, check, flag
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """HTTP server.
+
+    `ConfigError` when a value is out of range or a file is missing.
+    """
+
+    host: str = flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only", metavar="ADDRESS")
+    port: int = flag(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
+    uds: str | None = flag(None, "Unix socket to listen on instead of host and port", metavar="PATH")
+    root_path: str = flag("", "path under which a proxy publishes the server", metavar="PATH")
+    ssl_keyfile: str | None = flag(None, "private key, to serve HTTPS", metavar="FILE")
+    ssl_certfile: str | None = flag(None, "certificate, to serve HTTPS", metavar="FILE")
+    ssl_ca_certs: str | None = flag(
+        None, "certificates of the authorities that clients must be signed by", metavar="FILE"
+    )
+    api_key: tuple[str, ...] = flag(
+        (), "keys, one of which requests to /v1 must bring (also VLLM_API_KEY)", metavar="KEY"
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
+    )
+    enable_request_id_headers: bool = flag(False, "answer with an X-Request-Id header, the client's own if it sent one")
+
+    chat_template: str | None = flag(
+        None, "file with a Jinja chat template, or the template itself, instead of the model's", metavar="FILE"
+    )
+    default_chat_template_kwargs: dict[str, Any] = flag(
+        {}, "variables for the chat template, which requests may override"
+    )
+    response_role: str = flag("assistant", "role of the messages that are generated", metavar="ROLE")
+
+    max_num_queued_reqs: int | None = flag(
+        None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0
+    )
+    sse_keep_alive_interval: float = flag(
+        15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
+    )
+    shutdown_timeout: float = flag(
+        0.0, "seconds that running requests may take to finish when the server stops", at_least=0
+    )
+    log_stats_interval: float = flag(
+        10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
+    )
+    enable_log_requests: bool = flag(False, "log each request, without its text")
+    uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
+    disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if len(self.allowed_origins) == 1 and self.allowed_origins[0].startswith("["):  # vLLM takes a JSON list
+            object.__setattr__(self, "allowed_origins", _json_list("allowed_origins", self.allowed_origins[0]))
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name} must be a file, got {path!r}")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that open /v1; none: it is open to all."""
+        return self.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
+
+    def read_chat_template(self) -> str | None:
+        """The content of `chat_template`; `ConfigError` when it is neither a file nor a template."""
+        if self.chat_template is None:
+            return None
+        if "{" in self.chat_template:
+            return self.chat_template
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template must be a file or a template, got {self.chat_template!r}: {error}"
+            ) from None
+
+
+def _json_list(name: str, text: str) -> tuple[str, ...]:
+    try:
+        items = json.loads(text)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{name} must be a list of texts, got {text!r}")
+    return tuple(items)
