@@ -40,7 +40,7 @@ class ServerConfig:
     chat_template: str | None = flag(
         None, "file with a Jinja chat template, or the template itself, instead of the model's", metavar="FILE"
     )
-    default_chat_template_kwargs: dict[str, Any] = flag(
+    default_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009
         {}, "variables for the chat template, which requests may override"
     )
     response_role: str = flag("assistant", "role of the messages that are generated", metavar="ROLE")
