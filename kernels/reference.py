@@ -20,9 +20,13 @@ from kernels.step import RowState, StepTensors
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
 
 
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums over x are made in."""
+    return x.dtype if x.dtype == torch.float64 else torch.float32
+
+
 def _wide(x: Tensor) -> Tensor:
-    """x in the dtype that sums are made in."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.to(_wide_dtype(x))
 
 
 # Norms and activation
@@ -36,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual [..., n], weight [n] -> (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
+    """x, residual [..., n], weight [n] -> (rms_norm(residual + x), residual + x), the sum rounded to x's dtype."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
@@ -121,7 +125,7 @@ def rope_and_store(
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """key, value [T, Hkv, D] -> slots slot_mapping [T] int64 of key_cache, value_cache [num_blocks, Hkv, block_size, D]."""
+    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D]."""
     if len(slot_mapping) and int(slot_mapping.min()) < 0:
         written = slot_mapping >= 0
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
@@ -183,8 +187,8 @@ def paged_attention_decode(
     """Attention of one query token per sequence over its paged context -> [B, H, D], written to `out` when given.
 
     query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of
-    which sequence i owns row rows[i] (rows [B] int32); context_lens [B] int32 count the query's own token, whose K and V are
-    stored already. context_len 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
+    which sequence i owns row rows[i] (rows [B] int32); context_lens [B] int32 count the query's own token, whose K and V
+    are stored already. context_len 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
     c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. `plan` is the GPU kernel's work map; the
     twin makes its own.
     """
@@ -227,7 +231,7 @@ def paged_attention_decode(
                 mask = None
         if alibi_slopes is not None:
             slopes = alibi_slopes.view(num_kv_heads, 1, group_size, 1)
-            bias = (slopes * -distance[None, :, None]).to(_wide(query).dtype)  # [Hkv, b, G, S]
+            bias = slopes.to(_wide_dtype(query)) * -distance[None, :, None]  # [Hkv, b, G, S]
             mask = bias if mask is None else bias.masked_fill_(~mask, -math.inf)
             mask = mask if soft_cap else mask.to(query.dtype)
         q = q.view(len(group), num_kv_heads, group_size, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
@@ -272,7 +276,7 @@ def paged_attention_prefill(
     if out is None:
         out = torch.zeros(query.shape, dtype=query.dtype)
     starts = query_start.tolist()
-    slopes = None if alibi_slopes is None else alibi_slopes.view(num_kv_heads, group_size, 1, 1)
+    slopes = None if alibi_slopes is None else alibi_slopes.to(_wide_dtype(query)).view(num_kv_heads, group_size, 1, 1)
     for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
         if start == end:
             continue
@@ -303,7 +307,7 @@ def paged_attention_prefill(
                 seen &= distance < window
             mask: Tensor | None = seen
             if slopes is not None:
-                mask = (slopes * -distance).to(_wide(query).dtype).masked_fill_(~seen, -math.inf)
+                mask = (slopes * -distance).masked_fill_(~seen, -math.inf)
                 mask = mask if soft_cap else mask.to(query.dtype)
             elif high - low == 1:
                 mask = None
@@ -353,7 +357,7 @@ def random_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Random bits int32 -> Gumbel noise float32: -log(-log(1 - w)), w uniform in (0, 1), finest near 0: the upper tail."""
+    """Random bits int32 -> Gumbel noise float32: -log(-log(1 - w)), w uniform in (0, 1), finest near 0."""
     w = torch.where(bits < 0, bits.float() + 2.0**32, bits.float()).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return w.neg_().log1p_().neg_().log_().neg_()
 
@@ -431,7 +435,7 @@ def sample(
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
+    """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
 
     token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are asked. The most likely come first;
     logprobs are float32, ranks and ids int64.
