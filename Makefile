@@ -1,0 +1,56 @@
+# Everyday commands. `make` lists them; the first of them that needs it sets up .venv, once.
+
+# What may be set:  PYTHON=/path/to/python   MODEL=folder-or-id   ARGS="…"   TORCH=cpu|cuda
+PYTHON ?=
+MODEL  ?= configs/demo
+ARGS   ?=
+TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+
+BIN   := .venv/bin
+READY := .venv/ready
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format bench clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://127.0.0.1:8000; more flags in ARGS
+	@exec $(BIN)/quire serve $(MODEL) $(ARGS)
+
+test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## check style and types
+	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary
+
+format: $(READY) ## put the code into the project's format
+	@$(BIN)/ruff check -q --fix-only . && $(BIN)/ruff format .
+
+bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
+	@$(BIN)/quire bench throughput --model $(MODEL) $(ARGS)
+
+clean: ## remove .venv and every cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: a set-up that was interrupted starts again. Without an NVIDIA GPU torch comes from its own
+# index of CPU builds, a tenth of the size; where that cannot be reached, the default build does as well.
+$(READY): pyproject.toml constraints.txt
+	@set -e; \
+	python=$$(for candidate in $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python); do \
+	  $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$candidate && break; \
+	done || true); \
+	if [ -z "$$python" ]; then \
+	  echo "Quire needs Python 3.11 or newer with its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
+	  echo "None of these is one: $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python). Name yours: make PYTHON=/path/to/python3.12 …" >&2; \
+	  exit 1; \
+	fi; \
+	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH): some minutes, once."; \
+	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
+	if [ $(TORCH) = cpu ] && $(PIP) install --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
+	else $(PIP) install torch==$(TORCH_VERSION); fi; \
+	$(PIP) install -c constraints.txt -e '.[test]'; \
+	touch $@
