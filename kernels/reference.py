@@ -51,6 +51,30 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+# Matrix products
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> x weightᵀ + bias [T, N]."""
+    return F.linear(x, weight, bias)
+
+
+def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """residual [T, N] += linear(x [T, K], weight [N, K], bias [N]), in place; the sum is rounded once."""
+    residual.addmm_(x, weight.t())
+    return residual if bias is None else residual.add_(bias)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N]."""
+    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up [T, N]; gate and up are the halves of norm_linear(x [T, K], weight [2N, K], bias [2N])."""
+    return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
+
+
 # Rotary embedding and the KV cache
 
 

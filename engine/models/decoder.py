@@ -45,21 +45,20 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv_cache: list[Tensor], attention: AttentionMetadata
     ) -> Tensor:
         """input_ids [T], positions [T] integer, kv_cache per layer [2, num_blocks, Hkv, block_size, D], which gains the
-        step's keys and values -> hidden [T, hidden], after the final norm.
+        step's keys and values -> hidden [T, hidden], before the final norm.
         """
-        hidden, residual = self.embed_tokens(input_ids), None
+        hidden = self.embed_tokens(input_ids)
         for layer, kv in zip(self.layers, kv_cache, strict=True):
-            hidden, residual = layer(hidden, residual, positions, self.cos_sin, kv, attention)
-        hidden, _ = self.norm(hidden, residual)
+            hidden = layer(hidden, positions, self.cos_sin, kv, attention)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab], in the model's dtype."""
-        return self.lm_head(hidden)
+        """The final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype."""
+        return self.lm_head.after_norm(hidden, self.norm)
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then MLP, each fed the normed residual stream and added back to it by the next norm."""
+    """Attention, then MLP: each reads the normed residual stream and adds to it, in place."""
 
     def __init__(self, spec: ModelSpec, window: int, placement: _Placement) -> None:
         super().__init__()
@@ -69,18 +68,10 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec, placement)
 
     def forward(
-        self,
-        hidden: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        kv: Tensor,
-        attention: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, positions, cos_sin, kv, attention)
-        hidden, residual = self.post_attention_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        self, hidden: Tensor, positions: Tensor, cos_sin: Tensor | None, kv: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
+        hidden = self.attention(hidden, self.input_norm, positions, cos_sin, kv, attention)
+        return self.mlp(hidden, self.post_attention_norm)
 
 
 class Attention(nn.Module):
@@ -97,11 +88,17 @@ class Attention(nn.Module):
         self.o = Linear(query_size, spec.hidden_size, bias=spec.o_bias, **placement)
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, cos_sin: Tensor | None, kv: Tensor, attention: AttentionMetadata
+        self,
+        hidden: Tensor,
+        norm: RMSNorm,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        kv: Tensor,
+        attention: AttentionMetadata,
     ) -> Tensor:
         spec = self.spec
         query = kernels.rope_and_store(
-            self.qkv(hidden),  # [T, (H + 2 Hkv) D]
+            self.qkv.after_norm(hidden, norm),  # [T, (H + 2 Hkv) D]
             positions,
             cos_sin,
             kv[0],
@@ -114,7 +111,7 @@ class Attention(nn.Module):
             eps=spec.rms_norm_eps,
         )  # [T, H, D]
         out = attend(query, kv, attention, scale=spec.attention_scale, window=self.window, soft_cap=spec.soft_cap)
-        return self.o(out.flatten(1))
+        return self.o.add_to(hidden, out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -126,5 +123,5 @@ class MLP(nn.Module):
         self.gate_up = Linear(spec.hidden_size, inner, inner, bias=spec.mlp_bias, **placement)
         self.down = Linear(inner, spec.hidden_size, bias=spec.mlp_bias, **placement)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(kernels.silu_and_mul(self.gate_up(hidden)))
+    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        return self.down.add_to(hidden, self.gate_up.swiglu_after_norm(hidden, norm))

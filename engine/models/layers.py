@@ -17,7 +17,7 @@ def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 
 
 class Linear(nn.Module):
-    """x [..., in] → x Wᵀ + b [..., out]. Several projections of the same input are one: their rows lie stacked."""
+    """x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are one: their rows lie stacked."""
 
     def __init__(
         self, in_features: int, *out_features: int, bias: bool = False, dtype: torch.dtype, device: torch.device
@@ -28,7 +28,19 @@ class Linear(nn.Module):
         self.bias = _empty(sum(out_features), dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
+
+    def after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """The projection of the normed x."""
+        return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """silu(gate) · up, where gate and up are the two stacked projections of the normed x."""
+        return kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + the projection of x, in residual's place."""
+        return kernels.linear_add(residual, x, self.weight, self.bias)
 
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
         """weight [out_features[i], in] and bias [out_features[i]] or None of each projection: views, to be filled."""
@@ -49,17 +61,12 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x [..., n] and the residual stream [..., n] → (the normed sum, the sum).
-
-    Without a residual, x begins the stream.
-    """
+    """x [..., n] → x / rms(x) · weight."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _empty(size, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            return kernels.rms_norm(x, self.weight, self.eps), x
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,35 @@
+"""Programmatic dependent launch (Hopper and later): a kernel starts while the one before it still runs.
+
+A kernel launched with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start taking free
+multiprocessors, and `wait_for_inputs` before its first access to memory that an earlier kernel wrote, or that an earlier
+kernel may still read: the wait ends when every kernel before it is done. Both are allowed, and do nothing, elsewhere in a
+stream of kernels launched without it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents as launch_dependents
+from triton.language.extra.cuda import gdc_wait as wait_for_inputs
+
+__all__ = ["launch_dependents", "pdl", "prefetch", "wait_for_inputs"]
+
+
+@functools.cache
+def pdl(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def prefetch(pointer, num_bytes):
+    """Ask for contiguous bytes (address and number multiples of 16) to be brought into L2; needs Hopper or later."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [pointer.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
