@@ -110,6 +110,11 @@ class AsyncEngine:
         """Fields of `SamplingParams` that the model's makers suggest."""
         return self._frontend.default_sampling
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that somebody is waiting for."""
+        return len(self._streams)
+
     def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:

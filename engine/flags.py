@@ -265,11 +265,14 @@ def read_yaml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
 
 
 def load(
-    given: argparse.Namespace | Mapping[str, Any], *classes: type, environ: Mapping[str, str] = os.environ
+    given: argparse.Namespace | Mapping[str, Any],
+    *classes: type,
+    environ: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """One instance of each class from the command line (`given`), the environment and the file `given` names as config.
 
-    `ConfigError` names where a bad value came from.
+    `defaults` stand in for the fields' own. `ConfigError` names where a bad value came from.
     """
     arguments = vars(given) if isinstance(given, argparse.Namespace) else given
     settings = {name: setting for cls in classes for name, setting in settings_of(cls).items()}
@@ -278,6 +281,7 @@ def load(
         (arguments, lambda setting: setting.option),
         ({s.name: environ[s.env] for s in settings.values() if s.env in environ}, lambda setting: setting.env),
         (read_yaml(file, settings) if file else {}, lambda setting: f"--config {file}: {setting.name}"),
+        (defaults or {}, lambda setting: setting.name),
     ]
     values = {}
     for name, setting in settings.items():

@@ -1,0 +1,204 @@
+"""Offline throughput: all requests given at once, tokens a second until the last is done. Knows workloads and the LLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig, Parser, add_flags, check, flag, load
+from engine.errors import ConfigError
+
+EPILOG = """examples:
+  quire bench throughput --model configs/demo --input-len 64 --output-len 64 --num-prompts 64
+  quire bench throughput --model ./qwen3-0.6b --load-format dummy --dataset-name nano --max-model-len 4096
+  quire bench throughput --model ./my-model --dataset-path prompts.jsonl
+
+A dataset is a text file with one prompt on each line, or .jsonl with {"prompt": "...", "output_len": 128} lines.
+The figures are of the median run; answers always have their full length (ignore_eos).
+"""
+
+
+@dataclass(frozen=True)
+class WorkloadFlags:
+    """Workload."""
+
+    dataset_name: str = flag(
+        "random",
+        "random: --input-len and --output-len; nano: both from 100 to 1024 (nano-vllm's published benchmark)",
+        choices=("random", "nano"),
+    )
+    dataset_path: str | None = flag(None, "file with prompts, instead", metavar="FILE")
+    num_prompts: int | None = flag(None, "how many prompts (else 256, or all of the file)", at_least=1)
+    input_len: int = flag(1024, "prompt tokens of random prompts", at_least=1)
+    output_len: int = flag(128, "tokens of each answer, but for nano", at_least=1)
+    temperature: float = flag(0.6, "of sampling", at_least=0, at_most=100)
+    num_runs: int = flag(3, "how often the workload is run", at_least=1)
+    output_json: str | None = flag(None, "where to save the results (else under out/bench)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how long its answer is to be."""
+
+    prompt: str | list[int]
+    output_len: int
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        prog="quire bench throughput", description="Measure offline throughput: all requests at once.", epilog=EPILOG
+    )
+    add_flags(parser, WorkloadFlags, EngineConfig)
+    args = parser.parse_args(argv)
+    workload, config = load(args, WorkloadFlags, EngineConfig)
+    if workload.dataset_path is None:
+        config = dataclasses.replace(config, skip_tokenizer_init=True)
+    result = measure(workload, config)
+    print(table(result))
+    path = Path(workload.output_json or f"out/bench/throughput-{result['model']}-{result['workload']}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"saved {path}")
+    return 0
+
+
+def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
+    """Run the workload on a new engine and say how it went. What cannot run is refused before the model is loaded."""
+    from benchmarks.environment import environment
+    from engine.core.sampling_params import SamplingParams
+    from engine.frontend import Frontend
+    from engine.llm import LLM
+
+    frontend = Frontend.load(config)
+    if workload.dataset_path is not None:
+        requests = read_requests(workload)
+    else:
+        requests = random_requests(workload, frontend.spec.vocab_size)
+    prompts = [frontend.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
+    for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        if not prompt or len(prompt) + request.output_len > frontend.max_model_len:
+            raise ConfigError(
+                f"prompt {index} has {len(prompt)} tokens and asks for {request.output_len}, but the context holds "
+                f"{frontend.max_model_len}"
+            )
+
+    start = time.perf_counter()
+    llm = LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    startup = time.perf_counter() - start
+
+    def run(count: int | None, output_len: int | None, use_tqdm: bool) -> tuple[float, int]:
+        """Seconds, and tokens that were made."""
+        llm.reset_prefix_cache()
+        params = [
+            SamplingParams(
+                temperature=workload.temperature,
+                ignore_eos=True,
+                max_tokens=output_len or request.output_len,
+                detokenize=workload.dataset_path is not None,
+            )
+            for request in requests[:count]
+        ]
+        begin = time.perf_counter()
+        results = llm.generate([{"prompt_token_ids": p} for p in prompts[:count]], params, use_tqdm=use_tqdm)
+        return time.perf_counter() - begin, sum(len(result.outputs[0].token_ids) for result in results)
+
+    run(4, 8, False)  # the first steps of a process are slower
+    runs = [run(None, None, True) for _ in range(workload.num_runs)]
+    llm.close()
+    seconds = statistics.median(seconds for seconds, _ in runs)
+    num_output, num_prompt = runs[0][1], sum(map(len, prompts))
+    return {
+        "benchmark": "throughput",
+        "model": Path(config.model).name,
+        "workload": Path(workload.dataset_path).stem if workload.dataset_path else workload.dataset_name,
+        "num_requests": len(requests),
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": num_output,
+        "total_num_tokens": num_prompt + num_output,
+        "elapsed_time": seconds,
+        "elapsed_times": [seconds for seconds, _ in runs],
+        "requests_per_second": len(requests) / seconds,
+        "output_tokens_per_second": num_output / seconds,
+        "tokens_per_second": (num_prompt + num_output) / seconds,
+        "startup_seconds": startup,
+        "workload_settings": dataclasses.asdict(workload),
+        "engine_settings": dataclasses.asdict(config),
+        "environment": environment(),
+    }
+
+
+def random_requests(workload: WorkloadFlags, vocab_size: int) -> list[Request]:
+    """Random token ids, the same every time."""
+    count, top = workload.num_prompts or 256, min(10000, vocab_size - 1)
+    if workload.dataset_name == "random":
+        random_ids = random.Random(1)
+        return [
+            Request([random_ids.randint(0, top) for _ in range(workload.input_len)], workload.output_len)
+            for _ in range(count)
+        ]
+    random_ids = random.Random(0)
+    prompts = [[random_ids.randint(0, top) for _ in range(random_ids.randint(100, 1024))] for _ in range(count)]
+    return [Request(prompt, random_ids.randint(100, 1024)) for prompt in prompts]
+
+
+def read_requests(workload: WorkloadFlags) -> list[Request]:
+    """The prompts of a file, from its beginning again when it has too few. `ConfigError` names the line that is wrong."""
+    assert workload.dataset_path is not None
+    path = Path(workload.dataset_path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset_path {path}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompt, output_len = line, workload.output_len
+        if path.suffix == ".jsonl":
+            try:
+                entry = json.loads(line)
+                prompt, output_len = entry["prompt"], entry.get("output_len", output_len)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                prompt = ""
+            if not isinstance(prompt, str) or not prompt or type(output_len) is not int or output_len < 1:
+                raise ConfigError(
+                    f'{path}, line {number}: must be {{"prompt": "...", "output_len": 128}}, got {line[:80]}'
+                )
+        found.append(Request(prompt, output_len))
+    if not found:
+        raise ConfigError(f"dataset_path {path}: holds no prompt")
+    count = workload.num_prompts or len(found)
+    return [found[i % len(found)] for i in range(count)]
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures, for people."""
+    slowest, fastest = max(result["elapsed_times"]), min(result["elapsed_times"])
+    rows = [
+        ("requests", f"{result['num_requests']:,}"),
+        ("prompt tokens", f"{result['num_prompt_tokens']:,}"),
+        ("output tokens", f"{result['num_output_tokens']:,}"),
+        ("start-up", f"{result['startup_seconds']:.1f} s"),
+        (
+            "time",
+            f"{result['elapsed_time']:.2f} s  (from {fastest:.2f} to {slowest:.2f} in {len(result['elapsed_times'])} runs)",
+        ),
+        ("requests/s", f"{result['requests_per_second']:,.2f}"),
+        ("output tokens/s", f"{result['output_tokens_per_second']:,.0f}"),
+        ("total tokens/s", f"{result['tokens_per_second']:,.0f}"),
+    ]
+    return "\n".join(f"{name:<18}{value:>12}" for name, value in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""The command `quire`. Knows the commands and how errors are shown; each command is a module of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from engine import __version__
+from engine.config import ConfigError, Parser
+from engine.errors import EngineError
+from engine.log import configure_logging, debugging
+from server.commands import bench, chat, generate, serve
+
+EPILOG = """examples:
+  quire serve                        serve the bundled demo model: API and chat page at http://127.0.0.1:8000
+  quire serve Qwen/Qwen3-0.6B        serve a model of Hugging Face, downloaded once
+  quire chat --model ./my-model      chat in the terminal
+  quire generate "Once upon a time"  continue a text
+  quire bench throughput --help      measure speed
+
+QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command: 0 when all went well, 1 for an error that is shown in one line, 2 for a wrong command line."""
+    parser = Parser(
+        prog="quire",
+        description="Quire serves large language models: OpenAI-compatible HTTP API, chat page, offline generation.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    for module in (serve, chat, generate, bench):
+        module.add_parser(commands)
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        configure_logging()
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debugging() or not _is_plain(error):
+            raise
+        print(f"quire {args.command}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _is_plain(error: Exception) -> bool:
+    """Whether the message says all that the user needs."""
+    from engine.models.errors import ModelError
+    from engine.text.chat_template import ChatTemplateError
+    from engine.text.tokenizer import TokenizerError
+
+    return isinstance(error, (ConfigError, EngineError, ModelError, TokenizerError, ChatTemplateError))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

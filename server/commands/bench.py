@@ -1,0 +1,29 @@
+"""`quire bench NAME`: finds the benchmark and hands it the rest of the command line. Knows names only."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+BENCHMARKS = {
+    "throughput": "tokens a second offline, all requests given at once",
+    "kernels": "the attention kernels alone, beside the device's limits (GPU)",
+}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed",
+        description="Measure speed. Each benchmark has its own --help.",
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<12} {text}" for name, text in BENCHMARKS.items()),
+    )
+    parser.add_argument("benchmark", choices=list(BENCHMARKS), metavar="BENCHMARK", help="one of those below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    module = importlib.import_module(f"benchmarks.{args.benchmark}")
+    return int(module.main(args.rest))

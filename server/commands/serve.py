@@ -1,0 +1,221 @@
+"""`quire serve`: an engine process, the HTTP app, a socket and signals. Knows how they start and stop; no requests."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from engine.config import EngineConfig, add_flags
+from engine.errors import ConfigError, EngineError
+from server.commands.common import load_with_model, model_argument
+from server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+
+EPILOG = """examples:
+  quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
+  quire serve Qwen/Qwen3-0.6B --port 9000
+  quire serve ./my-model --max-model-len 32k --api-key secret
+  quire serve --config serve.yaml                  "name: value" lines, named as the options above
+
+Each option is also an environment variable: QUIRE_MAX_MODEL_LEN=32k. The command line wins over the environment, which
+wins over the file. Clients of the OpenAI API take http://127.0.0.1:8000/v1 as their base URL.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="OpenAI-compatible HTTP API and a chat page",
+        description="Serve a model over an OpenAI-compatible HTTP API, with a chat page at /.",
+        epilog=EPILOG,
+    )
+    model_argument(parser)
+    add_flags(parser, EngineConfig, ServerConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM. The address is claimed before the model is loaded."""
+    config, settings = load_with_model(args, EngineConfig, ServerConfig)
+    with contextlib.closing(listen(settings)) as listener:
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, settings, listener))
+
+
+def listen(settings: ServerConfig) -> socket.socket:
+    """A bound socket; nobody can connect to it yet. `ConfigError` when the address is taken or is none."""
+    if settings.uds:
+        return _listen_unix(settings.uds)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror:
+        raise ConfigError(f"host must be an address of this machine, got {settings.host!r}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        where = f"{settings.host}:{settings.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {settings.port} is in use: stop what listens on {where}, or choose another --port"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(
+                f"port {settings.port} is not allowed to this user: choose a --port of 1024 or more"
+            ) from None
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
+    return listener
+
+
+def _listen_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as other:
+                if other.connect_ex(path) == 0:
+                    raise ConfigError(f"uds {path} is in use by another server")
+            os.unlink(path)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}") from None
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.socket) -> int:
+    from engine.async_engine import AsyncEngine
+
+    service = _Service()
+    with service.signals():
+        try:
+            engine = await AsyncEngine.start(config)
+        except asyncio.CancelledError:
+            if service.received:
+                return 128 + service.received[0]
+            raise
+        try:
+            print(engine.summary, flush=True)
+            await service.serve(engine, settings, listener)
+        finally:
+            engine.close()
+    return 0
+
+
+class _Service:
+    """What a signal means at each moment: before the server runs, while it runs, while it stops."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._main = asyncio.current_task()
+        self._server: Any = None
+        self._engine: AsyncEngine | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._patience = 0.0
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def serve(self, engine: AsyncEngine, settings: ServerConfig, listener: socket.socket) -> None:
+        """Until a signal; `ConfigError` when somebody else has begun to listen on the address."""
+        import uvicorn
+
+        from server.app import create_app
+
+        logging.getLogger("uvicorn").setLevel(1)  # the two below decide
+        config = uvicorn.Config(
+            create_app(engine, settings),
+            log_config=None,
+            log_level=settings.uvicorn_log_level,
+            access_log=not settings.disable_uvicorn_access_log,
+            root_path=settings.root_path,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+            lifespan="on",
+        )
+
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # they are the service's
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                if self.started:
+                    print(ready_lines(engine.model_name, settings, listener), flush=True)
+
+        self._engine, self._server, self._patience = engine, Server(config), settings.shutdown_timeout
+        try:
+            await self._server.serve(sockets=[listener])
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+        finally:
+            if self._stopping is not None:
+                self._stopping.cancel()
+        if not self._server.started:
+            raise EngineError("the HTTP server could not start; the log says why")
+
+    def _signalled(self, number: int) -> None:
+        self.received.append(number)
+        if self._server is None:
+            assert self._main is not None
+            self._main.cancel()
+        elif self._stopping is None:
+            self._server.should_exit = True
+            self._stopping = asyncio.create_task(self._stop())
+        else:
+            self._server.force_exit = True
+
+    async def _stop(self) -> None:
+        """Give the requests their time, then end them, and those that still trickle in."""
+        assert self._engine is not None
+        deadline = time.monotonic() + self._patience
+        while self._engine.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        while True:
+            self._engine.abort_all()
+            await asyncio.sleep(0.05)
+
+
+def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:
+    """Where everything is, for people."""
+    if settings.uds:
+        return f"Ready: {model_name} at the Unix socket {settings.uds}"
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    elif ":" in host:
+        host = f"[{host}]"
+    url = f"http{'s' if settings.ssl_certfile else ''}://{host}:{port}{settings.root_path.rstrip('/')}"
+    return f"Ready: {model_name}\n  API        {url}/v1\n  chat page  {url}/"
