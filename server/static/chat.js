@@ -167,7 +167,8 @@ function requestFor(turn) {
     messages.push({ role: "user", content: earlier.question }, { role: "assistant", content: earlier.text });
   }
   messages.push({ role: "user", content: turn.question });
-  const body = { model, messages };
+  const body = { messages };
+  if (model) body.model = model; // else the server's only one
   if (settings.temperature !== undefined) body.temperature = settings.temperature;
   if (settings.maxTokens !== undefined) body.max_tokens = settings.maxTokens;
   return body;

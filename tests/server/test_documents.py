@@ -1,0 +1,59 @@
+"""README, reference, presets and dashboard: what they name exists."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, load, settings_of
+from engine.core.batch import SchedulerStats
+from server.metrics import Metrics
+from server.openai import protocol
+from server.settings import ServerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    links = [document.parent / link for link in re.findall(r"\]\(([^):]+)\)", text)]
+    paths = [
+        ROOT / path for path in re.findall(r"`((?:engine|server|kernels|tests|configs|benchmarks)/[\w./-]*)`", text)
+    ]
+    assert [str(path) for path in links + paths if not path.exists()] == []
+
+
+def test_flags_of_the_readme_exist() -> None:
+    options = {setting.option for cls in (EngineConfig, ServerConfig) for setting in settings_of(cls).values()}
+    rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `--")]
+    named = set(re.findall(r"--(?:no-)?([a-z-]+)", " ".join(rows)))
+    assert len(named) > 10
+    assert {"--" + name for name in named} <= options
+
+
+def test_the_reference_lists_every_request_parameter() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    not_yet = protocol.NOT_YET_IN_BOTH | protocol.NOT_YET_IN_CHAT | protocol.NOT_YET_IN_COMPLETIONS
+    for request in (protocol.ChatCompletionRequest, protocol.CompletionRequest):
+        supported = set(request.model_fields) - set(not_yet) - set(protocol.NO_EFFECT)
+        assert [name for name in sorted(supported) if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("preset", sorted((ROOT / "configs" / "presets").glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_load(preset: Path) -> None:
+    config, _ = load({"model": "any", "config": str(preset)}, EngineConfig, ServerConfig, environ={})
+    assert config != EngineConfig(model="any")
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    stats = SchedulerStats(**{field.name: 0 for field in dataclasses.fields(SchedulerStats)})
+    metrics = Metrics("any", lambda: stats, max_model_len=1024, block_size=16, num_blocks=8)
+    text = (ROOT / "configs" / "deploy" / "grafana" / "quire.json").read_text()
+    asked = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"vllm:\w+", text)}
+    assert len(asked) > 10
+    assert asked <= {family.name for family in metrics.registry.collect()}
+    assert len(json.loads(text)["panels"]) == 12
