@@ -51,6 +51,7 @@ $(READY): pyproject.toml constraints.txt
 	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH): some minutes, once."; \
 	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
 	if [ $(TORCH) = cpu ] && $(PIP) install --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
-	else $(PIP) install torch==$(TORCH_VERSION); fi; \
+	else [ $(TORCH) != cpu ] || echo "No CPU build of torch could be had: taking the default build, which is larger and runs on CPUs too."; \
+	  $(PIP) install torch==$(TORCH_VERSION); fi; \
 	$(PIP) install -c constraints.txt -e '.[test]'; \
 	touch $@
