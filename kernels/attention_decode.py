@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
 from kernels.plan import MIN_TILES, DecodePlan
 
@@ -25,7 +26,11 @@ from kernels.plan import MIN_TILES, DecodePlan
 def _plan_kernel(
     context_lens, starts, totals, num_seqs,
     NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     program = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens + b, mask=b < num_seqs, other=0)
@@ -48,7 +53,7 @@ def plan_decode(context_lens: Tensor, plan: DecodePlan) -> None:
     _plan_kernel[(num_programs,)](
         context_lens, plan.starts, plan.totals, len(context_lens),
         NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, MIN_TILES=MIN_TILES,
-        BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4,
+        BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
     )  # fmt: skip
 
 
@@ -124,8 +129,11 @@ def _decode_kernel(
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, MAX_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, MAX_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     program = tl.program_id(0)
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D_PAD)
@@ -254,5 +262,6 @@ def paged_attention_decode(
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.starts)), num_warps=num_warps,
+        **pdl_options(query.device),
     )  # fmt: skip
     return out

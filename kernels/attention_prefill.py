@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
 from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
 
@@ -51,8 +52,11 @@ def _prefill_kernel(
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     TILE_Q: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -160,6 +164,6 @@ def paged_attention_prefill(
         D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=prefill_block_m(head_dim, query.dtype),
         BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or 4,
+        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or 4, **pdl_options(query.device),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ stream of kernels launched without it.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -16,13 +17,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents as launch_dependents
 from triton.language.extra.cuda import gdc_wait as wait_for_inputs
 
-__all__ = ["launch_dependents", "pdl", "prefetch", "wait_for_inputs"]
+__all__ = ["launch_dependents", "pdl_options", "prefetch", "wait_for_inputs"]
 
 
 @functools.cache
-def pdl(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """What a launch on this device adds: the kernel's PDL constant, and the launch attribute where there is one."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.step import RowState, StepTensors
 
 
@@ -15,8 +16,11 @@ def _prepare_kernel(
     block_tables, last_token, temperature, top_p, min_p, top_k, seed, stride_table,
     input_ids, positions, slot_mapping, last_index, out_rows, out_temperature, out_top_p, out_min_p, out_top_k, out_seed,
     next_position,
-    BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     i = tl.program_id(0)
     row = tl.load(packed + i).to(tl.int64)
     context_len = tl.load(packed + segment + i)
@@ -67,5 +71,5 @@ def prepare_step(
         state.block_tables.stride(0),
         out.input_ids, out.positions, out.slot_mapping, out.last_index, out.rows, out.temperature, out.top_p, out.min_p,
         out.top_k, out.seed, out.next_position,
-        BLOCK_SIZE=block_size, CHUNK=256, num_warps=4,
+        BLOCK_SIZE=block_size, CHUNK=256, num_warps=4, **pdl_options(packed.device),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.activation import silu_and_mul
-from kernels.launch import launch_dependents, pdl, prefetch, wait_for_inputs
+from kernels.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
 from kernels.norm import rms_norm
 
 MAX_SMALL = 16  # tokens up to which the product is bound by reading the weight
@@ -102,13 +102,12 @@ def _small(
     out = x.new_empty(num_tokens, n) if residual is None else residual
     choice = _small_config(n, k, x.dtype)
     block_n, block_k = block_n or choice[0], block_k or choice[1]
-    use_pdl = pdl(x.device)
     _small_linear_kernel[(triton.cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight, out, out, eps, num_tokens,
         x.stride(0), out.stride(0), N=n, K=k, M_PAD=16, BLOCK_N=block_n, BLOCK_K=block_k,
         NORM=norm_weight is not None, SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", STAGES=num_stages or choice[2], PDL=use_pdl,
-        BYTES=x.element_size(), num_warps=num_warps or choice[3], **({"launch_pdl": True} if use_pdl else {}),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", STAGES=num_stages or choice[2],
+        BYTES=x.element_size(), num_warps=num_warps or choice[3], **pdl_options(x.device),
     )  # fmt: skip
     return out
 

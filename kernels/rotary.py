@@ -1,0 +1,175 @@
+"""Query/key norm, rotary embedding and the KV store in one Triton kernel, straight from the packed projection.
+
+One program takes one token and some heads of one kind: queries, keys or values. Keys and values go to their slots.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.kv_cache import HEADS_PER_PROGRAM, slot_offset
+
+
+@triton.jit
+def _rope_heads(
+    source, target, weight, table, stride_table, stride_target, position, eps, first_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
+
+    A head is read as the two halves of its ROTARY first channels and the rest of them.
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    REST: tl.constexpr = HEAD_DIM - 2 * HALF
+    heads = (first_head + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, HALF_PAD)[None, :]
+    mask = (heads < NUM_HEADS) & (i < HALF)
+    at = source + heads * HEAD_DIM + i
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    j = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
+    rest_mask = (heads < NUM_HEADS) & (j < HEAD_DIM)
+    if REST > 0:
+        rest = tl.load(source + heads * HEAD_DIM + j, mask=rest_mask, other=0.0).to(tl.float32)
+    if NORM:
+        dtype: tl.constexpr = source.dtype.element_ty
+        squares = tl.sum(first * first + second * second, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        # Rounded as the norm's output would be if it were stored.
+        first_weight = tl.load(weight + i, mask=i < HALF).to(tl.float32)
+        second_weight = tl.load(weight + HALF + i, mask=i < HALF).to(tl.float32)
+        first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+        if REST > 0:
+            rest = (rest * scale).to(dtype).to(tl.float32) * tl.load(weight + j, mask=j < HEAD_DIM).to(tl.float32)
+    if ROTATE:
+        row = table + position * stride_table
+        cos = tl.load(row + i, mask=i < HALF)
+        sin = tl.load(row + HALF + i, mask=i < HALF)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    to = target + heads * stride_target
+    tl.store(to + i, first, mask=mask)
+    tl.store(to + HALF + i, second, mask=mask)
+    if REST > 0:
+        tl.store(to + j, rest, mask=rest_mask)
+
+
+@triton.jit
+def _rope_kernel(
+    query, key, value, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, eps,
+    stride_query, stride_key, stride_value, stride_table, stride_block, stride_head, stride_offset,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KEY_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    position = tl.load(positions + token).to(tl.int64)
+    if part < QUERY_PARTS:
+        _rope_heads(
+            query + token * stride_query, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, stride_table,
+            HEAD_DIM, position, eps, part * HEADS,
+            NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            at = slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE)
+            part -= QUERY_PARTS
+            if part < KEY_PARTS:
+                _rope_heads(
+                    key + token * stride_key, key_cache + at, k_norm, table, stride_table, stride_head, position, eps,
+                    part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
+                )  # fmt: skip
+            else:
+                heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
+                d = tl.arange(0, D_PAD)[None, :]
+                mask = (heads < NUM_KV_HEADS) & (d < HEAD_DIM)
+                values = tl.load(value + token * stride_value + heads * HEAD_DIM + d, mask=mask)
+                tl.store(value_cache + at + heads * stride_head + d, values, mask=mask)
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
+    half = rotary_dim // 2
+    assert query.stride()[1:] == key.stride()[1:] == (head_dim, 1)
+    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_tokens:
+        heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
+        kv_parts = triton.cdiv(num_kv_heads, heads) * (1 if value is None else 2)
+        table = positions if cos_sin is None else cos_sin
+        value = key if value is None else value
+        _rope_kernel[(num_tokens, triton.cdiv(num_heads, heads) + kv_parts)](
+            query, key, value, positions, table, out if q_norm is None else q_norm, out if k_norm is None else k_norm,
+            out, key_cache, value_cache, slot_mapping, eps,
+            query.stride(0), key.stride(0), value.stride(0), table.stride(0), *key_cache.stride()[:3],
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
+            HALF_PAD=triton.next_power_of_2(half), REST_PAD=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None,
+            BLOCK_SIZE=key_cache.shape[2], num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    return _launch(
+        query, key, value, positions, cos_sin, q_norm, k_norm, eps, key_cache, value_cache, slot_mapping
+    )  # fmt: skip
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.rope`. Heads must be contiguous, the token strides are free."""
+    keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    slots = torch.arange(len(k), device=k.device)
+    cache = keys.unsqueeze(2)  # a cache of one-token blocks
+    return _launch(q, k, None, positions, cos_sin, q_norm, k_norm, eps, cache, cache, slots), keys
