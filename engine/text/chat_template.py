@@ -54,6 +54,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[dict[str, Any]],
+        /,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -69,11 +70,10 @@ class ChatTemplate:
         if continue_final_message:
             messages[-1] = self._mark_end(messages)
         variables = self._special_tokens | {"documents": None} | kwargs
+        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             with _bounded():
-                text = self._template.render(
-                    messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-                )
+                text = self._template.render(variables)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error.message or type(error).__name__)) from None
         except Exception as error:  # whatever Python raises inside a template is the template's fault

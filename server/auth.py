@@ -1,0 +1,39 @@
+"""API keys. Knows the paths they guard and the header that carries them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+GUARDED = "/v1"
+
+
+class APIKeyMiddleware:
+    """Requests below /v1 must bring one of `keys` as `Authorization: Bearer KEY`; a browser's preflight need not."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and self._guards(scope) and not self._opens(scope):
+            response = JSONResponse({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    @staticmethod
+    def _guards(scope: Scope) -> bool:
+        path = scope["path"]
+        return any(f"{p}/".startswith(f"{GUARDED}/") for p in (path, path.removeprefix(scope.get("root_path", ""))))
+
+    def _opens(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        given = key.strip().encode("latin-1")
+        return any(secrets.compare_digest(given, known) for known in self._keys)

@@ -1,0 +1,124 @@
+"""What went wrong, as OpenAI's clients read it. Knows HTTP statuses and validation errors; no endpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+_log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+_INTERNAL = "The server failed at this request; its log says why."
+
+
+class APIError(Exception):
+    """An answer that is not a success. `param` names the request's field that is to blame, where there is one."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+    def body(self) -> bytes:
+        """The JSON object, for a response or for an event of a stream."""
+        name = _TYPES.get(self.status)
+        if name is None:
+            name = (
+                "InternalServerError"
+                if self.status >= 500
+                else HTTPStatus(self.status).phrase.replace(" ", "") + "Error"
+            )
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": name, "param": self.param, "code": self.status}}
+        )
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, media_type="application/json")
+
+
+def bad_value(error: ValueError, renamed: Mapping[str, str]) -> APIError:
+    """400 for the engine's `ValueError`, whose message begins with the name of what is wrong.
+
+    `renamed`: what the request calls something that the engine calls otherwise.
+    """
+    name, _, rest = str(error).partition(" ")
+    if not name.isidentifier() or not rest:
+        return APIError(400, str(error))
+    name = renamed.get(name, name)
+    return APIError(400, f"{name} {rest}", name)
+
+
+def unexpected(error: Exception) -> APIError:
+    """500 for an error that is the server's own; it is logged here."""
+    _log.error("a request failed", exc_info=error)
+    return APIError(500, _INTERNAL)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves `app` in one shape."""
+
+    @app.exception_handler(APIError)
+    async def api_error(request: Request, error: APIError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = error.detail
+        if error.status_code in (404, 405):
+            message = f"{error.detail}: {request.method} {request.url.path}"
+        response = APIError(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def internal_error(request: Request, error: Exception) -> Response:
+        return APIError(500, _INTERNAL).response()  # starlette logs it
+
+
+def from_validation(errors: Sequence[Any]) -> APIError:
+    """400 that names the first field which is wrong, in words."""
+    error = errors[0]
+    location = list(error["loc"])[1:] if error["loc"][:1] == ("body",) else list(error["loc"])
+    message, given = error["msg"].removeprefix("Value error, "), error.get("input")
+    match error["type"]:
+        case "json_invalid":
+            detail = error.get("ctx", {}).get("error", "")
+            return APIError(400, f"the body is not valid JSON: {detail} at character {location[0] if location else 0}")
+        case "missing" if not location:
+            return APIError(400, "the body is empty: it must be a JSON object")
+        case "missing":
+            message = "is required"
+        case "extra_forbidden":
+            message = "is not a field of this request"
+        case "wrong_field":  # found by looking at several fields together
+            return APIError(400, message, error["ctx"]["field"])
+        case "unsupported":
+            pass
+        case _ if not location:
+            message = f"the body must be a JSON object sent as application/json: {message}"
+        case _:
+            message = f"{message}, got {_shown(given)}"
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".") or None
+    return APIError(400, f"{param}: {message}" if param else message, param)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"

@@ -1,0 +1,266 @@
+"""What the server counts: Prometheus metrics under vLLM's names, and the statistics line of the log.
+
+Knows the engine's statistics and the times of requests; no endpoints. The engine's own counters are read when somebody
+looks, so that they cost nothing in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.core.batch import SchedulerStats
+from engine.core.sampling_params import SamplingParams
+from engine.outputs import RequestMetrics, RequestUpdate
+
+_log = logging.getLogger(__name__)
+
+# fmt: off
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+                2560)
+_BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_SAMPLES = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
+# fmt: on
+_LABELS = ("model_name", "engine")
+_ENGINE = "0"  # there is one
+_METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
+
+Stats = Callable[[], SchedulerStats | None]
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, model_name: str, stats: Stats, *, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        """`stats`: the engine's newest statistics; None before its first step."""
+        self.registry = CollectorRegistry()
+        self._labels = (model_name, _ENGINE)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        self.registry.register(_EngineCollector(stats, self._labels, cache))
+        tokens = _one_two_five(max_model_len)
+
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have begun")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
+        by_source = self._counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source")
+        self._computed = by_source.labels(*self._labels, "local_compute")
+        self._local_hits = by_source.labels(*self._labels, "local_cache_hit")
+        self._finished = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
+        self._rejected = Counter(
+            "vllm:admission_rejections",
+            "Requests refused at the door",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        seconds = self._histogram
+        self._first_token = seconds("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN)
+        self._between = seconds("inter_token_latency_seconds", "Between two tokens", _BETWEEN_TOKENS)
+        self._per_token = seconds(
+            "request_time_per_output_token_seconds", "Mean of a request, without its first token", _BETWEEN_TOKENS
+        )
+        self._e2e = seconds("e2e_request_latency_seconds", "From arrival to the last token", _LATENCY)
+        self._queue = seconds("request_queue_time_seconds", "Waiting for the first step", _LATENCY)
+        self._inference = seconds("request_inference_time_seconds", "From the first step to the last token", _LATENCY)
+        self._prefill = seconds("request_prefill_time_seconds", "From the first step to the first token", _LATENCY)
+        self._decode = seconds("request_decode_time_seconds", "From the first token to the last", _LATENCY)
+        counts = self._histogram
+        self._request_prompt = counts("request_prompt_tokens", "Prompt tokens of a request", tokens)
+        self._request_generated = counts("request_generation_tokens", "Tokens generated for a request", tokens)
+        self._request_computed = counts(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached", tokens
+        )
+        self._request_max_tokens = counts("request_params_max_tokens", "max_tokens of a request", tokens)
+        self._request_preemptions = counts("request_num_preemptions", "How often a request was preempted", _PREEMPTIONS)
+        self._most_generated = counts(
+            "request_max_num_generation_tokens", "Most tokens among the samples of a request", tokens
+        )
+        self._request_n = counts("request_params_n", "n of a request", _SAMPLES)
+        self.http_requests = Counter(
+            "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time of an HTTP request, streams to their end",
+            ("method", "handler"),
+            buckets=(0.1, 0.5, 1),
+            registry=self.registry,
+        )
+
+    def _counter(self, name: str, help: str, *extra: str) -> Counter:
+        counter = Counter(f"vllm:{name}", help, (*_LABELS, *extra), registry=self.registry)
+        return counter if extra else counter.labels(*self._labels)
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
+        metric = Histogram(f"vllm:{name}", help, _LABELS, buckets=tuple(buckets), registry=self.registry)
+        return metric.labels(*self._labels)
+
+    def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
+        """For one sample of a request, which is to be shown each of its updates."""
+        return SampleWatch(self, num_prompt_tokens, sampling)
+
+    def request_ended(self, n: int, most_generated: int) -> None:
+        """One prompt's `n` samples have all ended."""
+        self._request_n.observe(n)
+        self._most_generated.observe(most_generated)
+
+    def count_end(self, reason: str) -> None:
+        self._finished.labels(*self._labels, reason).inc()
+
+    def rejected(self, reason: str) -> None:
+        self._rejected.labels(self._labels[0], reason).inc()
+
+
+@dataclass(slots=True)
+class SampleWatch:
+    """Counts what one sample's updates say."""
+
+    metrics: Metrics
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    num_tokens: int = 0
+    last_token: float = 0.0
+
+    def see(self, update: RequestUpdate) -> None:
+        metrics, times, num_new = self.metrics, update.timings, len(update.token_ids)
+        if num_new and not self.num_tokens:
+            self._started(times, update.num_cached_tokens)
+            num_new -= 1
+        if num_new and self.last_token:
+            seconds = (times.last_token_ts - self.last_token) / num_new
+            for _ in range(num_new):
+                metrics._between.observe(seconds)
+        self.num_tokens += len(update.token_ids)
+        self.last_token = times.last_token_ts
+        if update.finish_reason is not None:
+            self._ended(times, update.finish_reason)
+
+    def abandoned(self) -> None:
+        """The client has gone, or the engine has, before the sample was finished."""
+        self.metrics.count_end("abort")
+
+    def _started(self, times: RequestMetrics, num_cached: int) -> None:
+        metrics = self.metrics
+        metrics._first_token.observe(times.first_token_ts - times.arrival_time)
+        metrics._prompt_tokens.inc(self.num_prompt_tokens)
+        metrics._cached_tokens.inc(num_cached)
+        metrics._local_hits.inc(num_cached)
+        metrics._computed.inc(self.num_prompt_tokens - num_cached)
+        metrics._request_computed.observe(self.num_prompt_tokens - num_cached)
+        self.last_token = times.first_token_ts
+
+    def _ended(self, times: RequestMetrics, reason: str) -> None:
+        metrics = self.metrics
+        metrics.count_end(reason)
+        metrics._request_prompt.observe(self.num_prompt_tokens)
+        metrics._request_generated.observe(self.num_tokens)
+        metrics._request_preemptions.observe(times.num_preemptions)
+        if self.sampling.max_tokens is not None:
+            metrics._request_max_tokens.observe(self.sampling.max_tokens)
+        if not (times.scheduled_ts and times.first_token_ts):
+            return
+        decode = times.last_token_ts - times.first_token_ts
+        metrics._e2e.observe(times.last_token_ts - times.arrival_time)
+        metrics._queue.observe(times.scheduled_ts - times.queued_ts)
+        metrics._prefill.observe(times.first_token_ts - times.scheduled_ts)
+        metrics._inference.observe(times.last_token_ts - times.scheduled_ts)
+        metrics._decode.observe(decode)
+        if self.num_tokens > 1:
+            metrics._per_token.observe(decode / (self.num_tokens - 1))
+
+
+class _EngineCollector(Collector):
+    """The engine's own numbers, at the moment of looking."""
+
+    def __init__(self, stats: Stats, labels: tuple[str, str], cache: dict[str, str]) -> None:
+        self._stats, self._labels, self._cache = stats, labels, cache
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings", labels=("engine", *self._cache))
+        info.add_metric((_ENGINE, *self._cache.values()), 1)
+        yield info
+        stats = self._stats()
+        if stats is None:
+            return
+        gauges = [
+            ("num_requests_running", "Requests in the engine's batch", stats.num_running),
+            ("num_requests_waiting", "Requests that wait for the engine", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
+        ]
+        counters = [
+            ("num_preemptions", "Preemptions", stats.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+        ]
+        for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, help, value in rows:
+                metric = family(f"vllm:{name}", help, labels=_LABELS)
+                metric.add_metric(self._labels, value)
+                yield metric
+
+
+def _one_two_five(most: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50 … up to `most`."""
+    return [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5) if step * 10**power <= most]
+
+
+class HTTPMetricsMiddleware:
+    """Counts and times HTTP requests by the route that took them."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            handler = getattr(scope.get("route"), "path", "none")
+            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
+            self._metrics.http_requests.labels(method, f"{status // 100}xx", handler).inc()
+            self._metrics.http_seconds.labels(method, handler).observe(time.perf_counter() - start)
+
+
+async def log_statistics(stats: Stats, interval: float) -> None:
+    """Writes one line each `interval` seconds in which there was something to do. Runs until cancelled."""
+    before, at = stats(), time.monotonic()
+    while True:
+        await asyncio.sleep(interval)
+        now, after = time.monotonic(), stats()
+        if after is not None and (after != before or after.num_running or after.num_waiting):
+            _log.info(statistics_line(before, after, now - at))
+        before, at = after, now
+
+
+def statistics_line(before: SchedulerStats | None, after: SchedulerStats, seconds: float) -> str:
+    """What happened between two statistics."""
+    prompt = after.prompt_tokens - (before.prompt_tokens if before else 0)
+    generated = after.generation_tokens - (before.generation_tokens if before else 0)
+    hit_rate = after.prefix_hits / after.prefix_queries if after.prefix_queries else 0.0
+    return (
+        f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+        f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
+        f"Running: {after.num_running} reqs, Waiting: {after.num_waiting} reqs, "
+        f"GPU KV cache usage: {after.kv_cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}"
+    )

@@ -1,0 +1,307 @@
+"""What all endpoints share: from a checked request to the engine's updates. Knows the engine's face; no JSON, no SSE.
+
+A request for `n` answers to each of several prompts is `n` × prompts samples, each a request of its own to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from engine.core.batch import SchedulerStats
+from engine.core.sampling_params import SamplingParams
+from engine.errors import ConfigError, EngineDeadError
+from engine.outputs import RequestUpdate, with_samples
+from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.tokenizer import Tokenizer, TokenizerError
+from server.errors import APIError, bad_value
+from server.metrics import Metrics, SampleWatch
+from server.openai.protocol import RESERVED_TEMPLATE_VARIABLES, ChatCompletionRequest, CompletionRequest
+from server.settings import ServerConfig
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Request fields that are the sampling parameter of the same name.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+class EngineClient(Protocol):
+    """The engine as the server sees it: `engine.AsyncEngine`."""
+
+    stats: SchedulerStats | None
+    dead: bool
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def default_sampling(self) -> dict[str, Any]: ...
+    def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> AsyncGenerator[RequestUpdate, None]: ...
+
+
+@dataclass(slots=True)
+class Sample:
+    """One answer that is being made."""
+
+    index: int  # of its choice in the response
+    prompt_index: int
+    updates: AsyncGenerator[RequestUpdate, None]
+    watch: SampleWatch
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a response so far."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Generation:
+    """All samples of one request. `updates` may be run once."""
+
+    id: str
+    created: int
+    model: str
+    n: int
+    prompts: list[list[int]]
+    samples: list[Sample]
+    usage: Usage
+    metrics: Metrics
+
+    async def updates(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
+        """What the engine says of each sample until all have ended; closing this ends them.
+
+        `APIError` when the engine fails. A reader that is slow gets fewer and longer updates.
+        """
+        ended: set[int] = set()
+        try:
+            async with aclosing(self._merged()) as merged:
+                async for sample, update in merged:
+                    sample.watch.see(update)
+                    self.usage.completion_tokens += len(update.token_ids)
+                    if update.finish_reason is not None:
+                        ended.add(sample.index)
+                        if sample.index % self.n == 0:  # the other samples share the first one's prompt
+                            self.usage.cached_tokens += update.num_cached_tokens
+                    if update.finish_reason == "error":
+                        raise APIError(500, "the engine failed at this request; the server's log says why")
+                    yield sample, update
+        except EngineDeadError as error:
+            raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
+        except ValueError as error:
+            raise bad_value(error, {}) from None
+        finally:
+            for sample in self.samples:
+                if sample.index not in ended:
+                    sample.watch.abandoned()
+        for first in range(0, len(self.samples), self.n):
+            group = self.samples[first : first + self.n]
+            self.metrics.request_ended(self.n, max(sample.watch.num_tokens for sample in group))
+
+    async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
+        if len(self.samples) == 1:
+            (sample,) = self.samples
+            async with aclosing(sample.updates) as updates:
+                async for update in updates:
+                    yield sample, update
+            return
+        queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
+        tasks = [asyncio.create_task(_feed(queue, sample)) for sample in self.samples]
+        try:
+            unfinished = len(tasks)
+            while unfinished:
+                item = await queue.get()
+                if item is None:
+                    unfinished -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None], sample: Sample) -> None:
+    try:
+        async with aclosing(sample.updates) as updates:
+            async for update in updates:
+                await queue.put((sample, update))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+class Serving:
+    """A model being served: its engine, its names, its chat template. Shared by the endpoints."""
+
+    def __init__(
+        self, engine: EngineClient, settings: ServerConfig, served_model_names: Sequence[str], metrics: Metrics
+    ) -> None:
+        """`ConfigError` when the chat template given in `settings` cannot be compiled."""
+        self.engine, self.settings, self.metrics = engine, settings, metrics
+        self.names = list(served_model_names)
+        self.started = int(time.time())
+        self.template, self.no_template = self._load_template()
+        self._threads = ThreadPoolExecutor(4, "text")
+
+    def _load_template(self) -> tuple[ChatTemplate | None, str]:
+        """The chat template, or why there is none. One that comes with the model need not work to serve completions."""
+        tokenizer = self.engine.tokenizer
+        special = tokenizer.special_tokens_map if tokenizer is not None else {}
+        if reserved := RESERVED_TEMPLATE_VARIABLES & self.settings.default_chat_template_kwargs.keys():
+            raise ConfigError(f"default_chat_template_kwargs must not hold {min(reserved)}")
+        own = self.settings.read_chat_template()
+        if own is not None:
+            try:
+                return ChatTemplate(own, special), ""
+            except ChatTemplateError as error:
+                raise ConfigError(f"chat_template: {error}") from None
+        advice = "use /v1/completions, or start the server with --chat-template FILE"
+        if tokenizer is None or tokenizer.chat_template is None:
+            return None, f"the model {self.names[0]} has no chat template: {advice}"
+        try:
+            return ChatTemplate(tokenizer.chat_template, special), ""
+        except ChatTemplateError as error:
+            _log.warning("the model's chat template does not work: %s", error)
+            return None, f"the chat template of the model {self.names[0]} does not work ({error}): {advice}"
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- before the engine ----
+
+    def check_model(self, name: str | None) -> None:
+        """404 for a model that is not the one served. No name means it."""
+        if name is not None and name not in self.names:
+            raise APIError(404, f"The model `{name}` does not exist. Served here: {', '.join(self.names)}.", "model")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): give the prompt as token ids")
+        return self.engine.tokenizer
+
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Text work beside the event loop: long prompts and slow templates hold up nobody else."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        except TokenizerError as error:
+            raise APIError(400, str(error)) from None
+
+    def sampling(
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        *,
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        logprobs: int | None,
+        renamed: Mapping[str, str],
+    ) -> SamplingParams:
+        """The request's values, else the model's defaults, else OpenAI's. 400 names a field that is out of range.
+
+        `renamed`: what this endpoint calls fields of `SamplingParams` that it calls otherwise.
+        """
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+        if max_tokens is not None:
+            given["max_tokens"] = max_tokens
+        defaults = {"max_tokens": default_max_tokens, **self.engine.default_sampling}
+        try:
+            return SamplingParams(**{**defaults, **given, "logprobs": logprobs})
+        except ValueError as error:
+            raise bad_value(error, renamed) from None
+
+    # ---- to the engine ----
+
+    def generate(
+        self, kind: str, prompts: list[list[int]], sampling: SamplingParams, renamed: Mapping[str, str]
+    ) -> Generation:
+        """Begin the answers to `prompts`. 400 when one does not fit the model, 503 when the engine takes no more."""
+        self._check_prompts(prompts, renamed.get("prompt", "prompt"))
+        self._check_room(len(prompts) * sampling.n)
+        request_id = f"{kind}-{uuid.uuid4().hex}"
+        samples: list[Sample] = []
+        for prompt_index, prompt in enumerate(prompts):
+            room = self.engine.max_model_len - len(prompt)
+            max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+            try:
+                for each in with_samples(sampling.clone(max_tokens=max_tokens)):
+                    index = len(samples)
+                    sample_id = f"{request_id}-{index}" if len(prompts) * sampling.n > 1 else request_id
+                    updates = self.engine.generate(sample_id, prompt, each)
+                    samples.append(Sample(index, prompt_index, updates, self.metrics.watch(len(prompt), each)))
+            except ValueError as error:
+                raise bad_value(error, renamed) from None
+            except EngineDeadError as error:
+                raise APIError(503, f"the engine is not running: {error}") from None
+        if self.settings.enable_log_requests:
+            lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+            _log.info("request %s: %s prompt tokens, %s", request_id, lengths, sampling)
+        usage = Usage(sum(map(len, prompts)))
+        return Generation(
+            request_id, int(time.time()), self.names[0], sampling.n, prompts, samples, usage, self.metrics
+        )
+
+    def _check_prompts(self, prompts: list[list[int]], prompt_field: str) -> None:
+        most = self.engine.max_model_len
+        for prompt in prompts:
+            if not prompt:
+                raise APIError(400, f"{prompt_field} is empty: it must have at least one token", prompt_field)
+            if len(prompt) >= most:
+                raise APIError(
+                    400,
+                    f"This model's maximum context length is {most} tokens, at least one of them for the answer. "
+                    f"However, your prompt has {len(prompt)} tokens. Please shorten it.",
+                    prompt_field,
+                )
+
+    def _check_room(self, num_new: int) -> None:
+        most = self.settings.max_num_queued_reqs
+        if most is None:
+            return
+        running = self.engine.stats.num_running if self.engine.stats is not None else 0
+        waiting = max(self.engine.num_requests - running, 0)
+        if waiting and waiting + num_new > most:
+            self.metrics.rejected("queue_full")
+            raise APIError(503, f"{waiting} requests are waiting, and at most {most} may: try again later")
