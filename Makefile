@@ -1,10 +1,12 @@
 # Everyday commands. `make` lists them; the first of them that needs it sets up .venv, once.
 
-# What may be set:  PYTHON=/path/to/python   MODEL=folder-or-id   ARGS="…"   TORCH=cpu|cuda
+# What may be set:  PYTHON=/path/to/python   MODEL=folder-or-id   ARGS="…"   TORCH=cpu|cuda   JOBS=n
 PYTHON ?=
 MODEL  ?= configs/demo
 ARGS   ?=
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Test processes. One where a GPU, which they would share, is tested too.
+JOBS   ?= $(if $(filter cuda,$(TORCH)),0,2)
 
 BIN   := .venv/bin
 READY := .venv/ready
@@ -21,7 +23,7 @@ serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://12
 	@exec $(BIN)/quire serve $(MODEL) $(ARGS)
 
 test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 lint: $(READY) ## check style and types
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary
