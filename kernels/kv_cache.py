@@ -40,7 +40,8 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """See `kernels.reference.store_kv`. Heads must be contiguous, the token strides of key and value are free."""
     num_tokens, num_kv_heads, head_dim = key.shape
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
-    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.stride(3) == 1
     if num_tokens:
         heads = min(triton.next_power_of_2(num_kv_heads), HEADS_PER_PROGRAM)
         _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, heads))](

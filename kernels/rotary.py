@@ -117,7 +117,8 @@ def _launch(
     rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
     half = rotary_dim // 2
     assert query.stride()[1:] == key.stride()[1:] == (head_dim, 1)
-    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.stride(3) == 1
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_tokens:
         heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
