@@ -24,9 +24,9 @@ class Admission:
     seed: int  # 64-bit, always set: the request's own, or drawn by the engine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request of every step: freezing would make that four times as slow
 class Scheduled:
-    """One request's share of a step: tokens [start, start + num_tokens) of it are computed."""
+    """One request's share of a step: tokens [start, start + num_tokens) of it are computed. Nobody changes it."""
 
     request_id: str
     start: int
@@ -52,7 +52,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, of the raw logits (before temperature and filters), as OpenAI's API means them."""
+    """Log-probabilities at one position, as OpenAI's API means them: of raw logits, before temperature and filters."""
 
     logprob: float  # of the sampled token
     rank: int  # its rank among all tokens, from 1

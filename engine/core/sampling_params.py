@@ -51,7 +51,10 @@ class SamplingParams:
         check(is_int(self.top_k) and -1 <= self.top_k < 2**31, "top_k", self.top_k, "-1 or 0 (all), or at least 1")
         check(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         check(
-            self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63), "seed", self.seed, "a 64-bit int"
+            self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63),
+            "seed",
+            self.seed,
+            "a 64-bit int",
         )
         check(
             self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens >= 1),
@@ -61,8 +64,18 @@ class SamplingParams:
         )
         check(is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         if self.max_tokens is not None:
-            check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-        check(self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= 20), "logprobs", self.logprobs, "in [0, 20]")
+            check(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens={self.max_tokens}",
+            )
+        check(
+            self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= 20),
+            "logprobs",
+            self.logprobs,
+            "in [0, 20]",
+        )
         stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
         check(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "a non-empty string or a list of them")
         check(not stops or self.detokenize, "stop", self.stop, "unset when detokenize=False")

@@ -1,0 +1,271 @@
+"""Who runs next, and with how many tokens. Knows requests and block ids: no tensors, no text, no device.
+
+One rule: every request's computed tokens catch up with its tokens. Prefill, decode, chunks, prefix-cache hits and
+resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
+
+`schedule()` for step n+1 runs before `update()` of step n. A token that a launched step samples counts in `num_tokens`
+at once, so its request is scheduled on before the CPU knows it. When it turns out to be the last one, the request is
+finished and its share of step n+1 is dropped when read. Ends by length are known ahead and waste no share.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from time import monotonic
+
+from engine.core.batch import Admission, EngineOutput, Scheduled, SchedulerOutput, SchedulerStats, StepResult
+from engine.core.block_manager import NO_BLOCKS, BlockManager
+from engine.core.request import Request
+
+
+class Scheduler:
+    """First come, first served, under a budget of tokens and of sequences in each step.
+
+    `running` holds the requests that have a device row and blocks, `waiting` all others; both oldest first, and every
+    running request is older than every waiting one. When blocks run out the youngest running request is preempted: it
+    loses its blocks, returns to the head of `waiting`, and is computed anew later, mostly from the prefix cache. The
+    oldest request therefore always gets on, and all requests finish.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.running: list[Request] = []
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self._requests: dict[str, Request] = {}  # running and waiting, by id
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the request of each share
+        self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
+        self._step = 0
+        self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
+        self._prompt_tokens = self._generation_tokens = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. ValueError when its id is in use, or when it can never be run."""
+        num_prompt, longest = request.num_prompt_tokens, self.max_model_len - 1
+        num_slots = self.blocks.num_blocks * self.blocks.block_size
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
+        if not 1 <= num_prompt <= longest:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens; it may have from 1 to {longest}, "
+                f"one less than max_model_len={self.max_model_len}"
+            )
+        max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+        if max_num_tokens - 1 > num_slots:
+            room = num_slots - num_prompt + 1
+            raise ValueError(
+                f"a prompt of {num_prompt} tokens with max_tokens={max_num_tokens - num_prompt} does not fit "
+                f"the KV cache of {num_slots} tokens; "
+                + (f"max_tokens={room} would fit" if room > 0 else f"a prompt of {num_slots} tokens would fit")
+            )
+        request.max_num_tokens = max_num_tokens
+        request.queued_time = monotonic()
+        self._requests[request.request_id] = self.waiting[request.request_id] = request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.finish_reason = "abort"
+        self._forget(request)
+        return True
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a launched step is not read back."""
+        return bool(self._requests or self._in_flight)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step, on the assumption that it is launched at once, before any other call.
+
+        An output without shares is not to be launched: it says nothing, and what it might have said comes later.
+        """
+        assert len(self._in_flight) <= 1, "at most one step may be in flight"
+        budget = self.max_num_batched_tokens
+        single: list[Scheduled] = []
+        longer: list[Scheduled] = []
+        admitted: list[Admission] = []
+        num_preemptions = self._num_preemptions
+
+        for request in self.running:  # preemption pops its tail, at or after the request at hand
+            if not budget:
+                break
+            if request.num_tokens == request.max_num_tokens:
+                continue  # its last token is in flight
+            share = self._grant(request, budget)
+            if share is None:
+                break
+            budget -= share.num_tokens
+            (single if share.num_tokens == 1 else longer).append(share)
+
+        if num_preemptions == self._num_preemptions:  # else blocks are short, and nobody is admitted
+            while self.waiting and budget and len(self.running) < self.max_num_seqs:
+                request = next(iter(self.waiting.values()))
+                admission = self._admit(request)
+                if admission is None:
+                    break
+                admitted.append(admission)
+                share = self._grant(request, budget)
+                assert share is not None, "an admission has blocks for all its tokens"
+                budget -= share.num_tokens
+                (single if share.num_tokens == 1 else longer).append(share)
+
+        scheduled = single + longer
+        removed: list[str] = []
+        if scheduled:
+            self._step += 1
+            self._in_flight.append((self._step, [self._requests[share.request_id] for share in scheduled]))
+            removed, self._removed = self._removed, removed
+        num_tokens = self.max_num_batched_tokens - budget
+        return SchedulerOutput(self._step, admitted, scheduled, removed, len(single), num_tokens)
+
+    def update(self, output: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
+        """Learn what the oldest step in flight gave: the news of its requests that are still wanted."""
+        step, requests = self._in_flight.popleft()
+        assert step == output.step, "steps are read in the order they were launched"
+        news: list[EngineOutput] = []
+        for index, (request, token_id) in enumerate(zip(requests, result.token_ids, strict=True)):
+            if token_id < 0 or request.finish_reason is not None:
+                continue
+            request.append(token_id)
+            if len(request.token_ids) >= request.next_commit:
+                self.blocks.commit(request)
+            if request.finish_reason is not None:
+                self._forget(request)
+            news.append(
+                EngineOutput(
+                    request.request_id,
+                    [token_id],
+                    request.finish_reason,
+                    request.stop_reason,
+                    [result.logprobs[index]] if index in result.logprobs else None,
+                    request.num_cached_tokens,
+                    request.num_preemptions,
+                    request.queued_time,
+                    request.scheduled_time,
+                )
+            )
+        self._generation_tokens += len(news)
+        return news
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV, as after a change of weights. False, and no change, while a request is running."""
+        return self.blocks.reset()
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_blocks=self.blocks.num_blocks,
+            num_free_blocks=self.blocks.num_free_blocks,
+            num_preemptions=self._num_preemptions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def _admit(self, request: Request) -> Admission | None:
+        """Move the head of `waiting` to `running`, or None when the blocks do not suffice.
+
+        It gets blocks for all its tokens at once, so that a long prompt does not end up preempting others chunk by
+        chunk, and it leaves one for each running request, so that these do not preempt it in their next block.
+        """
+        assert len(request.token_ids) == request.num_tokens, "a waiting request has no token in flight"
+        cached_ids = self.blocks.match_prefix(request)
+        if self.blocks.grow(request, request.num_tokens, cached_ids, num_spare=len(self.running)) is None:
+            return None
+        del self.waiting[request.request_id]
+        self.running.append(request)
+        request.num_computed_tokens = len(cached_ids) * self.blocks.block_size
+        if not request.scheduled_time:
+            request.scheduled_time = monotonic()
+            request.num_cached_tokens = request.num_computed_tokens
+            if self.blocks.enable_prefix_caching:
+                self._prefix_queries += request.num_prompt_tokens
+                self._prefix_hits += request.num_cached_tokens
+        return Admission(
+            request.request_id,
+            request.token_ids.copy(),
+            request.num_prompt_tokens,
+            request.num_computed_tokens,
+            request.block_ids.copy(),
+            request.sampling,
+            request.seed,
+        )
+
+    def _preempt_youngest(self) -> Request:
+        request = self.running.pop()
+        self.blocks.release(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._removed.append(request.request_id)
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
+        return request
+
+    def _grant(self, request: Request, budget: int) -> Scheduled | None:
+        """Its share of the step, with all that follows from being launched.
+
+        It gets the blocks it lacks by preempting as many of the youngest as it takes. None when it came to be the
+        youngest itself, and is preempted too.
+        """
+        start = request.num_computed_tokens
+        num_tokens = request.num_tokens - start
+        samples = num_tokens <= budget
+        if not samples:
+            num_tokens = budget
+        end = start + num_tokens
+        new_block_ids = NO_BLOCKS
+        if end > request.num_slots:
+            while (grown := self.blocks.grow(request, end)) is None:
+                if self._preempt_youngest() is request:
+                    return None
+            new_block_ids = grown
+        request.num_computed_tokens = end
+        if samples:
+            request.num_tokens += 1
+        if start < request.num_prompt_tokens:
+            self._prompt_tokens += min(end, request.num_prompt_tokens) - start
+        if end >= request.next_commit:
+            self.blocks.commit(request)
+        return Scheduled(request.request_id, start, num_tokens, new_block_ids, samples)
+
+    def _forget(self, request: Request) -> None:
+        """Drop a finished request. Steps in flight may still compute it; `update` ignores what they give."""
+        del self._requests[request.request_id]
+        if request.block_ids:
+            self.running.remove(request)
+            self._removed.append(request.request_id)
+            self.blocks.release(request)
+        else:
+            del self.waiting[request.request_id]
+
+    def check(self) -> None:
+        """Assert every invariant of the queues and the blocks."""
+        self.blocks.check(self.running)
+        queue = [*self.running, *self.waiting.values()]
+        assert {request.request_id: request for request in queue} == self._requests
+        assert len(queue) == len(self._requests), "a request is both running and waiting"
+        assert len(self.running) <= self.max_num_seqs
+        assert [r.queued_time for r in queue] == sorted(r.queued_time for r in queue), "a request overtook an older one"
+        in_flight = [request for _, requests in self._in_flight for request in requests]
+        for request in queue:
+            num_known = len(request.token_ids)
+            assert request.finish_reason is None
+            assert bool(request.block_ids) == (request in self.running), "blocks are held by running requests only"
+            assert num_known < request.max_num_tokens >= request.num_tokens
+            assert 0 <= request.num_tokens - num_known <= in_flight.count(request)
+            assert request.num_computed_tokens < request.num_tokens
