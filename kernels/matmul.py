@@ -3,8 +3,8 @@
 With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So up to
 `MAX_SMALL` tokens one kernel does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it. The norm's
 factor 1/rms of a token is the same for all its channels, so it is applied to the sums, and one pass over x suffices.
-With programmatic dependent launch a kernel starts while the one before it still runs, and first asks for its weights,
-which depend on nothing, to be brought into L2.
+With programmatic dependent launch a kernel starts while the one before it still runs, and first fetches weights, which
+depend on nothing: its first chunk into registers, the rest into L2.
 """
 
 from __future__ import annotations
@@ -19,64 +19,72 @@ from kernels.activation import silu_and_mul
 from kernels.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
 from kernels.norm import rms_norm
 
-MAX_SMALL = 16  # tokens up to which the product is bound by reading the weight
+MAX_SMALL = 8  # tokens up to which the product is bound by reading the weight, and done on the CUDA cores
+
+
+@triton.jit
+def _load_rows(weight, n, at, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows n of weight [*, K], channels [at, at + BLOCK_K); rows from N on are not read."""
+    k = at + tl.arange(0, BLOCK_K)
+    pointers = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _small_linear_kernel(
     x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
-    N: tl.constexpr, K: tl.constexpr, M_PAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, BYTES: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with SWIGLU: gate rows, then up rows."""
     first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, M)
+    up_weight = weight + N * K
     if PDL:
-        if N % BLOCK_N == 0:
+        if K > BLOCK_K and N % BLOCK_N == 0:
             prefetch(weight + first.to(tl.int64) * K, BLOCK_N * K * BYTES)
             if SWIGLU:
-                prefetch(weight + (first + N).to(tl.int64) * K, BLOCK_N * K * BYTES)
+                prefetch(up_weight + first.to(tl.int64) * K, BLOCK_N * K * BYTES)
         launch_dependents()
+    w = _load_rows(weight, n, 0, N, K, BLOCK_N, BLOCK_K)
+    w_up = _load_rows(up_weight, n, 0, N, K, BLOCK_N, BLOCK_K) if SWIGLU else w
+    if PDL:
         wait_for_inputs()
-    n = first + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, M_PAD)
-    k = tl.arange(0, BLOCK_K)
-    n_mask = n < N
-    m_mask = m < num_tokens
-    weight_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    x_at = x + m[:, None] * stride_x + k[None, :]
-    acc = tl.zeros([BLOCK_N, M_PAD], tl.float32)
-    up = tl.zeros([BLOCK_N, M_PAD], tl.float32)
-    squares = tl.zeros([M_PAD], tl.float32)
-    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k_mask = at + k < K
-        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
-            w = tl.load(weight_at + at)
-        else:
-            w = tl.load(weight_at + at, mask=n_mask[:, None] & k_mask[None, :], other=0.0)
-        xk = tl.load(x_at + at, mask=m_mask[:, None] & k_mask[None, :], other=0.0)
+    acc = tl.zeros([BLOCK_N, M], tl.float32)
+    up = tl.zeros([BLOCK_N, M], tl.float32)
+    squares = tl.zeros([M], tl.float32)
+    for at in tl.static_range(0, K, BLOCK_K):
+        if at > 0:
+            w = _load_rows(weight, n, at, N, K, BLOCK_N, BLOCK_K)
+            w_up = _load_rows(up_weight, n, at, N, K, BLOCK_N, BLOCK_K) if SWIGLU else w
+        k = at + tl.arange(0, BLOCK_K)
+        wide = w.to(tl.float32)
+        wide_up = w_up.to(tl.float32)
         if NORM:
-            wide = xk.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            xk = (wide * tl.load(norm_weight + at + k, mask=k_mask, other=0.0).to(tl.float32)[None, :]).to(xk.dtype)
-        acc = tl.dot(w, tl.trans(xk), acc, input_precision=PRECISION)
-        if SWIGLU:
-            if K % BLOCK_K == 0 and N % BLOCK_N == 0:
-                w = tl.load(weight_at + N * K + at)
-            else:
-                w = tl.load(weight_at + N * K + at, mask=n_mask[:, None] & k_mask[None, :], other=0.0)
-            up = tl.dot(w, tl.trans(xk), up, input_precision=PRECISION)
+            g = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+        for i in tl.static_range(M):
+            xi = tl.load(x + i * stride_x + k, mask=(k < K) & (i < num_tokens), other=0.0).to(tl.float32)
+            if NORM:
+                squares += tl.where(m == i, tl.sum(xi * xi, 0), 0.0)
+                xi *= g
+            acc += tl.where((m == i)[None, :], tl.sum(wide * xi[None, :], 1)[:, None], 0.0)
+            if SWIGLU:
+                up += tl.where((m == i)[None, :], tl.sum(wide_up * xi[None, :], 1)[:, None], 0.0)
     if NORM:
         scale = tl.rsqrt(squares / K + eps)[None, :]
         acc *= scale
         up *= scale
     if BIAS:
-        acc += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if SWIGLU:
-            up += tl.load(bias + N + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if SWIGLU:
         acc = acc / (1.0 + tl.exp(-acc)) * up
-    mask = m_mask[None, :] & n_mask[:, None]
+    mask = (m < num_tokens)[None, :] & (n < N)[:, None]
     if RESIDUAL:
         acc += tl.load(residual + m[None, :] * stride_out + n[:, None], mask=mask, other=0.0).to(tl.float32)
     tl.store(out + m[None, :] * stride_out + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
@@ -93,30 +101,30 @@ def _small(
     residual: Tensor | None = None,
     block_n: int = 0,
     block_k: int = 0,
-    num_stages: int = 0,
     num_warps: int = 0,
 ) -> Tensor:
     """x [M, K] -> [M, N], M <= MAX_SMALL; written into `residual` in place where that is given."""
     num_tokens, k = x.shape
     n = len(weight) // 2 if swiglu else len(weight)
     out = x.new_empty(num_tokens, n) if residual is None else residual
-    choice = _small_config(n, k, x.dtype)
+    assert x.stride(1) == out.stride(1) == 1
+    assert weight.is_contiguous()
+    choice = _small_config(n, k, swiglu)
     block_n, block_k = block_n or choice[0], block_k or choice[1]
     _small_linear_kernel[(triton.cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight, out, out, eps, num_tokens,
-        x.stride(0), out.stride(0), N=n, K=k, M_PAD=16, BLOCK_N=block_n, BLOCK_K=block_k,
+        x.stride(0), out.stride(0), N=n, K=k, M=triton.next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k,
         NORM=norm_weight is not None, SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", STAGES=num_stages or choice[2],
-        BYTES=x.element_size(), num_warps=num_warps or choice[3], **pdl_options(x.device),
+        BYTES=x.element_size(), num_warps=num_warps or choice[2], **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
-def _small_config(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages, warps): narrow blocks, so that every multiprocessor has weights to read."""
-    if dtype == torch.float32:
-        return 16, 64, 3, 4
-    return (16 if n <= 32768 else 32), 256, 4, 4
+def _small_config(n: int, k: int, swiglu: bool) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, warps): about 16 KB of weights in flight in each of a few hundred programs or more."""
+    block_k = min(k & -k, 2048) if k & -k >= 256 else min(triton.next_power_of_2(k), 1024)
+    block_n = 4 if swiglu or n < 4096 else 8
+    return block_n, block_k, 4
 
 
 def _is_small(x: Tensor) -> bool:
