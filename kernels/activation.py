@@ -9,9 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < WIDTH
@@ -30,5 +35,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if len(x):
         block = min(triton.next_power_of_2(width), 1024)
         grid = (len(x), triton.cdiv(width, block))
-        _silu_and_mul_kernel[grid](x, out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=4)
+        _silu_and_mul_kernel[grid](
+            x, out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        )  # fmt: skip
     return out

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+
 HEADS_PER_PROGRAM = 8
 
 
@@ -22,8 +24,11 @@ def _store_kv_kernel(
     key, value, key_cache, value_cache, slot_mapping,
     stride_key, stride_value, stride_block, stride_head, stride_offset,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -48,5 +53,5 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
             key, value, key_cache, value_cache, slot_mapping,
             key.stride(0), value.stride(0), *key_cache.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
-            BLOCK_SIZE=key_cache.shape[2], num_warps=4,
+            BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(key.device),
         )  # fmt: skip

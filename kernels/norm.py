@@ -9,14 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+
 MAX_HIDDEN = 16384  # a row must fit in one program's registers
 
 
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, total, stride_x, stride_residual, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
@@ -45,6 +50,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         _rms_norm_kernel[(len(x),)](
             x, added, weight, out, total, x.stride(0), added.stride(0), eps,
             HIDDEN=hidden, BLOCK=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 16),
+            **pdl_options(x.device),
         )  # fmt: skip
     return out, total
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kv_cache import HEADS_PER_PROGRAM, slot_offset
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -64,20 +65,25 @@ def _rope_heads(
 
 @triton.jit
 def _rope_kernel(
-    query, key, value, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, eps,
-    stride_query, stride_key, stride_value, stride_table, stride_block, stride_head, stride_offset,
+    qkv, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, eps,
+    stride_qkv, stride_table, stride_block, stride_head, stride_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KEY_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     position = tl.load(positions + token).to(tl.int64)
+    source = qkv + token * stride_qkv
     if part < QUERY_PARTS:
         _rope_heads(
-            query + token * stride_query, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, stride_table,
+            source, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, stride_table,
             HEAD_DIM, position, eps, part * HEADS,
             NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE,
         )  # fmt: skip
@@ -88,54 +94,16 @@ def _rope_kernel(
             part -= QUERY_PARTS
             if part < KEY_PARTS:
                 _rope_heads(
-                    key + token * stride_key, key_cache + at, k_norm, table, stride_table, stride_head, position, eps,
+                    source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, stride_table, stride_head, position, eps,
                     part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
                 )  # fmt: skip
             else:
                 heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
                 d = tl.arange(0, D_PAD)[None, :]
                 mask = (heads < NUM_KV_HEADS) & (d < HEAD_DIM)
-                values = tl.load(value + token * stride_value + heads * HEAD_DIM + d, mask=mask)
+                source += (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+                values = tl.load(source + heads * HEAD_DIM + d, mask=mask)
                 tl.store(value_cache + at + heads * stride_head + d, values, mask=mask)
-
-
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
-    half = rotary_dim // 2
-    assert query.stride()[1:] == key.stride()[1:] == (head_dim, 1)
-    assert key_cache.stride() == value_cache.stride()
-    assert key_cache.stride(3) == 1
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if num_tokens:
-        heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
-        kv_parts = triton.cdiv(num_kv_heads, heads) * (1 if value is None else 2)
-        table = positions if cos_sin is None else cos_sin
-        value = key if value is None else value
-        _rope_kernel[(num_tokens, triton.cdiv(num_heads, heads) + kv_parts)](
-            query, key, value, positions, table, out if q_norm is None else q_norm, out if k_norm is None else k_norm,
-            out, key_cache, value_cache, slot_mapping, eps,
-            query.stride(0), key.stride(0), value.stride(0), table.stride(0), *key_cache.stride()[:3],
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
-            HALF_PAD=triton.next_power_of_2(half), REST_PAD=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-            D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None,
-            BLOCK_SIZE=key_cache.shape[2], num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def rope_and_store(
@@ -153,24 +121,23 @@ def rope_and_store(
     eps: float = 1e-6,
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    return _launch(
-        query, key, value, positions, cos_sin, q_norm, k_norm, eps, key_cache, value_cache, slot_mapping
-    )  # fmt: skip
-
-
-def rope(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.rope`. Heads must be contiguous, the token strides are free."""
-    keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    slots = torch.arange(len(k), device=k.device)
-    cache = keys.unsqueeze(2)  # a cache of one-token blocks
-    return _launch(q, k, None, positions, cos_sin, q_norm, k_norm, eps, cache, cache, slots), keys
+    num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
+    assert qkv.stride(1) == key_cache.stride(3) == 1
+    assert key_cache.stride() == value_cache.stride()
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
+        table = positions if cos_sin is None else cos_sin  # a pointer that is not read takes the place of None
+        _rope_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
+            qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+            out, key_cache, value_cache, slot_mapping, eps,
+            qkv.stride(0), table.stride(0), *key_cache.stride()[:3],
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
+            HALF_PAD=triton.next_power_of_2(rotary_dim // 2),
+            REST_PAD=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+            D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None,
+            BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(qkv.device),
+        )  # fmt: skip
+    return out

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+
 NEG_INF = tl.constexpr(float("-inf"))
 PIECE = 4096  # tokens for each program of the second kernel
 ROW_BLOCK = 8192  # logits of a row read at once by the first kernel, and how many it can set aside
@@ -104,8 +106,11 @@ def _search(
 @triton.jit
 def _threshold_kernel(
     logits, temperature, top_k, top_p, min_p, thresholds, aside, stride_row, vocab_size,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     row = tl.program_id(0)
     t = tl.load(temperature + row)
     k = tl.load(top_k + row)
@@ -208,8 +213,11 @@ def _gumbel(bits):
 @triton.jit
 def _pick_kernel(
     logits, temperature, thresholds, seeds, positions, best_values, best_tokens, stride_row, vocab_size,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     row = tl.program_id(0)
     piece = tl.program_id(1)
     tokens = piece * PIECE + tl.arange(0, PIECE)
@@ -225,7 +233,12 @@ def _pick_kernel(
 
 
 @triton.jit
-def _reduce_kernel(best_values, best_tokens, token_ids, NUM_PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def _reduce_kernel(
+    best_values, best_tokens, token_ids, NUM_PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     row = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     values = tl.load(best_values + row * NUM_PIECES + offs, mask=offs < NUM_PIECES, other=NEG_INF)
@@ -258,16 +271,17 @@ def sample(
     aside = torch.empty(batch, ROW_BLOCK, dtype=logits.dtype, device=logits.device)
     best_values = torch.empty(batch, num_pieces, dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty(batch, num_pieces, dtype=torch.int32, device=logits.device)
+    pdl = pdl_options(logits.device)
     _threshold_kernel[(batch,)](
         logits, temperature, top_k, top_p, min_p, thresholds, aside, logits.stride(0), vocab_size,
-        SHIFT=_dropped_bits(logits.dtype), BLOCK=ROW_BLOCK, SEARCH_BLOCK=SEARCH_BLOCK, num_warps=16,
+        SHIFT=_dropped_bits(logits.dtype), BLOCK=ROW_BLOCK, SEARCH_BLOCK=SEARCH_BLOCK, num_warps=16, **pdl,
     )  # fmt: skip
     _pick_kernel[(batch, num_pieces)](
         logits, temperature, thresholds, seeds, positions, best_values, best_tokens, logits.stride(0), vocab_size,
-        PIECE=PIECE, num_warps=4,
+        PIECE=PIECE, num_warps=4, **pdl,
     )  # fmt: skip
     _reduce_kernel[(batch,)](
         best_values, best_tokens, token_ids,
-        NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces), num_warps=1,
+        NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces), num_warps=1, **pdl,
     )  # fmt: skip
     return token_ids

@@ -1,0 +1,177 @@
+"""Compiles every Triton kernel for a GPU that is not there: `python tests/kernels/compile_ahead.py 90` for sm_90.
+
+The operations are called as the engine calls them, on meta tensors, and each launch ends at its compilation. So what is
+compiled is what would run. It prints one line for each binary, and exits with 1 if a kernel fails or is never launched.
+Needs a fresh process: the interpreter replaces kernels while they are imported.
+"""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import kernels
+from kernels.plan import DecodePlan
+from kernels.step import RowState, StepTensors
+
+META = torch.device("meta")
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+I32, I64 = torch.int32, torch.int64
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def norm(dtype: torch.dtype) -> None:
+    from kernels.norm import add_rms_norm, rms_norm
+
+    x, weight = tensor(3, 1024, dtype=dtype), tensor(1024, dtype=dtype)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x, weight, 1e-6)
+
+
+def activation(dtype: torch.dtype) -> None:
+    from kernels.activation import silu_and_mul
+
+    silu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
+
+
+def rotary(head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype = BF16) -> None:
+    from kernels.rotary import rope_and_store
+
+    cache = tensor(10, 8, 16, head_dim, dtype=dtype)
+    weight = tensor(head_dim, dtype=dtype) if normed else None
+    table = tensor(100, rotary_dim, dtype=F32) if rotary_dim else None
+    rope_and_store(
+        tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), table, cache, cache, tensor(3, dtype=I64),
+        num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight,
+    )  # fmt: skip
+
+
+def kv_cache() -> None:
+    from kernels.kv_cache import store_kv
+
+    new, cache = tensor(3, 8, 80), tensor(10, 8, 16, 80)
+    store_kv(new, new, cache, cache, tensor(3, dtype=I64))
+
+
+def sampling(dtype: torch.dtype) -> None:
+    from kernels.sampling import sample
+
+    row = tensor(3, dtype=F32)
+    sample(tensor(3, 151936, dtype=dtype), row, row.int(), row, row, row.long(), row.long())
+
+
+def attention(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, **options: float) -> None:
+    from kernels.attention_decode import paged_attention_decode, plan_decode
+    from kernels.attention_prefill import paged_attention_prefill
+
+    num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
+    query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=dtype)
+    tables, slopes = tensor(4, 64, dtype=I32), tensor(num_heads, dtype=F32) if options.pop("alibi", False) else None
+    plan = DecodePlan.allocate(4, num_heads, 2, head_dim, META, num_programs=264)
+    plan_decode(lens, plan)
+    paged_attention_decode(
+        query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, plan=plan, out=query, **options
+    )
+    paged_attention_prefill(
+        query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, alibi_slopes=slopes,
+        tiles=tensor(5, 2, dtype=I32), out=query, **options,
+    )  # fmt: skip
+
+
+def matmul(tokens: int, dtype: torch.dtype) -> None:
+    from kernels.matmul import linear_add, norm_linear, norm_swiglu
+
+    x, scale, weight = tensor(tokens, 1024, dtype=dtype), tensor(1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
+    norm_linear(x, scale, 1e-6, weight, tensor(2048, dtype=dtype))
+    norm_swiglu(x, scale, 1e-6, weight)
+    linear_add(tensor(tokens, 2048, dtype=dtype), x, weight)
+
+
+def prepare() -> None:
+    from kernels.prepare import prepare_step
+
+    state, step = RowState.allocate(5, 64, META), StepTensors.allocate(4, 16, META)
+    prepare_step(tensor(99, dtype=I32), 5, 4, 16, 16, state, step)
+
+
+VARIANTS: list[Callable[[], None]] = [
+    *(functools.partial(f, dtype) for f in (norm, activation, sampling) for dtype in (F32, F16, BF16)),
+    functools.partial(rotary, 128, 128, True),
+    functools.partial(rotary, 64, 64, False, F16),
+    functools.partial(rotary, 80, 40, True, F32),
+    functools.partial(rotary, 256, 0, False),
+    kv_cache,
+    functools.partial(attention, 128, 2, 16),
+    functools.partial(attention, 64, 1, 64, F16, window=1024),
+    functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi=True),
+    functools.partial(attention, 256, 4, 16),
+    functools.partial(attention, 128, 4, 16, F32),
+    functools.partial(matmul, 1, BF16),
+    functools.partial(matmul, 16, F32),
+    prepare,
+]
+
+
+class Driver:
+    """As much of a device as the compilation asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def entry_points() -> Iterator[JITFunction]:
+    """The kernels that the package launches: its jitted functions named *_kernel."""
+    for found in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"kernels.{found.name}")
+        for name, value in inspect.getmembers(module):
+            if isinstance(value, JITFunction) and name.endswith("_kernel") and value.module == module.__name__:
+                yield value
+
+
+def main(capability: int) -> int:
+    launched: dict[JITFunction, set[str]] = {kernel: set() for kernel in entry_points()}
+    compiling = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        binary = compiling(self, *args, grid=grid, warmup=True, **options)
+        launched.setdefault(self, set()).add(binary.hash)
+        return binary
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(Driver(capability))
+    if capability >= 90:
+        for name in [name for name in sys.modules if name.startswith("kernels.")]:
+            if hasattr(sys.modules[name], "pdl_options"):
+                sys.modules[name].pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
+    for variant in VARIANTS:
+        variant()
+    for kernel, hashes in launched.items():
+        print(f"sm_{capability} {kernel.module}.{kernel.__name__}: {len(hashes)} binaries")
+    return 0 if all(launched.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
