@@ -1,0 +1,226 @@
+"""Random workloads through the scheduler and the toy worker, one step ahead as the engine runs: every request must get
+exactly the answer that it would get alone, whatever is shared, preempted or aborted around it.
+
+A failure names its seed; `run_workload(seed)` repeats it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from string import ascii_letters
+
+import pytest
+from toy import Launched, ToyRunner, single_answer
+
+from engine.core.batch import EngineOutput
+from engine.core.request import Request
+from engine.core.sampling_params import SamplingParams
+from engine.core.scheduler import Scheduler
+
+NUM_WORKLOADS = 2000
+NUM_TESTS = 4
+# Each of these happens among the workloads of each test, or the workloads are no test.
+EXPECTED_EVENTS = [
+    "preemptions",
+    "resumed after preemption",
+    "prefix-cache hits",
+    "hits on a block filled in the same step",
+    "aborted while running, a token in flight",
+    "aborted while waiting",
+    "aborted while waiting, a token in flight",
+    "ids used again while in flight",
+    "finished by stop",
+    "finished by length",
+    "finished by a stop token",
+    "finished by max_model_len",
+    "ends of text before min_tokens",
+    "refused",
+    "extra tokens to be dropped",
+    "cache resets",
+]
+
+
+@dataclass
+class Client:
+    """One request as its sender sees it."""
+
+    request: Request
+    answer: tuple[list[int], str, int | None]
+    received: list[int] = field(default_factory=list)
+
+    def receive(self, news: EngineOutput) -> None:
+        tokens, finish_reason, stop_reason = self.answer
+        self.received += news.new_token_ids
+        assert self.received == tokens[: len(self.received)], f"wrong tokens for {news.request_id}"
+        done = len(self.received) == len(tokens)
+        assert (news.finish_reason, news.stop_reason) == ((finish_reason, stop_reason) if done else (None, None))
+        if self.request.sampling.logprobs is None:
+            assert news.logprobs is None
+        else:
+            assert [entry.logprob for entry in news.logprobs or ()] == [-float(token) for token in news.new_token_ids]
+
+
+class Workload:
+    """A scheduler of random size, and clients that come, wait and leave at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        self.block_size = rng.choice([1, 2, 3, 4, 8])
+        self.max_model_len = rng.randint(4, 48)
+        self.vocab_size = rng.choice([3, 10, 40, 100])
+        blocks_of_one = -(-self.max_model_len // self.block_size)
+        self.num_blocks = rng.randint(max(1, blocks_of_one * 3 // 4), blocks_of_one * rng.choice([1, 2, 4]) + 1)
+        max_num_seqs = rng.choice([1, 2, 4, 8, 16])
+        budget = rng.choice([1, 2, 3, 7, 16, 50, 1000])
+        self.scheduler = Scheduler(
+            self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, rng.random() < 0.8
+        )
+        self.runner = ToyRunner(self.num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size)
+        self.one_ahead = rng.random() < 0.9
+        self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
+        self.reset_rate = rng.choice([0, 0, 0.02])
+        trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
+        last_arrival = rng.choice([0, 10, 80])
+        self.arrivals = sorted((rng.randint(0, last_arrival), rng.choice(trunks)) for _ in range(rng.randint(1, 24)))
+        self.clients: dict[str, Client] = {}
+        self.finished: list[Client] = []
+        self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
+        self.in_flight: Launched | None = None
+        self.events: Counter[str] = Counter()
+
+    def run(self) -> Counter[str]:
+        step = 0
+        while self.arrivals or self.scheduler.has_work():
+            self._come_and_go(step)
+            self._step()
+            step += 1
+            assert step < 20_000, "the requests do not finish"
+        self._check_end()
+        return self.events + self.runner.events
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self.rng.randrange(self.vocab_size) for _ in range(length)]
+
+    def _step(self) -> None:
+        """`Engine.step`, with the invariants checked after each move."""
+        scheduler = self.scheduler
+        output = scheduler.schedule()
+        scheduler.check()
+        assert output or not (output.admitted or output.removed), "an output that is not launched says something"
+        launched = self.runner.launch(output) if output else None
+        if not self.one_ahead:
+            self.in_flight, launched = launched, None
+        if self.rng.random() < self.abort_rate:
+            self._abort()
+        if self.in_flight:
+            launched_ids = {share.request_id for share in launched.output.scheduled} if launched else set()
+            for news in scheduler.update(*self.in_flight.read()):
+                self._deliver(news)
+                self.events["extra tokens to be dropped"] += (
+                    news.finish_reason == "stop" and news.request_id in launched_ids
+                )
+                assert news.finish_reason != "length" or news.request_id not in launched_ids, "a share was wasted"
+        scheduler.check()
+        self.in_flight = launched
+        self.runner.poison(b for b in scheduler.blocks._free if scheduler.blocks._hashes[b] is None)
+
+    def _deliver(self, news: EngineOutput) -> None:
+        client = self.clients[news.request_id]
+        client.receive(news)
+        if news.finish_reason is not None:
+            self.finished.append(self.clients.pop(news.request_id))
+            self.last_gone = news.request_id
+            self.events[f"finished by {news.finish_reason}"] += 1
+            self.events["finished by a stop token"] += news.stop_reason is not None
+            self.events["finished by max_model_len"] += len(client.request.token_ids) == self.max_model_len
+            self.events["resumed after preemption"] += news.num_preemptions > 0
+            self.events["ends of text before min_tokens"] += bool(
+                set(client.received[: client.request.sampling.min_tokens - 1]) & client.request.stop_ids
+            )
+
+    def _come_and_go(self, step: int) -> None:
+        while self.arrivals and self.arrivals[0][0] <= step:
+            self._add(self.arrivals.pop(0)[1])
+        if self.rng.random() < self.abort_rate:
+            self._abort()
+        if self.rng.random() < self.reset_rate:
+            idle = not self.scheduler.running
+            assert self.scheduler.reset_prefix_cache() == idle
+            self.events["cache resets"] += idle
+
+    def _add(self, trunk: list[int]) -> None:
+        rng = self.rng
+        prompt = trunk[: rng.choice([len(trunk), rng.randint(0, len(trunk))])] + self._tokens(rng.choice([0, 1, 1, 5]))
+        max_tokens = rng.choice([None, rng.randint(1, 30)])
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens or 9)]),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=rng.choice([None, [2], [0, 2]]),
+            logprobs=rng.choice([None, None, 0]),
+        )
+        eos = frozenset(rng.choice([[0], [0, 1], []]))
+        request_id = rng.choice([self.last_gone, *ascii_letters])
+        salt = rng.choice([0, 0, 0, 1])
+        request = Request(request_id, prompt, sampling, eos, seed=salt, cache_salt=f"salt {salt}" if salt else "")
+        longest = min(len(prompt) + (max_tokens or self.max_model_len), self.max_model_len)
+        fits = 1 <= len(prompt) < self.max_model_len and longest - 1 <= self.num_blocks * self.block_size
+        if request_id in self.clients or not fits:
+            with pytest.raises(ValueError, match=r"in use|would fit|it may have"):
+                self.scheduler.add(request)
+            self.events["refused"] += 1
+            return
+        self.scheduler.add(request)
+        answer = single_answer(prompt, sampling, eos, salt, self.max_model_len, self.vocab_size)
+        self.clients[request_id] = Client(request, answer)
+        in_flight = self.in_flight.output.scheduled if self.in_flight else []
+        self.events["ids used again while in flight"] += request_id in {share.request_id for share in in_flight}
+
+    def _abort(self) -> None:
+        preempted = [id for id, request in self.scheduler.waiting.items() if request.num_preemptions]
+        request_id = self.rng.choice(["unknown", *self.clients, *preempted * 5])
+        client = self.clients.pop(request_id, None)
+        if client is None:
+            assert not self.scheduler.abort(request_id)
+            return
+        unread = client.request.num_tokens > len(client.request.token_ids)
+        state = "running" if client.request in self.scheduler.running else "waiting"
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        self.scheduler.check()
+        self.last_gone = request_id
+        self.events[f"aborted while {state}, a token in flight" if unread else f"aborted while {state}"] += 1
+
+    def _check_end(self) -> None:
+        scheduler = self.scheduler
+        stats = scheduler.stats()
+        scheduler.check()
+        assert self.in_flight is None
+        assert not self.clients, "a request got no end"
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_blocks, "blocks are lost"
+        assert stats.kv_cache_usage == 0
+        assert sorted(self.runner.rows) == sorted(scheduler._removed), "rows are lost"
+        assert stats.generation_tokens >= sum(len(client.received) for client in self.finished)
+        self.events["preemptions"] += stats.num_preemptions
+        self.events["prefix-cache hits"] += stats.prefix_hits > 0
+
+
+def run_workload(seed: int) -> Counter[str]:
+    workload = Workload(seed)
+    try:
+        return workload.run()
+    except BaseException as error:
+        error.add_note(f"workload seed {seed}")
+        raise
+
+
+@pytest.mark.parametrize("part", range(NUM_TESTS))
+def test_every_answer_is_the_single_request_answer(part: int) -> None:
+    events: Counter[str] = Counter()
+    for seed in range(part, NUM_WORKLOADS, NUM_TESTS):
+        events += run_workload(seed)
+    missing = [name for name in EXPECTED_EVENTS if not events[name]]
+    assert not missing, f"the workloads do not exercise: {missing}"

@@ -1,0 +1,183 @@
+"""A worker without weights or a device, to test the policy by: KV slots hold hashes of their prefix.
+
+Its model: the state after a token is a hash of all tokens up to it (and of the request's seed, so that requests of
+different seeds must not share blocks), and the next token follows from the state. A step writes states through the
+slot mapping and reads the whole context back through the block table, so a slot that holds anything but the right
+prefix is found at once. Whatever the contract between policy and mechanism promises is asserted on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.core.batch import SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.sampling_params import SamplingParams
+
+POISON = -7
+
+
+def states_of(token_ids: Sequence[int], seed: int, states: list[int] | None = None) -> list[int]:
+    """The state after each token; `states` of the first tokens is continued in place."""
+    states = [] if states is None else states
+    state = states[-1] if states else seed
+    for token_id in token_ids[len(states) :]:
+        state = hash((state, token_id))
+        states.append(state)
+    return states
+
+
+def next_token(state: int, vocab_size: int) -> int:
+    return (state >> 7) % vocab_size
+
+
+def single_answer(
+    prompt: list[int], sampling: SamplingParams, eos: frozenset[int], seed: int, max_model_len: int, vocab_size: int
+) -> tuple[list[int], str, int | None]:
+    """What the model says to a request that is alone in the world: tokens, finish reason, stop reason."""
+    tokens, states = list(prompt), states_of(prompt, seed)
+    while True:
+        token = next_token(states[-1], vocab_size)
+        tokens.append(token)
+        states_of(tokens, seed, states)
+        num_output = len(tokens) - len(prompt)
+        if num_output >= sampling.min_tokens:
+            if token in eos and not sampling.ignore_eos:
+                return tokens[len(prompt) :], "stop", None
+            if token in (sampling.stop_token_ids or ()):
+                return tokens[len(prompt) :], "stop", token
+        if num_output == sampling.max_tokens or len(tokens) == max_model_len:
+            return tokens[len(prompt) :], "length", None
+
+
+@dataclass(slots=True)
+class Row:
+    """A request on the device, which knows each token as soon as it is sampled."""
+
+    token_ids: list[int]
+    states: list[int]
+    block_ids: list[int]
+    num_computed: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that has run, whose result the caller reads when it likes."""
+
+    output: SchedulerOutput
+    result: StepResult
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        return self.output, self.result
+
+
+class ToyRunner:
+    """Runs each step when it is launched: the order of steps is all that a device promises."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int
+    ) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.vocab_size = vocab_size
+        self.kv = [POISON] * (num_blocks * block_size)
+        self.rows: dict[str, Row] = {}
+        self.step = 0
+        self.events: Counter[str] = Counter()
+
+    def poison(self, block_ids: Iterable[int]) -> None:
+        size = self.block_size
+        for block_id in block_ids:
+            self.kv[block_id * size : (block_id + 1) * size] = [POISON] * size
+
+    def launch(self, output: SchedulerOutput) -> Launched:
+        self._check(output)
+        self._update_rows(output)
+        self._write(output)
+        self._read(output)
+        return Launched(output, self._sample(output))
+
+    def _check(self, output: SchedulerOutput) -> None:
+        assert output.step > self.step, "steps are numbered in order"
+        self.step = output.step
+        sizes = [share.num_tokens for share in output.scheduled]
+        ids = [share.request_id for share in output.scheduled]
+        assert sizes, "an empty step was launched"
+        assert min(sizes) >= 1
+        assert sum(sizes) == output.num_tokens <= self.max_num_batched_tokens
+        assert output.num_decodes == sizes.count(1)
+        assert sizes[: output.num_decodes].count(1) == output.num_decodes, "one-token shares come first"
+        assert len(set(ids)) == len(ids), "two shares of one request"
+        assert {admission.request_id for admission in output.admitted} <= set(ids), "admitted for nothing"
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        for request_id in output.removed:
+            del self.rows[request_id]
+        for admission in output.admitted:
+            assert admission.request_id not in self.rows, "a second row for one request"
+            tokens, num_computed = admission.token_ids, admission.num_computed_tokens
+            assert num_computed % self.block_size == 0
+            assert num_computed < len(tokens), "nothing left to compute"
+            assert 1 <= admission.num_prompt_tokens <= len(tokens)
+            self.poison(admission.block_ids[num_computed // self.block_size :])
+            self.rows[admission.request_id] = Row(
+                list(tokens),
+                states_of(tokens, admission.seed),
+                list(admission.block_ids),
+                num_computed,
+                admission.sampling,
+                admission.seed,
+            )
+        assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
+        admitted = {admission.request_id for admission in output.admitted}
+        for share in output.scheduled:
+            row = self.rows[share.request_id]
+            assert share.start == row.num_computed, "a gap or an overlap in the computed tokens"
+            assert share.start + share.num_tokens <= len(row.token_ids), "a token that is not sampled yet"
+            assert share.samples == (share.start + share.num_tokens == len(row.token_ids))
+            assert not (share.new_block_ids and share.request_id in admitted)
+            self.poison(share.new_block_ids)
+            row.block_ids += share.new_block_ids
+
+    def _write(self, output: SchedulerOutput) -> None:
+        size, written = self.block_size, {}
+        for share in output.scheduled:
+            row = self.rows[share.request_id]
+            for position in range(share.start, share.start + share.num_tokens):
+                block_id = row.block_ids[position // size]
+                assert written.setdefault(block_id, share.request_id) == share.request_id, "two writers of one block"
+                self.kv[block_id * size + position % size] = row.states[position]
+            row.num_computed += share.num_tokens
+        for admission in output.admitted:
+            cached = admission.block_ids[: admission.num_computed_tokens // size]
+            self.events["hits on a block filled in the same step"] += any(block_id in written for block_id in cached)
+
+    def _read(self, output: SchedulerOutput) -> None:
+        size = self.block_size
+        for share in output.scheduled:
+            row = self.rows[share.request_id]
+            context: list[int] = []
+            for block_id in row.block_ids[: -(-row.num_computed // size)]:
+                context += self.kv[block_id * size : (block_id + 1) * size]
+            assert context[: row.num_computed] == row.states[: row.num_computed], (
+                f"step {output.step}: request {share.request_id} reads KV that is not its own prefix's"
+            )
+
+    def _sample(self, output: SchedulerOutput) -> StepResult:
+        token_ids, logprobs = [], {}
+        for index, share in enumerate(output.scheduled):
+            if not share.samples:
+                token_ids.append(-1)
+                continue
+            row = self.rows[share.request_id]
+            token_id = next_token(row.states[-1], self.vocab_size)
+            row.token_ids.append(token_id)
+            states_of(row.token_ids, row.seed, row.states)
+            token_ids.append(token_id)
+            if row.sampling.logprobs is not None:
+                logprobs[index] = TokenLogprobs(-float(token_id), 1, [], [])
+        return StepResult(token_ids, logprobs)
