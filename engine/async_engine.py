@@ -54,7 +54,7 @@ class AsyncEngine:
         self._closed = False
         self.dead = False  # the process is gone
         self.death = ""  # how it went
-        self.stats: SchedulerStats | None = None  # after the newest step; None before the first
+        self.stats: SchedulerStats | None = None  # the newest; None until `start` is done
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(self._reader_ended)
         process.on_exit(self._exited)
@@ -80,11 +80,8 @@ class AsyncEngine:
             engine.close()
             raise
         process.remove_sockets()
-        engine.max_model_len, engine.num_blocks, engine.block_size = (
-            ready.max_model_len,
-            ready.num_blocks,
-            ready.block_size,
-        )
+        engine.max_model_len, engine.stats = ready.max_model_len, ready.stats
+        engine.num_blocks, engine.block_size = ready.num_blocks, ready.block_size
         engine.summary = f"{ready.summary} · ready in {time.perf_counter() - start:.1f} s"
         return engine
 

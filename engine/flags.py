@@ -89,11 +89,11 @@ class Setting:
         flag = self.flag
         if flag.choices:
             return "one of " + ", ".join(flag.choices)
-        words = _KIND_WORDS[self.kind] + (" or a size such as 32k," if flag.size else "")
         limits = [("above", flag.above), ("at least", flag.at_least), ("at most", flag.at_most)]
-        return " ".join(
-            [words, " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)]
-        ).strip()
+        words = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+        if flag.size:
+            return "an integer or a size such as 32k" + (f", {words}" if words else "")
+        return f"{_KIND_WORDS[self.kind]} {words}".strip()
 
     def convert(self, value: Any, label: str) -> Any:
         """`value` (a text, or already of the right type) as this setting's type; `ConfigError` names `label`."""

@@ -48,6 +48,7 @@ class Ready(msgspec.Struct, tag=True):
     num_blocks: int
     block_size: int
     max_model_len: int
+    stats: SchedulerStats
     summary: str  # the start in one line
 
 

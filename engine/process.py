@@ -139,7 +139,8 @@ def _start(start: Start) -> tuple[Engine | None, Event]:
             return None, Failed(str(error))
         return None, Failed(f"{type(error).__name__}: {error} (QUIRE_LOG_LEVEL=debug shows where)")
     runner = engine.runner
-    return engine, Ready(runner.num_blocks, runner.block_size, runner.max_model_len, engine.summary())
+    ready = Ready(runner.num_blocks, runner.block_size, runner.max_model_len, engine.stats(), engine.summary())
+    return engine, ready
 
 
 def _die_with_parent() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.core.sampling_params import SamplingParams
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo"
+DEMO_NAME = "quire-demo"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:
         given["model"] = named
     bundled = {"model": str(DEMO_MODEL)} if (DEMO_MODEL / "config.json").is_file() else {}
     loaded = load(given, *classes, defaults=bundled)
-    if "model" not in given and any(isinstance(s, EngineConfig) and s.model == str(DEMO_MODEL) for s in loaded):
-        print(f"No model given: taking the small bundled one, {DEMO_MODEL}", file=sys.stderr)
+    for index, settings in enumerate(loaded):
+        if isinstance(settings, EngineConfig) and "model" not in given and settings.model == str(DEMO_MODEL):
+            print(f"No model given: taking the small bundled one, {DEMO_MODEL}", file=sys.stderr)
+            loaded[index] = dataclasses.replace(settings, served_model_name=settings.served_model_name or (DEMO_NAME,))
     return loaded

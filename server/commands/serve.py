@@ -117,7 +117,7 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
             raise
         try:
             print(engine.summary, flush=True)
-            await service.serve(engine, settings, listener)
+            await service.serve(engine, config, settings, listener)
         finally:
             engine.close()
     return 0
@@ -145,19 +145,26 @@ class _Service:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    async def serve(self, engine: AsyncEngine, settings: ServerConfig, listener: socket.socket) -> None:
+    async def serve(
+        self, engine: AsyncEngine, engine_config: EngineConfig, settings: ServerConfig, listener: socket.socket
+    ) -> None:
         """Until a signal; `ConfigError` when somebody else has begun to listen on the address."""
         import uvicorn
 
         from server.app import create_app
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
+        app = create_app(
+            engine,
+            settings,
+            served_model_names=engine_config.served_model_name,
+            log_stats=not engine_config.disable_log_stats,
+        )
         config = uvicorn.Config(
-            create_app(engine, settings),
+            app,
             log_config=None,
             log_level=settings.uvicorn_log_level,
             access_log=not settings.disable_uvicorn_access_log,
-            root_path=settings.root_path,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
             ssl_ca_certs=settings.ssl_ca_certs,

@@ -1,0 +1,65 @@
+"""A runner whose next token follows from prompt and position alone, and which checks what it is asked to do."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.core.batch import SchedulerOutput, StepResult
+from engine.models.spec import ModelSpec
+from engine.worker.model_runner import RunnerOptions
+
+VOCAB = 300
+
+
+def next_token(prompt: list[int], position: int) -> int:
+    """Never an end of text (256, 257)."""
+    return (sum(prompt) * 31 + position * 7) % 256
+
+
+@dataclass
+class FakeHandle:
+    output: SchedulerOutput
+    result: StepResult
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        return self.output, self.result
+
+
+@dataclass
+class FakeRunner:
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    options: RunnerOptions
+    device_name: str = "fake"
+    kv_cache_bytes: int = 1 << 20
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    max_scheduled: int = 0
+    fail_at_step: int | None = None
+    end_at: int | None = None  # position at which all requests say end of text
+    closed: bool = False
+
+    @classmethod
+    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool) -> "FakeRunner":
+        return cls(options.num_gpu_blocks_override or 64, options.block_size, options.max_model_len, options)
+
+    def launch(self, output: SchedulerOutput) -> FakeHandle:
+        if output.step == self.fail_at_step:
+            raise RuntimeError("the fake device is on fire")
+        for request_id in output.removed:
+            self.prompts.pop(request_id, None)
+        for admission in output.admitted:
+            self.prompts[admission.request_id] = admission.token_ids[: admission.num_prompt_tokens]
+        assert len(self.prompts) <= self.options.max_num_seqs
+        assert output.num_tokens <= self.options.max_num_batched_tokens
+        self.max_scheduled = max(self.max_scheduled, len(output.scheduled))
+        tokens = [
+            257
+            if self.end_at is not None and share.start + share.num_tokens >= self.end_at
+            else next_token(self.prompts[share.request_id], share.start + share.num_tokens)
+            for share in output.scheduled
+        ]
+        sampled = [token if share.samples else -1 for share, token in zip(output.scheduled, tokens, strict=True)]
+        return FakeHandle(output, StepResult(sampled))
+
+    def close(self) -> None:
+        self.closed = True

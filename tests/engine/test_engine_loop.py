@@ -1,0 +1,117 @@
+"""The engine's loop over a runner that needs no device."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runner import FakeRunner, next_token
+
+from engine.config import ConfigError, EngineConfig
+from engine.core.sampling_params import SamplingParams
+from engine.engine import Engine, runner_options
+from engine.errors import EngineError
+from engine.models.families import read_spec
+from engine.worker.kv_cache import KVCacheTooSmallError
+
+
+def make_engine(model: Path, **settings: Any) -> Engine:
+    return Engine(
+        EngineConfig(model=str(model), device="cpu", **settings), build_runner=FakeRunner.build, progress=False
+    )
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    engine.scheduler.check()
+    return tokens
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return [next_token(prompt, position) for position in range(len(prompt), len(prompt) + count)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 3}, {"num_gpu_blocks_override": 24}]
+)
+def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any]) -> None:
+    engine = make_engine(tiny_model, max_model_len=256, **settings)
+    prompts = {str(i): [i + 1] * (5 + 7 * i) for i in range(12)}
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, SamplingParams(max_tokens=20 + len(request_id)))
+    assert run(engine) == {i: expected(prompt, 20 + len(i)) for i, prompt in prompts.items()}
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+
+
+def test_one_step_ahead(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2))
+    assert engine.step() == []
+    assert engine.in_flight is not None
+    assert [output.new_token_ids for output in engine.step()] == [[next_token([1, 2, 3], 3)]]
+    (last,) = engine.step()
+    assert last.finish_reason == "length"
+    assert engine.in_flight is None
+    assert not engine.has_work()
+
+
+def test_end_of_text_from_the_front_end_counts(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), device="cpu")
+    engine = Engine(config, eos_token_ids=[next_token([1, 2], 4)], build_runner=FakeRunner.build, progress=False)
+    assert engine.spec.eos_token_ids == (257, next_token([1, 2], 4))
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=50))
+    assert run(engine)["a"] == expected([1, 2], 3)
+
+
+def test_abort_frees_blocks(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1] * 40, SamplingParams(max_tokens=100))
+    engine.add_request("b", [2] * 40, SamplingParams(max_tokens=3))
+    engine.step()
+    assert engine.abort("a")
+    assert not engine.abort("a")
+    assert run(engine) == {"b": expected([2] * 40, 3)}
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_seeds_follow_the_configuration(tiny_model: Path) -> None:
+    def seeds(seed: int) -> list[int]:
+        engine = make_engine(tiny_model, seed=seed)
+        for i in range(3):
+            engine.add_request(str(i), [1], SamplingParams(seed=7 if i == 2 else None))
+        return [request.seed for request in engine.scheduler.waiting.values()]
+
+    assert seeds(0) == seeds(0) != seeds(1)
+    assert seeds(0)[2] == 7
+    assert len(set(seeds(0))) == 3
+
+
+def test_choices_left_open_are_made(tiny_model: Path) -> None:
+    spec = read_spec(tiny_model)
+    options = runner_options(EngineConfig(model="m", device="cpu"), spec, offline=True)
+    assert (options.max_model_len, options.max_num_seqs, options.max_num_batched_tokens) == (4096, 256, 2048)
+    assert str(options.dtype) == "torch.float32"
+    with pytest.raises(ConfigError, match="max_model_len must be at most 4096, the model's own context, got 5000"):
+        runner_options(EngineConfig(model="m", device="cpu", max_model_len=5000), spec, offline=True)
+
+
+def test_cache_too_small_is_one_line(tiny_model: Path) -> None:
+    def build(*args: Any, **kwargs: Any) -> FakeRunner:
+        raise KVCacheTooSmallError("room for 7")
+
+    with pytest.raises(EngineError, match="room for 7"):
+        Engine(EngineConfig(model=str(tiny_model), device="cpu"), build_runner=build, progress=False)
+
+
+def test_close_gives_all_back(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    assert gc.get_freeze_count()
+    assert "context 4,096" in engine.summary()
+    engine.close()
+    assert isinstance(engine.runner, FakeRunner)
+    assert engine.runner.closed
+    assert not gc.get_freeze_count()
