@@ -136,7 +136,7 @@ class Inputs:
             plan = kernels.DecodePlan.allocate(
                 len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, device=self.query.device
             )
-            kernels.plan_decode(self.context_lens, plan)
+            kernels.plan_decode(self.context_lens, self.rows, plan)
             return lambda: kernels.paged_attention_decode(
                 self.query, key, value, self.block_tables, self.rows, self.context_lens,
                 scale=scale, plan=plan, out=out, **options,

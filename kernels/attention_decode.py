@@ -22,9 +22,9 @@ from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
 from kernels.plan import MIN_TILES, DecodePlan
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens"])
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])
 def _plan_kernel(
-    context_lens, starts, totals, num_seqs,
+    context_lens, rows, work, num_seqs,
     NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -40,18 +40,21 @@ def _plan_kernel(
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_TILES)
     first = program * share
     passed = ends <= first
-    tl.store(starts + program * 2, tl.sum(passed.to(tl.int32), 0))
-    tl.store(starts + program * 2 + 1, first - tl.max(tl.where(passed, ends, 0), 0))
-    if program == 0:
-        tl.store(totals, total)
-        tl.store(totals + 1, share)
+    seq = tl.minimum(tl.sum(passed.to(tl.int32), 0), num_seqs - 1)
+    entry = work + program * 8
+    tl.store(entry, tl.maximum(tl.minimum(share, total - first), 0))
+    tl.store(entry + 1, share)
+    tl.store(entry + 2, seq)
+    tl.store(entry + 3, first - tl.max(tl.where(passed, ends, 0), 0))
+    tl.store(entry + 4, tl.load(context_lens + seq))
+    tl.store(entry + 5, tl.load(rows + seq))
 
 
-def plan_decode(context_lens: Tensor, plan: DecodePlan) -> None:
-    """Write the work map for sequences of these context lengths [B] int32 into `plan`, on the device."""
-    num_programs = len(plan.starts)
+def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
+    """See `kernels.reference.plan_decode`."""
+    num_programs = len(plan.work)
     _plan_kernel[(num_programs,)](
-        context_lens, plan.starts, plan.totals, len(context_lens),
+        context_lens, rows, plan.work, len(context_lens),
         NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, MIN_TILES=MIN_TILES,
         BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
     )  # fmt: skip
@@ -125,20 +128,31 @@ def _merge(
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes"])
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes,
-    starts, totals, partial_out, partial_stats, arrivals, scale, num_seqs,
+    work, partial_out, partial_stats, arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, MAX_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        launch_dependents()
-        wait_for_inputs()
+    # The work map, the lengths, the rows and the block tables are older than the kernel before this one (see `plan_decode`),
+    # so they may be read before the wait. The queries and the newest keys and values may not.
     program = tl.program_id(0)
+    entry = work + program * 8
+    left = tl.load(entry)
+    share = tl.load(entry + 1)
+    seq = tl.load(entry + 2)
+    inner = tl.load(entry + 3)
+    context_len = tl.load(entry + 4)
+    row = tl.load(entry + 5)
+    at_tile = program * share
+    end = at_tile + left
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D_PAD)
     head_mask = g < GROUP
     q_mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
 
     for empty in range(program, num_seqs, tl.num_programs(0)):  # a padding row has no tile: its output is 0
         if tl.load(context_lens + empty) == 0:
@@ -146,24 +160,19 @@ def _decode_kernel(
                 at = out + empty * stride_ot + (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
                 tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=q_mask)
 
-    total = tl.load(totals)
-    share = tl.load(totals + 1)
-    at_tile = program * share
-    end = tl.minimum(at_tile + share, total)
-    seq = tl.load(starts + program * 2)
-    inner = tl.load(starts + program * 2 + 1)
     while at_tile < end:
-        context_len = tl.load(context_lens + seq)
         num_tiles = tl.cdiv(context_len, TILE)
         if num_tiles == 0:
             seq += 1
+            context_len = tl.load(context_lens + seq)
+            row = tl.load(rows + seq)
         else:
             head = inner // num_tiles
             first = inner - head * num_tiles
             count = tl.minimum(num_tiles - first, end - at_tile)
             last = first + count
 
-            table = block_tables + tl.load(rows + seq).to(tl.int64) * stride_table
+            table = block_tables + row.to(tl.int64) * stride_table
             key_base = key_cache + head.to(tl.int64) * stride_head
             value_base = value_cache + head.to(tl.int64) * stride_head
             heads = head * GROUP + g
@@ -216,8 +225,11 @@ def _decode_kernel(
             at_tile += count
             inner += count
             if inner == num_tiles * NUM_KV_HEADS:
-                seq += 1
                 inner = 0
+                if at_tile < end:
+                    seq += 1
+                    context_len = tl.load(context_lens + seq)
+                    row = tl.load(rows + seq)
 
 
 def paged_attention_decode(
@@ -247,21 +259,21 @@ def paged_attention_decode(
         out = torch.empty_like(query)
     if plan is None:
         plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device)
-        plan_decode(context_lens, plan)
+        plan_decode(context_lens, rows, plan)
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     group = num_heads // num_kv_heads
-    _decode_kernel[(len(plan.starts),)](
+    _decode_kernel[(len(plan.work),)](
         query, key_cache, value_cache, out, block_tables, rows, context_lens,
         context_lens if alibi_slopes is None else alibi_slopes,
-        plan.starts, plan.totals, plan.partial_out, plan.partial_stats, plan.arrivals, scale, num_seqs,
+        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, scale, num_seqs,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.starts)), num_warps=num_warps,
+        STAGES=num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.work)), num_warps=num_warps,
         **pdl_options(query.device),
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from kernels.activation import silu_and_mul
 from kernels.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
 from kernels.norm import rms_norm
 
-MAX_SMALL = 8  # tokens up to which the product is bound by reading the weight, and done on the CUDA cores
+MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats the tensor cores
 
 
 @triton.jit
@@ -121,10 +121,11 @@ def _small(
 
 
 def _small_config(n: int, k: int, swiglu: bool) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, warps): about 16 KB of weights in flight in each of a few hundred programs or more."""
-    block_k = min(k & -k, 2048) if k & -k >= 256 else min(triton.next_power_of_2(k), 1024)
-    block_n = 4 if swiglu or n < 4096 else 8
-    return block_n, block_k, 4
+    """(BLOCK_N, BLOCK_K, warps): 64 weights for each thread in flight, in as many programs as there are."""
+    block_k = min(k & -k, 4096) if k & -k >= 512 else min(triton.next_power_of_2(k), 1024)
+    num_warps = 2 if block_k <= 1024 else 4
+    block_n = max(num_warps * 32 * 64 // block_k // (2 if swiglu else 1), 1)
+    return block_n, block_k, num_warps
 
 
 def _is_small(x: Tensor) -> bool:

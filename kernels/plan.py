@@ -16,8 +16,8 @@ class DecodePlan:
 
     tile: int  # keys in a tile
     num_kv_heads: int
-    starts: Tensor  # [P, 2] int32: the sequence a program starts in, and the tile inside it (head * tiles + tile)
-    totals: Tensor  # [2] int32: tiles in all, tiles for each program
+    work: Tensor  # [P, 8] int32, for each program: its tiles, the tiles of a full share, the sequence it starts in, the tile
+    # inside it (head * tiles + tile), that sequence's context length, its row; two unused
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
@@ -50,8 +50,7 @@ class DecodePlan:
         return cls(
             tile=decode_tile(head_dim),
             num_kv_heads=num_kv_heads,
-            starts=int32(num_programs, 2),
-            totals=int32(2),
+            work=int32(num_programs, 8),
             partial_out=float32(num_programs, 2, group, head_dim),
             partial_stats=float32(num_programs, 2, 2, group),
             arrivals=int32(max_seqs * num_kv_heads),

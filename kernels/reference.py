@@ -505,15 +505,23 @@ def prepare_step(
         getattr(out, name)[:num_seqs] = getattr(state, name)[rows]
 
 
-def plan_decode(context_lens: Tensor, plan: DecodePlan) -> None:
-    """Write the work map of these context lengths [B] int32 into `plan`; see `kernels.attention_decode`."""
-    num_programs = len(plan.starts)
+def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
+    """Write the work map of a step's decoding sequences into `plan`: context_lens, rows [B] int32.
+
+    On a GPU at least one kernel that was launched without programmatic dependent launch must stand between this and the
+    first attention: attention reads the map, the lengths, the rows and the block tables ahead of the kernel before it.
+    """
+    num_programs = len(plan.work)
     tiles = (context_lens.long() + plan.tile - 1) // plan.tile * plan.num_kv_heads
     ends = tiles.cumsum(0)
     total = int(tiles.sum())
     share = max(-(-total // num_programs), MIN_TILES)
     first = torch.arange(num_programs) * share
     seq = torch.searchsorted(ends, first, right=True)
-    plan.starts[:, 0] = seq
-    plan.starts[:, 1] = first - torch.cat([ends.new_zeros(1), ends])[seq]
-    plan.totals[0], plan.totals[1] = total, share
+    last = seq.clamp(max=len(rows) - 1)
+    columns = (
+        (total - first).clamp(min=0, max=share), torch.full_like(first, share), last,
+        first - torch.cat([ends.new_zeros(1), ends])[seq], context_lens[last], rows[last],
+    )  # fmt: skip
+    plan.work[:, : len(columns)] = torch.stack([c.int() for c in columns], 1)
+

@@ -186,7 +186,7 @@ class ModelRunner:
         kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, self._batch.state, self._step)
         context_lens = packed[segment : segment + num_seqs]
         if self._plan is not None and num_decodes:
-            kernels.plan_decode(context_lens[:num_decodes], self._plan)
+            kernels.plan_decode(context_lens[:num_decodes], packed[:num_decodes], self._plan)
         return AttentionMetadata(
             num_decodes=num_decodes,
             rows=packed[:num_seqs],
@@ -218,6 +218,8 @@ class ModelRunner:
         if not self._cuda:
             room = cpu_cache_bytes(block_bytes, options.block_size, options.max_num_seqs, options.max_model_len)
             return room // block_bytes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
         self._kv_cache = self._shape.allocate(1, self.device)
         self._rehearse(max(options.max_num_batched_tokens // options.max_num_seqs, 1))
         torch.cuda.synchronize()

@@ -43,14 +43,14 @@ class Case:
         plan = DecodePlan.allocate(
             len(self.rows) + 1, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs
         )
-        attention_decode.plan_decode(self.context_lens, plan)
+        attention_decode.plan_decode(self.context_lens, self.rows, plan)
         expected = DecodePlan.allocate(
             len(self.rows) + 1, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs
         )
-        reference.plan_decode(self.context_lens, expected)
-        assert plan.totals.equal(expected.totals)
-        busy = torch.arange(num_programs) * plan.totals[1] < plan.totals[0]
-        assert plan.starts[busy].equal(expected.starts[busy])
+        reference.plan_decode(self.context_lens, self.rows, expected)
+        busy = expected.work[:, 0] > 0
+        assert plan.work[:, :2].equal(expected.work[:, :2])
+        assert plan.work[busy].equal(expected.work[busy])
         out = torch.full_like(query, NAN)
         for _ in range(2):  # the second run finds the workspace as the first left it
             attention_decode.paged_attention_decode(
