@@ -64,7 +64,7 @@ def create_app(
             task.cancel()
             serving.close()
 
-    app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, root_path=settings.root_path)
+    app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan)
     add_error_handlers(app)
     if settings.api_keys:
         app.add_middleware(APIKeyMiddleware, keys=settings.api_keys)
@@ -121,7 +121,9 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
 
 def _add_service(app: FastAPI, serving: Serving) -> None:
     @app.get("/health", response_model=None)
+    @app.head("/health", response_model=None, include_in_schema=False)
     @app.get("/ping", response_model=None)
+    @app.head("/ping", response_model=None, include_in_schema=False)
     @app.post("/ping", response_model=None)
     async def health() -> Response:
         return Response(status_code=503 if serving.engine.dead else 200)

@@ -95,7 +95,9 @@ def add_error_handlers(app: FastAPI) -> None:
 def from_validation(errors: Sequence[Any]) -> APIError:
     """400 that names the first field which is wrong, in words."""
     error = errors[0]
-    location = list(error["loc"])[1:] if error["loc"][:1] == ("body",) else list(error["loc"])
+    location = [part for part in error["loc"] if not str(part).startswith("<")]  # which member of a union it is
+    if location[:1] == ["body"]:
+        del location[0]
     message, given = error["msg"].removeprefix("Value error, "), error.get("input")
     match error["type"]:
         case "json_invalid":
@@ -112,7 +114,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
         case "unsupported":
             pass
         case _ if not location:
-            message = f"the body must be a JSON object sent as application/json: {message}"
+            message = "the body must be a JSON object, sent as application/json"
         case _:
             message = f"{message}, got {_shown(given)}"
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".") or None

@@ -300,8 +300,8 @@ class TokenizeChatRequest(_Conversation):
 
 
 TokenizeRequest = Annotated[
-    Annotated[TokenizeTextRequest, Tag("prompt")] | Annotated[TokenizeChatRequest, Tag("messages")],
-    Discriminator(lambda body: "messages" if isinstance(body, dict) and "messages" in body else "prompt"),
+    Annotated[TokenizeTextRequest, Tag("<text>")] | Annotated[TokenizeChatRequest, Tag("<chat>")],
+    Discriminator(lambda body: "<chat>" if isinstance(body, dict) and "messages" in body else "<text>"),
 ]
 
 

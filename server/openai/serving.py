@@ -128,8 +128,6 @@ class Generation:
                     yield sample, update
         except EngineDeadError as error:
             raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
-        except ValueError as error:
-            raise bad_value(error, {}) from None
         finally:
             for sample in self.samples:
                 if sample.index not in ended:

@@ -1,0 +1,135 @@
+"""An engine without a model: the AsyncEngine's face, real text handling, and tokens that follow from the prompt."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
+from engine.core.sampling_params import SamplingParams
+from engine.errors import EngineDeadError
+from engine.frontend import Frontend
+from engine.outputs import OutputStream, RequestUpdate
+from engine.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'refused' or m.content == 'refuse me' %}{{ raise_exception('no such words') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{{ extra }}{{ tools | length if tools else '' }}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER = "Grüße! Ein 👋 von mir. Zwei plus zwei ist vier.\n\nEnd"
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """One token for each byte, so that most characters outside ASCII are several tokens; 256 to 258 are special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = ["<|im_start|>", "<|im_end|>", "<|bos|>"]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"}, template)
+
+
+class FakeEngine:
+    """Answers `answer` token by token, then ends; with ignore_eos over and over. Seeds rotate the answer."""
+
+    def __init__(self, *, template: str | None = TEMPLATE, max_model_len: int = 512, delay: float = 0.0) -> None:
+        self.answer, self.delay = ANSWER, delay
+        self.num_blocks, self.block_size, self.max_model_len = 32, 16, max_model_len
+        self.tokenizer: Tokenizer | None = make_tokenizer(template)
+        self.default_sampling: dict[str, Any] = {}
+        self.model_name = "toy"
+        self.stats: SchedulerStats | None = None
+        self.dead, self.death = False, ""
+        self.fail_after: int | None = None  # tokens after which a request ends with "error"
+        self.die_after: int | None = None  # tokens after which the engine dies
+        self.max_running = 1000  # requests that its statistics say are running; the others are waiting
+        self.active: dict[str, list[int]] = {}
+        self.requests: list[tuple[str, list[int], SamplingParams]] = []
+        self.ended: dict[str, int] = {}  # tokens that each request got
+        self._generated = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.active)
+
+    def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        spec: Any = SimpleNamespace(vocab_size=259)
+        Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5).check(prompt_token_ids, sampling)
+        if self.dead:
+            raise EngineDeadError(self.death)
+        return self._generate(request_id, prompt_token_ids, sampling)
+
+    def tokens(self, sampling: SamplingParams) -> list[int]:
+        tokenizer = self.tokenizer or make_tokenizer()
+        ids = tokenizer.encode(self.answer)
+        turn = (sampling.seed or 0) % 7
+        ids = ids[turn:] + ids[:turn]
+        if sampling.ignore_eos:
+            return (ids * (1 + (sampling.max_tokens or 0) // len(ids)))[: sampling.max_tokens]
+        return [*ids, 257][: sampling.max_tokens]
+
+    async def _generate(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        assert request_id not in self.active
+        self.requests.append((request_id, prompt, sampling))
+        generated = self.active[request_id] = []
+        stream = OutputStream(prompt, sampling, self.tokenizer)
+        tokens = self.tokens(sampling)
+        now = time.monotonic()
+        try:
+            while True:
+                await asyncio.sleep(self.delay)
+                if self.die_after is not None and len(generated) >= self.die_after:
+                    self.dead, self.death = True, "the engine process was killed by SIGKILL"
+                if self.dead:
+                    raise EngineDeadError(self.death)
+                token = tokens[len(generated)]
+                generated.append(token)
+                self._generated += 1
+                self.stats = SchedulerStats(
+                    num_running=min(len(self.active), self.max_running),
+                    num_waiting=max(len(self.active) - self.max_running, 0),
+                    num_blocks=32,
+                    num_free_blocks=32 - len(self.active),
+                    num_preemptions=0,
+                    prefix_queries=100,
+                    prefix_hits=25,
+                    prompt_tokens=50,
+                    generation_tokens=self._generated,
+                )
+                finish = None
+                if token == 257 or token in (sampling.stop_token_ids or ()):
+                    finish = "stop"
+                elif len(generated) == len(tokens):
+                    finish = "length"
+                if self.fail_after == len(generated):
+                    finish = "error"
+                logprobs = None
+                if sampling.logprobs is not None:
+                    top = [token, 65, 66, 67, 68][: sampling.logprobs]
+                    logprobs = [TokenLogprobs(-0.5, 1, top, [-0.5, -1.5, float("-inf"), -4.0, -5.0][: len(top)])]
+                stop_token = token if finish == "stop" and token != 257 else None
+                stream.add(
+                    EngineOutput(
+                        request_id, [token], finish, stop_token, logprobs, min(3, len(prompt) - 1), 0, now, now
+                    ),
+                    time.monotonic(),
+                )
+                update = stream.take()
+                yield update
+                if update.finish_reason is not None:
+                    return
+        finally:
+            del self.active[request_id]
+            self.ended[request_id] = len(generated)

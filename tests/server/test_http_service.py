@@ -1,0 +1,172 @@
+"""Everything around the completions: models, health, version, page, OpenAPI, metrics, the statistics line."""
+
+import asyncio
+import dataclasses
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+from conftest import Live
+from fake_engine import FakeEngine
+
+import engine as quire
+from engine.core.batch import SchedulerStats
+from server.metrics import log_statistics, statistics_line
+from server.settings import ServerConfig
+
+
+def stats(**values: int) -> SchedulerStats:
+    return SchedulerStats(**{**{field.name: 0 for field in dataclasses.fields(SchedulerStats)}, **values})
+
+
+def test_models(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(), served_model_names=["org/one", "two"])
+    body = live.http.get("/v1/models").json()
+    assert body["object"] == "list"
+    assert [card["id"] for card in body["data"]] == ["org/one", "two"]
+    card = body["data"][1]
+    (permission,) = card.pop("permission")
+    assert permission["object"] == "model_permission"
+    assert permission["allow_sampling"] is True
+    assert isinstance(card.pop("created"), int)
+    assert card == {
+        "id": "two",
+        "object": "model",
+        "owned_by": "quire",
+        "root": "org/one",
+        "parent": None,
+        "max_model_len": 512,
+    }
+    assert live.http.get("/v1/models/org/one").json() == body["data"][0]
+
+
+def test_version_page_and_reference(live: Live) -> None:
+    assert live.http.get("/version").json() == {"version": quire.__version__}
+    page = live.http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for path in re.findall(r'(?:href|src)="(static/[^"]+)"', page.text):
+        assert live.http.get("/" + path).status_code == 200, path
+    schema = live.http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= schema["paths"].keys()
+    fields = schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"messages", "temperature", "logit_bias", "user"} <= fields.keys()
+    assert live.http.get("/docs").status_code == 200
+
+
+def metrics(live: Live) -> dict[str, float]:
+    """Each sample of vllm's and http's metrics by its name and labels."""
+    found = {}
+    for line in live.http.get("/metrics").text.splitlines():
+        if line.startswith(("vllm:", "http_")) and "_created" not in line:
+            name, value = line.rsplit(" ", 1)
+            found[name] = float(value)
+    return found
+
+
+def test_metrics(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(), served_model_names=["toy"])
+    labels = '{engine="0",model_name="toy"}'
+    assert f"vllm:num_requests_running{labels}" not in metrics(live), "unknown before the first step"
+    live.chat(max_tokens=5)
+    live.complete(n=2, max_tokens=10)
+    live.complete("x" * 600)
+    found = metrics(live)
+    prompt = len("_user\nHi_\n_assistant\n")
+    assert found["vllm:num_requests_running" + labels] >= 1
+    assert found["vllm:kv_cache_usage_perc" + labels] == found["vllm:num_requests_running" + labels] / 32
+    assert found["vllm:generation_tokens_total" + labels] == 25
+    assert found["vllm:prompt_tokens_total" + labels] == prompt + 4
+    assert found["vllm:prompt_tokens_cached_total" + labels] == 5
+    assert found['vllm:prompt_tokens_by_source_total{engine="0",model_name="toy",source="local_cache_hit"}'] == 5
+    assert found['vllm:request_success_total{engine="0",finished_reason="length",model_name="toy"}'] == 3
+    for name in (
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "num_requests_waiting",
+    ):
+        assert f"vllm:{name}{labels}" in found
+    histograms = {
+        "time_to_first_token_seconds": 3,
+        "inter_token_latency_seconds": 4 + 9 + 9,
+        "request_time_per_output_token_seconds": 3,
+        "e2e_request_latency_seconds": 3,
+        "request_queue_time_seconds": 3,
+        "request_inference_time_seconds": 3,
+        "request_prefill_time_seconds": 3,
+        "request_decode_time_seconds": 3,
+        "request_prompt_tokens": 3,
+        "request_generation_tokens": 3,
+        "request_params_max_tokens": 3,
+        "request_num_preemptions": 3,
+        "request_prefill_kv_computed_tokens": 3,
+        "request_max_num_generation_tokens": 2,
+        "request_params_n": 2,
+    }
+    for name, count in histograms.items():
+        assert found[f"vllm:{name}_count{labels}"] == count, name
+    assert found['vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="toy"}'] <= 3
+    assert found['vllm:request_prompt_tokens_bucket{engine="0",le="500.0",model_name="toy"}'] == 3
+    assert found['vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="32"}'] == 1
+    assert found['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
+    assert found['http_request_duration_seconds_count{handler="/v1/chat/completions",method="POST"}'] == 1
+    live.http.request("PROPFIND", "/coffee/1")
+    live.http.request("GET", "/coffee/2")
+    found = metrics(live)
+    assert found['http_requests_total{handler="none",method="other",status="4xx"}'] == 1
+    assert found['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
+    assert "process_resident_memory_bytes" in live.http.get("/metrics").text
+
+
+def test_abandoned_requests_are_counted(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(delay=0.01))
+    with live.http.stream(
+        "POST", "/v1/completions", json={"prompt": "Hi", "stream": True, "max_tokens": 300}
+    ) as response:
+        next(response.iter_raw())
+    live.wait_idle()
+    assert metrics(live)['vllm:request_success_total{engine="0",finished_reason="abort",model_name="toy"}'] == 1
+
+
+def test_statistics_line() -> None:
+    before = stats(prompt_tokens=100, generation_tokens=1000)
+    after = stats(
+        prompt_tokens=600,
+        generation_tokens=3345,
+        num_running=3,
+        num_waiting=1,
+        num_blocks=1000,
+        num_free_blocks=875,
+        prefix_queries=200,
+        prefix_hits=50,
+    )
+    assert statistics_line(before, after, 10.0) == (
+        "Avg prompt throughput: 50.0 tokens/s, Avg generation throughput: 234.5 tokens/s, Running: 3 reqs, "
+        "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
+    )
+    assert "throughput: 60.0 tokens/s" in statistics_line(None, after, 10.0)
+
+
+def test_statistics_are_logged_while_something_happens(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(log_statistics(lambda: history[0], 0.01))
+        for newest in (None, stats(generation_tokens=1), stats(generation_tokens=1)):
+            history[0] = newest
+            await asyncio.sleep(0.05)
+        task.cancel()
+
+    history: list[SchedulerStats | None] = [None]
+    with caplog.at_level(logging.INFO, "server.metrics"):
+        asyncio.run(main())
+    assert [record.message[:4] for record in caplog.records] == ["Avg "]
+
+
+def test_requests_are_logged_when_asked(serve: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "server"):
+        serve(FakeEngine()).complete("secret words")
+        assert not [record for record in caplog.records if record.name.startswith("server")]
+        serve(FakeEngine(), ServerConfig(enable_log_requests=True)).complete("secret words")
+    (record,) = [record for record in caplog.records if record.name.startswith("server")]
+    assert "12 prompt tokens" in record.message
+    assert "secret" not in record.message

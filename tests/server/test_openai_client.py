@@ -1,0 +1,108 @@
+"""The official OpenAI client, as people use it."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from conftest import Live
+from fake_engine import ANSWER
+from openai import OpenAI
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["toy"]
+    assert client.models.retrieve("toy").owned_by == "quire"
+
+
+def test_chat(client: OpenAI) -> None:
+    completion = client.chat.completions.create(
+        model="toy",
+        messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}],
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
+        temperature=0.5,
+        extra_body={"top_k": 5, "min_tokens": 1},
+    )
+    assert [choice.message.content for choice in completion.choices] == [ANSWER] * 2
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    assert completion.usage.prompt_tokens_details.cached_tokens == 3
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert logprobs.content[0].top_logprobs[1].logprob == -1.5
+    message = completion.choices[0].message
+    again = client.chat.completions.create(
+        model="toy", messages=[{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "And?"}]
+    )
+    assert again.choices[0].finish_reason == "stop", "an answer can be sent back as it came"
+
+
+def test_chat_stream(client: OpenAI) -> None:
+    text, usage = "", None
+    for chunk in client.chat.completions.create(
+        model="toy",
+        messages=[{"role": "user", "content": "Hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+        max_completion_tokens=400,
+    ):
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+        usage = chunk.usage or usage
+    assert text == ANSWER
+    assert usage is not None
+    assert usage.completion_tokens == len(ANSWER.encode()) + 1
+
+
+def test_stream_helper(client: OpenAI) -> None:
+    with client.chat.completions.stream(model="toy", messages=[{"role": "user", "content": "Hi"}], n=2) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == [ANSWER] * 2
+
+
+def test_completions(client: OpenAI) -> None:
+    completion = client.completions.create(model="toy", prompt=["a", "b"], echo=True, max_tokens=1, stop=["x"])
+    assert [choice.text for choice in completion.choices] == ["aG", "bG"]
+    completion = client.completions.create(model="toy", prompt=[1, 2], logprobs=1, max_tokens=2)
+    assert completion.choices[0].logprobs is not None
+    assert completion.choices[0].logprobs.text_offset == [0, 1]
+    pieces = client.completions.create(model="toy", prompt="a", max_tokens=100, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
+
+
+def test_errors(client: OpenAI, live: Live) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "Hi"}])
+    assert (not_found.value.param, not_found.value.status_code) == ("model", 404)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
+        client.completions.create(model="toy", prompt="x" * 1000)
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1)
+    assert bad.value.param == "frequency_penalty"
+    live.engine.fail_after = 2
+    stream = client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "Hi"}], stream=True)
+    with pytest.raises(openai.APIError, match="engine failed"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(model="toy", prompt="a")
+
+
+def test_leaving_a_stream(client: OpenAI, live: Live) -> None:
+    live.engine.delay = 0.01
+    stream = client.completions.create(
+        model="toy", prompt="a", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert live.engine.active
+    stream.close()
+    live.wait_idle()
