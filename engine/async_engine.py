@@ -91,6 +91,11 @@ class AsyncEngine:
     summary: str  # the start in one line
 
     @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        return self._process.pid
+
+    @property
     def model_name(self) -> str:
         return self._frontend.model_name
 
@@ -285,6 +290,10 @@ class _EngineProcess:
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
 
     def send(self, command: Command) -> None:
         self._commands.send(encode(command), zmq.NOBLOCK)

@@ -34,8 +34,7 @@ class FakeRunner:
     kv_cache_bytes: int = 1 << 20
     prompts: dict[str, list[int]] = field(default_factory=dict)
     max_scheduled: int = 0
-    fail_at_step: int | None = None
-    end_at: int | None = None  # position at which all requests say end of text
+    broken: bool = False
     closed: bool = False
 
     @classmethod
@@ -43,7 +42,7 @@ class FakeRunner:
         return cls(options.num_gpu_blocks_override or 64, options.block_size, options.max_model_len, options)
 
     def launch(self, output: SchedulerOutput) -> FakeHandle:
-        if output.step == self.fail_at_step:
+        if self.broken:
             raise RuntimeError("the fake device is on fire")
         for request_id in output.removed:
             self.prompts.pop(request_id, None)
@@ -53,10 +52,7 @@ class FakeRunner:
         assert output.num_tokens <= self.options.max_num_batched_tokens
         self.max_scheduled = max(self.max_scheduled, len(output.scheduled))
         tokens = [
-            257
-            if self.end_at is not None and share.start + share.num_tokens >= self.end_at
-            else next_token(self.prompts[share.request_id], share.start + share.num_tokens)
-            for share in output.scheduled
+            next_token(self.prompts[share.request_id], share.start + share.num_tokens) for share in output.scheduled
         ]
         sampled = [token if share.samples else -1 for share, token in zip(output.scheduled, tokens, strict=True)]
         return FakeHandle(output, StepResult(sampled))

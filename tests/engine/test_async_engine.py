@@ -1,0 +1,288 @@
+"""The engine in a real process of its own, with a tiny model on the CPU."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import AsyncEngine, EngineConfig, SamplingParams
+from engine.errors import ConfigError, EngineDeadError, EngineError
+from engine.models.errors import ModelError
+from engine.outputs import RequestUpdate
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
+
+
+def config(model: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(**({"model": str(model), "device": "cpu", "num_gpu_blocks_override": 1024} | settings))
+
+
+@asynccontextmanager
+async def running(model: Path, **settings: Any) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config(model, **settings))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+Run = Callable[[Callable[[AsyncEngine], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path) -> Iterator[Run]:
+    """Runs a coroutine function on one engine that all tests share; nothing may be left running in it."""
+    with asyncio.Runner() as runner:
+        engine = runner.run(AsyncEngine.start(config(tiny_model)))
+
+        async def clean(test: Callable[[AsyncEngine], Coroutine[Any, Any, None]]) -> None:
+            await test(engine)
+            assert engine.num_requests == 0
+            await until(lambda: engine.stats is not None and engine.stats.num_free_blocks == engine.stats.num_blocks)
+
+        yield lambda test: runner.run(asyncio.wait_for(clean(test), 60))
+        engine.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        await asyncio.sleep(0.01)
+
+
+async def collect(updates: AsyncIterator[RequestUpdate]) -> list[RequestUpdate]:
+    return [update async for update in updates]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def engines_of(pid: int) -> set[int]:
+    """The engine processes that a process has started."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid and b"engine.process" in status.with_name("cmdline").read_bytes():
+                found.add(int(status.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_many_at_once_give_what_each_gives_alone(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        assert engine.tokenizer is not None
+        prompts = [engine.tokenizer.encode(f"prompt {i} " * (1 + i % 5)) for i in range(24)]
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        alone = [await collect(engine.generate(f"alone-{i}", prompts[i], sampling)) for i in range(3)]
+        together = await asyncio.gather(
+            *(collect(engine.generate(str(i), prompt, sampling)) for i, prompt in enumerate(prompts))
+        )
+        for updates in together:
+            assert [u.finish_reason for u in updates] == [None] * (len(updates) - 1) + ["length"]
+            token_ids = [i for u in updates for i in u.token_ids]
+            assert len(token_ids) == 20
+        for i in range(3):
+            tokens = [[t for u in updates for t in u.token_ids] for updates in (alone[i], together[i])]
+            assert tokens[0] == tokens[1]
+        last = alone[0][-1]
+        times = last.timings
+        assert 0 < times.arrival_time <= times.queued_ts <= times.scheduled_ts <= times.first_token_ts
+        assert times.first_token_ts <= times.last_token_ts <= time.monotonic()
+        assert engine.model_name.endswith("tiny")
+        assert engine.default_sampling == {"temperature": 0.5, "top_k": 40}
+        assert engine.max_model_len == engine.spec.max_position_embeddings == 4096
+        assert "ready in" in engine.summary
+
+    run(test)
+
+
+def test_logprobs_travel(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        updates = await collect(engine.generate("a", [1, 2], SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True)))
+        found = [entry for u in updates for entry in u.logprobs or []]
+        assert [len(entry.top_ids) for entry in found] == [2] * 4
+        assert all(entry.logprob <= 0 and entry.rank >= 1 for entry in found)
+
+    run(test)
+
+
+def test_slow_reader_gets_merged_updates(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        async with aclosing(engine.generate("a", [1, 2], LONG.clone(max_tokens=200))) as updates:
+            first = await anext(updates)
+            await until(lambda: engine.stats is not None and engine.stats.num_running == 0)
+            rest = [update async for update in updates]
+        assert len(first.token_ids) + sum(len(u.token_ids) for u in rest) == 200
+        assert len(rest) == 1
+
+    run(test)
+
+
+def test_stop_string_ends_the_request_in_the_engine(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        greedy = LONG.clone(max_tokens=40, detokenize=True)
+        whole = "".join([u.text for u in await collect(engine.generate("a", [5, 6, 7], greedy))])
+        stop = whole[4:7]
+        updates = await collect(engine.generate("b", [5, 6, 7], LONG.clone(detokenize=True, stop=stop)))
+        assert "".join(u.text for u in updates) == whole[: whole.index(stop)]
+        assert (updates[-1].finish_reason, updates[-1].stop_reason) == ("stop", stop)
+
+    run(test)
+
+
+def test_abort_and_hanging_up(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        assert engine.stats is not None
+        # told to end
+        updates = engine.generate("a", [1], LONG)
+        await anext(updates)
+        await engine.abort("a")
+        await engine.abort("a")
+        await engine.abort("unknown")
+        assert (await collect(updates))[-1].finish_reason == "abort"
+        # the iterator is closed
+        updates = engine.generate("a", [1], LONG)
+        await anext(updates)
+        await updates.aclose()
+        # the task that waits is cancelled
+        task = asyncio.create_task(collect(engine.generate("a", [1], LONG)))
+        await until(lambda: engine.stats is not None and engine.stats.num_running == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        # all of them
+        tasks = [asyncio.create_task(collect(engine.generate(str(i), [1], LONG))) for i in range(8)]
+        await until(lambda: engine.num_requests == 8)
+        engine.abort_all()
+        assert {(await task)[-1].finish_reason for task in tasks} == {"abort"}
+
+    run(test)
+
+
+def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        for prompt, sampling, message in [
+            ([], SamplingParams(), "the prompt is empty"),
+            ([1] * 4096, SamplingParams(), "the prompt has 4096 tokens, but the context holds 4096"),
+            ([300], SamplingParams(), "from 0 to 299, got 300"),
+            ([-1], SamplingParams(), "from 0 to 299, got -1"),
+            ([1], SamplingParams(stop_token_ids=[300]), "stop_token_ids must be below 300, got 300"),
+            ([1], SamplingParams(n=2), "n must be 1"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                engine.generate("a", prompt, sampling)
+        async with aclosing(engine.generate("a", [1], LONG)) as first:
+            await anext(first)
+            with pytest.raises(ValueError, match="request id 'a' is in use"):
+                await anext(engine.generate("a", [1], LONG))
+
+    run(test)
+
+
+def test_killed_process_fails_every_request(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with running(tiny_model) as engine:
+            tasks = [asyncio.create_task(collect(engine.generate(str(i), [1], LONG))) for i in range(4)]
+            await until(lambda: engine.stats is not None and engine.stats.num_running == 4)
+            os.kill(engine.pid, signal.SIGKILL)
+            for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
+                assert isinstance(result, EngineDeadError)
+                assert "SIGKILL" in str(result)
+            assert engine.dead
+            with pytest.raises(EngineDeadError):
+                engine.generate("a", [1], LONG)
+            await engine.abort("a")
+
+    asyncio.run(test())
+
+
+PARENT = """
+import asyncio, sys
+from engine import AsyncEngine, EngineConfig, SamplingParams
+
+async def main():
+    engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1], device="cpu", num_gpu_blocks_override=1024))
+    sampling = SamplingParams(max_tokens=3000, ignore_eos=True, detokenize=False)
+    async for update in engine.generate("a", [1], sampling):
+        print("token", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_process_does_not_outlive_its_parent(tiny_model: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", PARENT, str(tiny_model)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"token\n"
+            (child,) = engines_of(parent.pid)
+            parent.send_signal(number)
+            parent.wait(20)
+        finally:
+            parent.kill()
+    end = time.monotonic() + 10
+    while not gone(child):
+        assert time.monotonic() < end, "the engine process is still there"
+        time.sleep(0.02)
+
+
+def test_failed_start_is_one_line(tiny_model: Path, make_model: Callable[[Path], Path], tmp_path: Path) -> None:
+    broken = make_model(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    before = engines_of(os.getpid())
+    for model, settings, kind, message in [
+        (broken, {}, EngineError, "model.safetensors"),
+        (tiny_model, {"num_gpu_blocks_override": 3}, EngineError, "--max-model-len 48"),
+        (tmp_path / "nowhere", {}, ModelError, "nowhere"),
+        (tiny_model, {"max_model_len": 5000}, ConfigError, "max_model_len must be at most 4096"),
+    ]:
+        with pytest.raises(kind, match=message) as caught:
+            asyncio.run(AsyncEngine.start(config(model, **settings)))
+        assert "\n" not in str(caught.value)
+        assert engines_of(os.getpid()) == before
+
+
+def test_cancelled_start_leaves_nothing(tiny_model: Path) -> None:
+    async def test() -> None:
+        before = engines_of(os.getpid())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(AsyncEngine.start(config(tiny_model)), 0.3)
+        assert engines_of(os.getpid()) == before
+
+    asyncio.run(test())
+
+
+def test_close_twice_and_with_requests_running(tiny_model: Path) -> None:
+    async def test() -> None:
+        engine = await AsyncEngine.start(config(tiny_model))
+        task = asyncio.create_task(collect(engine.generate("a", [1], LONG)))
+        await until(lambda: engine.stats is not None and engine.stats.num_running == 1)
+        engine.close()
+        engine.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await task
+        assert engine.dead
+        assert gone(engine.pid)
+
+    asyncio.run(test())

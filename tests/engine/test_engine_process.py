@@ -1,0 +1,134 @@
+"""The loop of the engine process, over in-process sockets and a runner that needs no device."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from fake_runner import FakeRunner, next_token
+
+from engine.config import EngineConfig
+from engine.core.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.messages import Abort, Add, Command, Shutdown, Step, decode_event, encode
+from engine.process import EngineLoop
+
+
+class Front:
+    """The other side of the loop."""
+
+    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes], runner: FakeRunner) -> None:
+        self._commands, self._events, self.runner = commands, events, runner
+
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self._commands.send(encode(command))
+
+    def receive(self) -> Step:
+        step = decode_event(self._events.recv())
+        assert isinstance(step, Step)
+        return step
+
+    def until_finished(self, request_id: str) -> tuple[list[int], str, list[Step]]:
+        """Its tokens, its finish reason, and all messages on the way."""
+        tokens: list[int] = []
+        steps = []
+        while True:
+            step = self.receive()
+            steps.append(step)
+            tokens += [i for name, ids in step.tokens if name == request_id for i in ids]
+            for output in step.news:
+                if output.request_id == request_id:
+                    tokens += output.new_token_ids
+                    if output.finish_reason is not None:
+                        return tokens, output.finish_reason, steps
+
+
+@contextmanager
+def running_loop(model: Path, errors: list[BaseException] | None = None) -> Iterator[Front]:
+    engine = Engine(
+        EngineConfig(model=str(model), device="cpu", max_model_len=256, max_num_seqs=4),
+        build_runner=FakeRunner.build,
+        progress=False,
+    )
+    assert isinstance(engine.runner, FakeRunner)
+    with zmq.Context() as context:
+        sockets = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL, zmq.PULL, zmq.PUSH)]
+        front_commands, loop_commands, front_events, loop_events = sockets
+        for bound, connected, name in (
+            (loop_commands, front_commands, "commands"),
+            (front_events, loop_events, "events"),
+        ):
+            bound.bind(f"inproc://{name}")
+            connected.connect(f"inproc://{name}")
+        front_events.rcvtimeo = 10_000
+        caught: list[BaseException] = [] if errors is None else errors
+
+        def loop() -> None:
+            try:
+                EngineLoop(engine, loop_commands, loop_events).run()
+            except Exception as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            yield Front(front_commands, front_events, engine.runner)
+        finally:
+            front_commands.send(encode(Shutdown()))
+            thread.join(10)
+            for socket in sockets:
+                socket.close(linger=0)
+        assert not thread.is_alive()
+        assert errors is not None or not caught
+        engine.close()
+
+
+def add(request_id: str, prompt: list[int], max_tokens: int) -> Add:
+    return Add(request_id, prompt, SamplingParams(max_tokens=max_tokens), "")
+
+
+def test_one_message_a_step_first_and_last_words_in_full(tiny_model: Path) -> None:
+    with running_loop(tiny_model) as front:
+        front.send(add("a", [1, 2, 3], 5))
+        tokens, reason, steps = front.until_finished("a")
+        assert tokens == [next_token([1, 2, 3], position) for position in range(3, 8)]
+        assert reason == "length"
+        shapes = [(len(step.tokens), len(step.news)) for step in steps if step.tokens or step.news]
+        assert shapes == [(0, 1), (1, 0), (1, 0), (1, 0), (0, 1)]
+        assert steps[-1].stats.num_free_blocks == steps[-1].stats.num_blocks
+
+
+def test_abort_says_nothing_but_frees(tiny_model: Path) -> None:
+    with running_loop(tiny_model) as front:
+        front.send(add("a", [1], 200))
+        assert front.receive().stats.num_running == 1
+        front.send(Abort("a"), Abort("unknown"))
+        while (step := front.receive()).stats.num_running:
+            assert all(output.finish_reason is None for output in step.news)
+        assert step.stats.num_free_blocks == step.stats.num_blocks
+
+
+def test_request_that_cannot_run_is_answered(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_loop(tiny_model) as front:
+        front.send(add("long", [1] * 300, 5))
+        assert front.until_finished("long")[:2] == ([], "error")
+        assert "the prompt has 300 tokens" in caplog.text
+        front.send(add("b", [1], 2))
+        assert front.until_finished("b")[1] == "length"
+
+
+def test_failed_step_tells_every_request(tiny_model: Path) -> None:
+    errors: list[BaseException] = []
+    with running_loop(tiny_model, errors) as front:
+        front.send(*(add(str(i), [i + 1], 250) for i in range(6)))
+        while (stats := front.receive().stats).num_running + stats.num_waiting < 6:
+            pass
+        assert stats.num_waiting == 2
+        front.runner.broken = True
+        while not (finished := {o.request_id: o.finish_reason for o in front.receive().news if o.finish_reason}):
+            pass
+        assert finished == {str(i): "error" for i in range(6)}
+    assert [str(error) for error in errors] == ["the fake device is on fire"]
