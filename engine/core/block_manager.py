@@ -153,6 +153,9 @@ class BlockManager:
             assert len(set(block_ids)) == len(block_ids), "a block twice in one table"
             assert request.num_slots == len(block_ids) * self.block_size
             assert num_computed <= request.num_slots, "computed tokens without a slot"
+            num_ready = min(len(request.token_ids), num_computed)
+            next_full = num_ready - num_ready % self.block_size + self.block_size
+            assert request.next_commit == (next_full if self.enable_prefix_caching else sys.maxsize), "commit is late"
             for block_id in block_ids[num_computed // self.block_size :]:
                 assert held[block_id] == 1, "a block yet to be written is shared"
                 assert self._hashes[block_id] is None, "a block yet to be written is published"

@@ -10,6 +10,7 @@ finished and its share of step n+1 is dropped when read. Ends by length are know
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from time import monotonic
 
@@ -265,7 +266,12 @@ class Scheduler:
         for request in queue:
             num_known = len(request.token_ids)
             assert request.finish_reason is None
-            assert bool(request.block_ids) == (request in self.running), "blocks are held by running requests only"
+            if request in self.running:
+                assert request.block_ids
+            else:
+                assert not request.block_ids
+                assert request.num_computed_tokens == request.num_slots == 0, "a waiting request has no KV"
+                assert request.next_commit == sys.maxsize
             assert num_known < request.max_num_tokens >= request.num_tokens
             assert 0 <= request.num_tokens - num_known <= in_flight.count(request)
             assert request.num_computed_tokens < request.num_tokens

@@ -1,0 +1,256 @@
+"""BlockManager: each verb and its edges. Token ids stand for content; nothing is stored here."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.block_manager import NO_BLOCKS, BlockManager
+from engine.core.request import Request
+from engine.core.sampling_params import SamplingParams
+
+SIZE = 4
+
+
+def request(tokens: list[int] | int, salt: str = "") -> Request:
+    tokens = list(range(tokens)) if isinstance(tokens, int) else tokens
+    return Request("r", tokens, SamplingParams(), frozenset(), seed=0, cache_salt=salt)
+
+
+def compute(blocks: BlockManager, request: Request) -> Request:
+    """As the scheduler does for one that is alone: match, grow, compute all, publish."""
+    cached = blocks.match_prefix(request)
+    assert blocks.grow(request, request.num_tokens, cached) is not None
+    request.num_computed_tokens = request.num_tokens
+    blocks.commit(request)
+    return request
+
+
+def test_grow_gives_the_blocks_that_are_lacking() -> None:
+    blocks, r = BlockManager(8, SIZE), request(5)
+    assert blocks.grow(r, 5) == [0, 1]
+    assert r.num_slots == 8
+    assert blocks.grow(r, 8) is NO_BLOCKS
+    assert blocks.grow(r, 17) == [2, 3, 4]
+    assert r.block_ids == [0, 1, 2, 3, 4]
+    assert blocks.num_free_blocks == 3
+    blocks.check([r])
+
+
+def test_grow_is_all_or_nothing() -> None:
+    blocks, r = BlockManager(3, SIZE), request(4)
+    assert blocks.grow(r, 4) == [0]
+    assert blocks.grow(r, 16) is None
+    assert r.block_ids == [0]
+    assert blocks.num_free_blocks == 2
+    assert blocks.grow(r, 12) == [1, 2]
+    blocks.check([r])
+
+
+def test_grow_leaves_spare_blocks() -> None:
+    blocks, r = BlockManager(4, SIZE), request(8)
+    assert blocks.grow(r, 8, num_spare=3) is None
+    assert blocks.grow(r, 8, num_spare=2) == [0, 1]
+
+
+def test_a_prefix_is_matched_up_to_the_first_difference() -> None:
+    blocks = BlockManager(16, SIZE)
+    first = compute(blocks, request(13))
+    assert blocks.match_prefix(request(13)) == first.block_ids[:3]
+    assert blocks.match_prefix(request([*range(8), 99, *range(9, 13)])) == first.block_ids[:2]
+    assert blocks.match_prefix(request([99, *range(1, 13)])) == []
+    assert blocks.match_prefix(request([*range(4, 8), *range(4)])) == [], "the same tokens elsewhere are another prefix"
+    assert blocks.match_prefix(request(3)) == []
+
+
+def test_the_last_token_is_never_taken_from_the_cache() -> None:
+    blocks = BlockManager(16, SIZE)
+    first = compute(blocks, request(12))
+    assert blocks.match_prefix(request(12)) == first.block_ids[:2]
+    assert blocks.match_prefix(request(13)) == first.block_ids[:3]
+    assert blocks.match_prefix(request(4)) == []
+    assert blocks.match_prefix(request(5)) == first.block_ids[:1]
+
+
+def test_salts_are_worlds_apart() -> None:
+    blocks = BlockManager(16, SIZE)
+    plain, salted = compute(blocks, request(9)), compute(blocks, request(9, salt="tenant"))
+    assert not set(plain.block_ids) & set(salted.block_ids)
+    assert blocks.match_prefix(request(9, salt="tenant")) == salted.block_ids[:2]
+    assert blocks.match_prefix(request(9, salt="another")) == []
+
+
+def test_python_hash_collisions_are_no_hits() -> None:
+    assert hash((-1,)) == hash((-2,))
+    blocks = BlockManager(8, 1)
+    compute(blocks, request([2**61, 7]))
+    assert hash(2**61) == hash(1)
+    assert blocks.match_prefix(request([1, 7])) == []
+    compute(blocks, request([-1, 7]))
+    assert blocks.match_prefix(request([-2, 7])) == []
+
+
+def test_shared_blocks_are_held_until_the_last_holder_leaves() -> None:
+    blocks = BlockManager(4, SIZE)
+    a = compute(blocks, request(9))
+    b = compute(blocks, request(9))
+    assert b.block_ids[:2] == a.block_ids[:2]
+    assert b.block_ids[2] != a.block_ids[2]
+    assert blocks.num_free_blocks == 0
+    blocks.check([a, b])
+    blocks.release(a)
+    assert blocks.num_free_blocks == 1
+    blocks.check([b])
+    blocks.release(b)
+    assert blocks.num_free_blocks == 4
+    blocks.check([])
+
+
+def test_only_known_and_computed_tokens_are_published() -> None:
+    blocks, r = BlockManager(8, SIZE), request(6)
+    blocks.grow(r, 12)
+    r.num_computed_tokens = 3
+    blocks.commit(r)
+    assert blocks.match_prefix(request(9)) == []
+    r.num_computed_tokens = 8  # two tokens are computed that the CPU does not know
+    blocks.commit(r)
+    assert blocks.match_prefix(request(9)) == r.block_ids[:1]
+    r.token_ids += [6, 7, 8]
+    blocks.commit(r)
+    assert blocks.match_prefix(request(9)) == r.block_ids[:2]
+    blocks.check([r])
+
+
+def test_released_blocks_stay_findable_until_evicted_tail_first() -> None:
+    blocks = BlockManager(4, SIZE)
+    a = compute(blocks, request(16))
+    chain = list(a.block_ids)
+    blocks.release(a)
+    assert a.block_ids == []
+    other = request([99])
+    for left in (3, 2, 1):
+        blocks.grow(other, len(other.block_ids) * SIZE + 1)
+        assert other.block_ids[-1] == chain[left]
+        assert blocks.match_prefix(request(17)) == chain[:left]
+        blocks.check([other])
+
+
+def test_the_longest_unused_chain_is_evicted_first() -> None:
+    blocks = BlockManager(4, SIZE)
+    old, new = compute(blocks, request(8)), compute(blocks, request(list(range(50, 58))))
+    blocks.release(old)
+    blocks.release(new)
+    compute(blocks, used_again := request(8))  # its second block is computed anew: the last token is in it
+    blocks.release(used_again)
+    blocks.grow(other := request([99]), 8)
+    assert len(blocks.match_prefix(request(9))) == 2
+    assert blocks.match_prefix(request(list(range(50, 59)))) == []
+    blocks.check([other])
+
+
+def test_empty_blocks_are_handed_out_before_cached_ones() -> None:
+    blocks = BlockManager(6, SIZE)
+    a, partial = compute(blocks, request(8)), request([50, 51])
+    blocks.grow(partial, 2)
+    blocks.release(a)
+    blocks.release(partial)
+    assert blocks.grow(other := request([99]), 16) is not None
+    assert set(other.block_ids) == {2, 3, 4, 5}
+    assert blocks.match_prefix(request(9)) == [0, 1]
+
+
+def test_hits_are_not_evicted_by_their_own_growth() -> None:
+    blocks = BlockManager(3, SIZE)
+    blocks.release(compute(blocks, request(8)))
+    b = request(12)
+    cached = blocks.match_prefix(b)
+    assert len(cached) == 2
+    assert blocks.grow(b, 16, cached) is None, "revived blocks are no longer free"
+    assert blocks.num_free_blocks == 3
+    assert blocks.grow(b, 12, cached) is not None
+    assert b.block_ids[:2] == cached
+    b.num_computed_tokens = 8
+    blocks.check([b])
+
+
+def test_equal_content_computed_twice_at_once() -> None:
+    blocks = BlockManager(8, SIZE)
+    a, b = request(9), request(9)
+    for r in (a, b):
+        blocks.grow(r, 9)
+    for r in (a, b):
+        r.num_computed_tokens = 9
+        blocks.commit(r)
+    assert blocks.match_prefix(request(9)) == a.block_ids[:2], "the first one is published"
+    blocks.check([a, b])
+    blocks.release(a)
+    assert blocks.match_prefix(request(9)) == [0, 1]
+    blocks.release(b)
+    blocks.check([])
+    assert blocks.num_free_blocks == 8
+
+
+def test_a_chain_survives_the_loss_of_its_head() -> None:
+    blocks = BlockManager(8, SIZE)
+    head, a = request(4), request(9)
+    blocks.grow(head, 4)
+    blocks.grow(a, 9)  # computes the same first block, which stays private
+    for r in (head, a):
+        r.num_computed_tokens = r.num_tokens
+        blocks.commit(r)
+    blocks.release(head)
+    blocks.grow(other := request([99]), 5 * SIZE)  # evicts the published head
+    assert blocks.match_prefix(request(9)) == []
+    blocks.release(other)
+    compute(blocks, again := request(4))
+    assert blocks.match_prefix(request(9)) == [again.block_ids[0], a.block_ids[1]]
+    blocks.check([a, again])
+
+
+def test_reset_waits_until_nothing_is_held() -> None:
+    blocks = BlockManager(4, SIZE)
+    a = compute(blocks, request(9))
+    assert not blocks.reset()
+    assert len(blocks.match_prefix(request(9))) == 2
+    blocks.release(a)
+    assert blocks.reset()
+    assert blocks.match_prefix(request(9)) == []
+    blocks.check([])
+
+
+def test_without_prefix_caching_nothing_is_ever_found() -> None:
+    blocks = BlockManager(4, SIZE, enable_prefix_caching=False)
+    a = compute(blocks, request(9))
+    assert blocks.match_prefix(request(9)) == []
+    blocks.check([a])
+    blocks.release(a)
+    assert blocks.match_prefix(request(9)) == []
+    assert blocks.num_free_blocks == 4
+
+
+def _two_holders() -> tuple[BlockManager, Request, Request]:
+    blocks = BlockManager(8, SIZE)
+    return blocks, compute(blocks, request(9)), compute(blocks, request(9))
+
+
+def test_check_finds_what_is_wrong() -> None:
+    blocks, a, b = _two_holders()
+    blocks.check([a, b])
+    with pytest.raises(AssertionError, match="miscounted"):
+        blocks.check([a])
+    blocks, a, b = _two_holders()
+    b.block_ids[2] = a.block_ids[2]
+    with pytest.raises(AssertionError):
+        blocks.check([a, b])
+    blocks, a, b = _two_holders()
+    a.num_computed_tokens = 3
+    with pytest.raises(AssertionError):
+        blocks.check([a, b])
+    blocks, a, b = _two_holders()
+    a.token_ids[0] = b.token_ids[0] = 99
+    a.block_hashes.clear()
+    with pytest.raises(AssertionError, match="other tokens"):
+        blocks.check([a, b])
+    blocks, a, b = _two_holders()
+    blocks._free.popitem()
+    with pytest.raises(AssertionError, match="lost"):
+        blocks.check([a, b])

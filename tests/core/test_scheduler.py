@@ -1,0 +1,506 @@
+"""Scheduler: who runs, with how many tokens, and what is told to the worker and to the client."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.batch import EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.request import Request
+from engine.core.sampling_params import SamplingParams
+from engine.core.scheduler import Scheduler
+
+EOS, OTHER = 0, 9
+
+
+def make(
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 200,
+    enable_prefix_caching: bool = True,
+) -> Scheduler:
+    return Scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, enable_prefix_caching)
+
+
+def request(request_id: str, prompt: list[int] | int = 3, salt: str = "", **sampling: object) -> Request:
+    """An int makes a prompt of that length which shares no prefix with requests of other ids."""
+    tokens = [1000 * ord(request_id[0]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    params = SamplingParams(**{"max_tokens": 50, **sampling})  # type: ignore[arg-type]
+    return Request(request_id, tokens, params, frozenset({EOS}), seed=1, cache_salt=salt)
+
+
+def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
+    for r in requests:
+        scheduler.add(r)
+    return requests
+
+
+def shares(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """Request id → (start, tokens), in order."""
+    return {share.request_id: (share.start, share.num_tokens) for share in output.scheduled}
+
+
+def give(scheduler: Scheduler, output: SchedulerOutput, token: int = OTHER, **tokens: int) -> list[EngineOutput]:
+    """Read a step back: `token` for every share that samples, or the one named by its request's id."""
+    sampled = [tokens.get(s.request_id, token) if s.samples else -1 for s in output.scheduled]
+    news = scheduler.update(output, StepResult(sampled))
+    scheduler.check()
+    return news
+
+
+def plan(scheduler: Scheduler) -> SchedulerOutput:
+    output = scheduler.schedule()
+    scheduler.check()
+    return output
+
+
+def step(scheduler: Scheduler, token: int = OTHER, **tokens: int) -> tuple[SchedulerOutput, list[EngineOutput]]:
+    """A step that is read back before the next is planned."""
+    output = plan(scheduler)
+    return output, give(scheduler, output, token, **tokens)
+
+
+# One step ahead
+
+
+def test_a_request_is_scheduled_on_while_its_token_is_in_flight() -> None:
+    s = make()
+    (r,) = add(s, request("a", 3))
+    first = plan(s)
+    assert shares(first) == {"a": (0, 3)}
+    assert first.scheduled[0].samples
+    second = plan(s)
+    assert shares(second) == {"a": (3, 1)}
+    assert (r.num_tokens, len(r.token_ids)) == (5, 3)
+    [news] = give(s, first)
+    assert news.new_token_ids == [OTHER]
+    assert shares(plan(s)) == {"a": (4, 1)}
+    give(s, second)
+    assert r.token_ids[3:] == [OTHER, OTHER]
+
+
+def test_an_end_by_length_wastes_no_share() -> None:
+    s = make()
+    add(s, request("a", 3, max_tokens=2))
+    first, second, third = plan(s), plan(s), None
+    assert give(s, first)[0].finish_reason is None
+    third = plan(s)
+    assert not third, "the last token is in flight"
+    assert s.has_work()
+    assert give(s, second)[0].finish_reason == "length"
+    assert not s.has_work()
+
+
+def test_the_share_after_an_end_of_text_is_dropped() -> None:
+    s = make()
+    add(s, request("a"), request("b"))
+    first, second = plan(s), plan(s)
+    news = give(s, first, a=EOS)
+    assert [(n.request_id, n.finish_reason, n.stop_reason) for n in news] == [("a", "stop", None), ("b", None, None)]
+    third = plan(s)
+    assert third.removed == ["a"]
+    assert list(shares(third)) == ["b"]
+    assert [n.request_id for n in give(s, second)] == ["b"]
+    assert [n.request_id for n in give(s, third)] == ["b"]
+
+
+def test_has_work_until_the_last_step_is_read() -> None:
+    s = make()
+    assert not s.has_work()
+    add(s, request("a"))
+    assert s.has_work()
+    first, second = plan(s), plan(s)
+    give(s, first, EOS)
+    assert s.has_work()
+    assert give(s, second) == []
+    assert not s.has_work()
+
+
+def test_steps_are_read_in_order() -> None:
+    s = make()
+    add(s, request("a"))
+    first, second = s.schedule(), s.schedule()
+    with pytest.raises(AssertionError, match="at most one"):
+        s.schedule()
+    with pytest.raises(AssertionError, match="in the order"):
+        s.update(second, StepResult([OTHER]))
+    assert first.step < second.step
+
+
+def test_max_model_len_ends_a_request() -> None:
+    s = make(max_model_len=5)
+    add(s, request("a", 3, max_tokens=None))
+    assert step(s)[1][0].finish_reason is None
+    assert step(s)[1][0].finish_reason == "length"
+
+
+# Budgets and order
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    s = make(max_num_batched_tokens=10)
+    add(s, request("a", 25))
+    outputs = [step(s) for _ in range(4)]
+    assert [shares(o)["a"] for o, _ in outputs] == [(0, 10), (10, 10), (20, 5), (25, 1)]
+    assert [o.scheduled[0].samples for o, _ in outputs] == [False, False, True, True]
+    assert [len(news) for _, news in outputs] == [0, 0, 1, 1]
+
+
+def test_decodes_first_and_chunks_fill_the_budget() -> None:
+    s = make(max_num_batched_tokens=10)
+    add(s, request("a", 3))
+    step(s)
+    add(s, request("b", 20), request("c", 3))
+    output, _ = step(s)
+    assert shares(output) == {"a": (3, 1), "b": (0, 9)}
+    assert (output.num_decodes, output.num_tokens) == (1, 10)
+    output, _ = step(s)
+    assert shares(output) == {"a": (4, 1), "b": (9, 9)}
+    output, _ = step(s)
+    assert shares(output) == {"a": (5, 1), "b": (18, 2), "c": (0, 3)}
+
+
+def test_one_token_shares_come_first_whatever_they_are() -> None:
+    s = make(max_num_batched_tokens=6)
+    add(s, request("a", 4), request("b", 1), request("c", 3))
+    output, _ = step(s)
+    assert shares(output) == {"b": (0, 1), "c": (0, 1), "a": (0, 4)}
+    assert [share.samples for share in output.scheduled] == [True, False, True]
+    assert output.num_decodes == 2
+
+
+def test_max_num_seqs() -> None:
+    s = make(max_num_seqs=2)
+    add(s, request("a", max_tokens=1), request("b"), request("c"))
+    assert list(shares(step(s)[0])) == ["a", "b"]
+    output, _ = step(s)
+    assert output.removed == ["a"]
+    assert [a.request_id for a in output.admitted] == ["c"]
+    assert list(shares(output)) == ["b", "c"]
+
+
+def test_nobody_overtakes_the_oldest_waiting() -> None:
+    s = make(num_blocks=10, max_model_len=40)
+    add(s, request("a", 20, max_tokens=2), request("b", 24, max_tokens=2), request("c", 1))
+    assert list(shares(step(s)[0])) == ["a"]
+    assert list(shares(step(s)[0])) == ["a"], "c would fit, but b is older"
+    assert list(shares(step(s)[0])) == ["c", "b"]
+
+
+def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
+    s = make(max_num_seqs=64, max_num_batched_tokens=16, num_blocks=200, max_model_len=20)
+    add(s, *(request(chr(65 + i), 2, max_tokens=8) for i in range(64)))
+    finished: list[str] = []
+    for _ in range(64 * 10):
+        if not s.has_work():
+            break
+        output, news = step(s)
+        assert output.num_tokens <= 16
+        finished += [n.request_id for n in news if n.finish_reason]
+    assert finished == sorted(finished), "the oldest get on first"
+    assert len(finished) == 64
+
+
+def test_running_requests_share_a_budget_of_one() -> None:
+    s = make(max_num_batched_tokens=1)
+    add(s, request("a", 2, max_tokens=2), request("b", 1, max_tokens=1))
+    assert [shares(step(s)[0]) for _ in range(4)] == [{"a": (0, 1)}, {"a": (1, 1)}, {"a": (2, 1)}, {"b": (0, 1)}]
+
+
+# Blocks and preemption
+
+
+def test_new_blocks_are_told_as_they_come() -> None:
+    s = make(block_size=4)
+    add(s, request("a", 6))
+    output, _ = step(s)
+    assert output.admitted[0].block_ids == [0, 1]
+    assert output.scheduled[0].new_block_ids == []
+    grown = [step(s)[0].scheduled[0].new_block_ids for _ in range(7)]
+    assert grown == [[], [], [2], [], [], [], [3]]
+
+
+def test_the_youngest_is_preempted() -> None:
+    s = make(num_blocks=6, block_size=4, max_model_len=24)
+    a, b = add(s, request("a", 8), request("b", 8))
+    first = plan(s)
+    assert list(shares(first)) == ["a", "b"]
+    for _ in range(4):
+        following = plan(s)
+        give(s, first)
+        first = following
+    assert len(a.block_ids) == len(b.block_ids) == 3
+    add(s, request("c", 1))
+    output = plan(s)  # a needs a fourth block
+    assert shares(output) == {"a": (12, 1)}
+    assert output.removed == ["b"]
+    assert output.admitted == [], "nobody is admitted in a step that preempts"
+    assert (b.num_preemptions, b.num_computed_tokens, b.block_ids) == (1, 0, [])
+    assert list(s.waiting) == ["b", "c"]
+    news = give(s, first)
+    assert [n.request_id for n in news] == ["a", "b"], "the token in flight is kept"
+    assert b.token_ids[8:] == [OTHER] * 5
+
+
+def test_a_preempted_request_resumes_from_the_prefix_cache() -> None:
+    s = make(num_blocks=6, block_size=4, max_model_len=24)
+    _, b = add(s, request("a", 8, max_tokens=7), request("b", 8, max_tokens=12))
+    while not b.num_preemptions:
+        step(s)
+    assert s.stats().num_preemptions == 1
+    output, _ = step(s)
+    assert list(shares(output)) == ["a"]
+    while not s.running or s.running[0] is not b:
+        output, news = step(s)
+    [admission] = output.admitted
+    assert admission.token_ids[:8] == b.token_ids[:8]
+    assert admission.num_prompt_tokens == 8
+    assert admission.num_computed_tokens == 8, "the blocks not evicted meanwhile"
+    assert news[-1].num_preemptions == 1
+    assert news[-1].num_cached_tokens == 0, "counts the first admission only"
+    assert s.stats().prefix_hits == 0
+    while s.has_work():
+        _, news = step(s)
+    assert (news[0].finish_reason, len(b.token_ids)) == ("length", 20)
+
+
+def test_the_youngest_gives_way_itself() -> None:
+    s = make(num_blocks=5, block_size=4, max_model_len=20)
+    a, b = add(s, request("a", 5), request("b", 8))
+    while not (a.num_preemptions or b.num_preemptions):
+        output, _ = step(s)
+    assert a.num_preemptions == 0
+    assert list(shares(output)) == ["a"]
+    assert list(s.waiting) == ["b"]
+
+
+def test_a_request_preempted_while_its_last_token_is_in_flight_still_ends() -> None:
+    s = make(num_blocks=5, block_size=2, max_model_len=9)
+    _, b = add(s, request("a", 3, max_tokens=6), request("b", 4, max_tokens=2))
+    first = plan(s)
+    second = plan(s)
+    give(s, first)
+    third = plan(s)  # a needs a third block, b waits for its last token
+    assert (b.num_preemptions, list(shares(third))) == (1, ["a"])
+    news = give(s, second)
+    assert [(n.request_id, n.finish_reason) for n in news] == [("a", None), ("b", "length")]
+    assert plan(s).removed == []
+    assert third.removed == ["b"]
+
+
+def test_an_admission_leaves_a_block_for_each_running_request() -> None:
+    s = make(num_blocks=6, block_size=4, max_model_len=24)
+    add(s, request("a", 8), request("b", 12))
+    assert list(shares(step(s)[0])) == ["a", "b"], "2 + 3 blocks, and one spare for a"
+    s = make(num_blocks=5, block_size=4, max_model_len=20)
+    add(s, request("a", 8), request("b", 12))
+    assert list(shares(step(s)[0])) == ["a"]
+
+
+def test_a_lone_request_may_use_the_whole_cache() -> None:
+    s = make(num_blocks=5, block_size=4, max_model_len=21)
+    add(s, request("a", 17, max_tokens=4))
+    while s.has_work():
+        _, news = step(s)
+    assert (news[0].finish_reason, s.stats().num_preemptions) == ("length", 0)
+
+
+# Prefix cache
+
+
+def test_equal_prompts_of_one_step_share_their_blocks() -> None:
+    s = make(block_size=4)
+    add(s, *(request(name, [*range(10)]) for name in "abcd"))
+    output = plan(s)
+    assert shares(output) == {"a": (0, 10), "b": (8, 2), "c": (8, 2), "d": (8, 2)}
+    assert s.stats().num_free_blocks == 100 - 2 - 4
+
+
+def test_the_next_turn_of_a_chat_finds_prompt_and_answer() -> None:
+    s = make(block_size=4)
+    (r,) = add(s, request("a", 5, max_tokens=30))
+    first = plan(s)
+    for token in (11, 12, EOS):
+        second = plan(s)
+        give(s, first, token)
+        first = second
+    give(s, first)
+    assert r.finish_reason == "stop"
+    assert len(r.token_ids) == 8
+    add(s, request("b", [*r.token_ids, 50, 51, 52]))
+    output, [news] = step(s)
+    assert shares(output) == {"b": (8, 3)}, "the end of text was computed by the dropped share, so its block is full"
+    assert news.num_cached_tokens == 8
+    stats = s.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (5 + 11, 8)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (5 + 3, 4)
+
+
+def test_a_fully_cached_prompt_computes_its_last_block() -> None:
+    s = make(block_size=4)
+    add(s, request("a", [*range(8)]))
+    step(s)
+    add(s, request("b", [*range(8)]))
+    assert shares(step(s)[0])["b"] == (4, 4)
+
+
+def test_cache_salt() -> None:
+    s = make(block_size=4)
+    add(s, request("a", [*range(9)]), request("b", [*range(9)], salt="x"), request("c", [*range(9)], salt="x"))
+    assert shares(step(s)[0]) == {"c": (8, 1), "a": (0, 9), "b": (0, 9)}
+
+
+def test_no_prefix_caching() -> None:
+    s = make(block_size=4, enable_prefix_caching=False)
+    add(s, request("a", [*range(9)]), request("b", [*range(9)]))
+    assert shares(step(s)[0]) == {"a": (0, 9), "b": (0, 9)}
+    assert (s.stats().prefix_queries, s.stats().prefix_hits) == (0, 0)
+
+
+def test_reset_prefix_cache() -> None:
+    s = make(block_size=4)
+    add(s, request("a", [*range(9)], max_tokens=1))
+    output = plan(s)
+    assert not s.reset_prefix_cache()
+    give(s, output)
+    assert s.reset_prefix_cache()
+    add(s, request("b", [*range(9)]))
+    assert shares(step(s)[0]) == {"b": (0, 9)}
+
+
+# Coming and going
+
+
+def test_admission_tells_all_and_is_a_copy() -> None:
+    s = make(block_size=4)
+    (r,) = add(s, request("a", 6, temperature=0.5))
+    first = plan(s)
+    [admission] = first.admitted
+    assert (admission.request_id, admission.token_ids, admission.num_prompt_tokens) == ("a", r.token_ids, 6)
+    assert (admission.num_computed_tokens, admission.block_ids) == (0, [0, 1])
+    assert (admission.sampling.temperature, admission.seed) == (0.5, 1)
+    tokens, block_ids = list(admission.token_ids), list(admission.block_ids)
+    give(s, first)
+    for _ in range(5):
+        step(s)
+    assert (admission.token_ids, admission.block_ids) == (tokens, block_ids)
+
+
+def test_add_refuses_what_can_never_run() -> None:
+    s = make(num_blocks=4, block_size=4, max_model_len=20)
+    with pytest.raises(ValueError, match=r"prompt has 0 tokens.* from 1 to 19"):
+        s.add(request("a", 0))
+    with pytest.raises(ValueError, match=r"prompt has 20 tokens.* from 1 to 19.*max_model_len=20"):
+        s.add(request("a", 20))
+    with pytest.raises(ValueError, match=r"10 tokens with max_tokens=8 .* cache of 16 tokens; max_tokens=7 would fit"):
+        s.add(request("a", 10, max_tokens=8))
+    with pytest.raises(ValueError, match=r"10 tokens with max_tokens=10 .* max_tokens=7 would fit"):
+        s.add(request("a", 10, max_tokens=None))
+    with pytest.raises(ValueError, match=r"18 tokens .* a prompt of 16 tokens would fit"):
+        s.add(request("a", 18, max_tokens=1))
+    assert not s.has_work()
+    s.add(request("a", 10, max_tokens=7))
+    with pytest.raises(ValueError, match="'a' is in use"):
+        s.add(request("a"))
+    s.add(request("b", 16, max_tokens=1))
+    while s.has_work():
+        step(s)
+
+
+def test_abort_a_waiting_request() -> None:
+    s = make(max_num_seqs=1)
+    _, b = add(s, request("a"), request("b"))
+    step(s)
+    assert s.abort("b")
+    assert not s.abort("b")
+    assert not s.abort("never heard of")
+    s.check()
+    assert b.finish_reason == "abort"
+    assert step(s)[0].removed == [], "it had no row"
+
+
+def test_abort_a_running_request_with_two_steps_in_flight() -> None:
+    s = make()
+    add(s, request("a"), request("b"))
+    first, second = plan(s), plan(s)
+    assert s.abort("a")
+    assert not s.abort("a")
+    s.check()
+    assert [n.request_id for n in give(s, first)] == ["b"]
+    third = plan(s)
+    assert third.removed == ["a"]
+    assert [n.request_id for n in give(s, second)] == ["b"]
+    assert s.stats().num_free_blocks == 100 - 2
+
+
+def test_an_id_may_be_used_again_while_its_old_token_is_in_flight() -> None:
+    s = make()
+    add(s, request("a", 3))
+    first = plan(s)
+    s.abort("a")
+    (again,) = add(s, request("a", 2))
+    second = plan(s)
+    assert second.removed == ["a"]
+    assert shares(second) == {"a": (0, 2)}
+    assert give(s, first, 77) == []
+    assert again.token_ids[2:] == []
+    give(s, second, 78)
+    assert again.token_ids[2:] == [78]
+
+
+def test_abort_a_preempted_request() -> None:
+    s = make(num_blocks=5, block_size=4, max_model_len=20)
+    _, b = add(s, request("a", 5), request("b", 8))
+    while not b.num_preemptions:
+        output = plan(s)
+        if not b.num_preemptions:
+            give(s, output)
+    assert output.removed == ["b"]
+    assert s.abort("b")
+    s.check()
+    give(s, output)
+    assert step(s)[0].removed == []
+
+
+def test_rows_to_free_are_told_with_the_next_step_that_runs() -> None:
+    s = make()
+    add(s, request("a", max_tokens=1))
+    step(s)
+    idle = plan(s)
+    assert not idle
+    assert (idle.removed, idle.admitted, idle.num_tokens) == ([], [], 0)
+    add(s, request("b"))
+    assert plan(s).removed == ["a"]
+
+
+def test_news_carry_the_request_s_history() -> None:
+    s = make(max_num_seqs=1)
+    a, b = add(s, request("a", max_tokens=2), request("b", max_tokens=1))
+    _, [news] = step(s)
+    assert 0 < news.queued_time == a.queued_time <= news.scheduled_time == a.scheduled_time
+    step(s)
+    _, [news] = step(s)
+    assert a.scheduled_time <= news.scheduled_time == b.scheduled_time
+    assert (news.num_preemptions, news.num_cached_tokens, news.logprobs) == (0, 0, None)
+
+
+def test_logprobs_reach_their_request() -> None:
+    s = make(max_num_batched_tokens=8)
+    add(s, request("a", 2), request("b", 2, logprobs=1), request("c", 9))
+    output = s.schedule()
+    entry = TokenLogprobs(-0.5, 1, [OTHER], [-0.5])
+    index = [share.request_id for share in output.scheduled].index("b")
+    news = s.update(output, StepResult([OTHER, OTHER, -1], {index: entry}))
+    assert {n.request_id: n.logprobs for n in news} == {"a": None, "b": [entry]}
+
+
+def test_stats_of_the_queues() -> None:
+    s = make(max_num_seqs=2, num_blocks=10, max_model_len=40)
+    add(s, *(request(name, 4) for name in "abc"))
+    step(s)
+    stats = s.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 1)
+    assert (stats.num_blocks, stats.num_free_blocks) == (10, 8)
+    assert stats.kv_cache_usage == pytest.approx(0.2)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (8, 2)
