@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import Protocol
 
+import torch
 import zmq
 
 from engine.core.batch import EngineOutput, SchedulerStats
@@ -130,6 +131,8 @@ def main() -> None:
 
 
 def _start(start: Start) -> tuple[Engine | None, Event]:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))  # on a CPU the front end needs a core of its own
     try:
         engine = Engine(start.config, eos_token_ids=start.eos_token_ids)
     except Exception as error:
