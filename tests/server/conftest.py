@@ -1,71 +1,11 @@
-"""A live server over the fake engine: real sockets, real uvicorn, in a thread."""
+"""Fixtures for tests that talk to a live server."""
 
-import asyncio
 import contextlib
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 from fake_engine import FakeEngine
-
-from server.app import create_app
-from server.settings import ServerConfig
-
-
-@dataclass
-class Live:
-    """A running server."""
-
-    engine: FakeEngine
-    http: httpx.Client
-    port: int
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
-
-    def chat(self, content: str = "Hi", **body: Any) -> httpx.Response:
-        return self.post("/v1/chat/completions", **{"messages": [{"role": "user", "content": content}], **body})
-
-    def complete(self, prompt: Any = "Hi", **body: Any) -> httpx.Response:
-        return self.post("/v1/completions", prompt=prompt, **body)
-
-    def wait_idle(self, seconds: float = 5.0) -> None:
-        """Until the engine works on nothing."""
-        deadline = time.monotonic() + seconds
-        while self.engine.active and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert not self.engine.active
-
-
-@contextlib.contextmanager
-def run_server(engine: FakeEngine, settings: ServerConfig | None = None, **options: Any) -> Iterator[Live]:
-    settings = settings or ServerConfig()
-    app = create_app(engine, settings, **options)
-    config = uvicorn.Config(
-        app, log_config=None, lifespan="on", timeout_graceful_shutdown=2, root_path=settings.root_path
-    )
-    server = uvicorn.Server(config)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio wants to see TCP
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert server.started
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-        yield Live(engine, http, port)
-    server.should_exit = True
-    thread.join(10)
-    listener.close()
-    assert not thread.is_alive()
+from live_server import Live, run_server
 
 
 @pytest.fixture(scope="session")

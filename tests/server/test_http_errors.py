@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Live
 from fake_engine import FakeEngine
+from live_server import Live
 
 from engine.config import ConfigError
 from server.app import create_app
@@ -309,7 +309,7 @@ def test_api_keys(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -
             response = live.http.get(path, headers=headers)
             assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
     for key in (b"Bearer sesame", b"bearer sesame", "Bearer grüße".encode()):
-        assert live.http.get("/v1/models", headers={"Authorization": key}).status_code == 200
+        assert live.http.get("/v1/models", headers={b"Authorization": key}).status_code == 200
     for path in ("/health", "/version", "/metrics", "/", "/ping"):
         assert live.http.get(path).status_code == 200
     monkeypatch.setenv("VLLM_API_KEY", "from the environment")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 
 import pytest
-from conftest import Live
 from fake_engine import FakeEngine
+from live_server import Live
 
 import engine as quire
 from engine.core.batch import SchedulerStats

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Live
 from fake_engine import ANSWER, FakeEngine
+from live_server import Live
 
 from server.settings import ServerConfig
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import Live
 from fake_engine import ANSWER
+from live_server import Live
 from openai import OpenAI
 
 
@@ -40,7 +40,8 @@ def test_chat(client: OpenAI) -> None:
     assert logprobs.content[0].top_logprobs[1].logprob == -1.5
     message = completion.choices[0].message
     again = client.chat.completions.create(
-        model="toy", messages=[{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "And?"}]
+        model="toy",
+        messages=[{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "And?"}],  # type: ignore[list-item]
     )
     assert again.choices[0].finish_reason == "stop", "an answer can be sent back as it came"
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -59,7 +60,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     return backend
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "byte_level": {"eos_token": "<|im_end|>"},
     "sentencepiece": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"},
 }

@@ -106,7 +106,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     ],
     "answer": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The answer is "}],
 }
-TOOL_CHAT = [
+TOOL_CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Use tools."},
     {"role": "user", "content": "Weather?"},
     {
@@ -120,7 +120,7 @@ TOOL_CHAT = [
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def reference(template: str, messages: list, special: dict[str, str] = SPECIAL, **kwargs: Any) -> str:
+def reference(template: str, messages: list, *, special: dict[str, str] = SPECIAL, **kwargs: Any) -> str:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
     return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -134,7 +134,8 @@ def test_renders_as_transformers(template: str, chat: str) -> None:
     messages = CHATS[chat]
     ours = ChatTemplate(template, SPECIAL)
     for generation in (True, False):
-        for kwargs in ({}, {"enable_thinking": False, "date_string": "1 Jan"}):
+        variables: list[dict[str, Any]] = [{}, {"enable_thinking": False, "date_string": "1 Jan"}]
+        for kwargs in variables:
             expected = reference(template, messages, add_generation_prompt=generation, **kwargs)
             assert ours.render(messages, add_generation_prompt=generation, **kwargs) == expected
 
