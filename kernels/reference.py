@@ -18,6 +18,7 @@ from kernels.plan import MIN_TILES, DecodePlan
 from kernels.step import RowState, StepTensors
 
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
+GATHER_ELEMENTS = 1 << 20  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
@@ -167,30 +168,71 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
     query [A, B, M, D]; key, value [A, B, N, D]; mask bool (True: attend) or additive, broadcast to [A, B, M, N].
     """
-    if not soft_cap:
+    if not soft_cap and (mask is None or mask.dtype in (torch.bool, query.dtype)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scores = _wide(query) @ _wide(key).transpose(-1, -2)
-    scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    scores = (_wide(query) @ _wide(key).transpose(-1, -2)).mul_(scale)
+    if soft_cap:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
     return (scores.softmax(-1) @ _wide(value)).to(query.dtype)
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """cache [num_blocks, Hkv, block_size, D], blocks [B, n] -> [Hkv, B, n * block_size, D], a copy."""
-    num_kv_heads, block_size, head_dim = cache.shape[1:]
-    pieces = blocks.flatten() * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)  # (block, head), head-major
-    tokens = cache.view(-1, block_size * head_dim).index_select(0, pieces.flatten())
-    return tokens.view(num_kv_heads, len(blocks), -1, head_dim)
+def _gather(key_cache: Tensor, value_cache: Tensor, blocks: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+    """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D]."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    head_ids = torch.arange(heads.start, heads.stop, dtype=blocks.dtype).unsqueeze(1)
+    pieces = (blocks.flatten() * num_kv_heads + head_ids).flatten()  # (block, head) pairs, head-major
+    shape = (len(heads), len(blocks), -1, head_dim)
+    key = key_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+    value = value_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+    return key, value
 
 
-def _decode_groups(num_blocks: list[int]) -> list[list[int]]:
-    """Groups of sequences that pad to less than twice their size: their block counts have the same number of bits."""
-    groups: dict[int, list[int]] = {}
-    for i, n in enumerate(num_blocks):
-        if n:
-            groups.setdefault(n.bit_length(), []).append(i)
-    return list(groups.values())
+def _decode_one(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: Tensor,
+    context_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    slopes: Tensor | None,
+) -> Tensor:
+    """`paged_attention_decode` for one sequence: query [H, D], table [max_blocks] -> [H, D]."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    oldest = max(context_len - window, 0) if window else 0
+    first_block = oldest // block_size
+    blocks = table[first_block : -(-context_len // block_size)].unsqueeze(0)
+    seen = slice(oldest - first_block * block_size, context_len - first_block * block_size)
+    query = query.view(num_kv_heads, 1, -1, head_dim)
+    bias = None
+    if slopes is not None:
+        bias = slopes.view(num_kv_heads, 1, -1, 1) * torch.arange(oldest - context_len + 1, 1)
+    step = max(GATHER_ELEMENTS // (blocks.shape[1] * block_size * head_dim), 1)
+    out = []
+    for start in range(0, num_kv_heads, step):
+        heads = range(start, min(start + step, num_kv_heads))
+        key, value = _gather(key_cache, value_cache, blocks, heads)
+        mask = None if bias is None else bias[heads.start : heads.stop]
+        q = query[heads.start : heads.stop]
+        out.append(_attend(q, key[:, :, seen], value[:, :, seen], mask, scale, soft_cap))
+    return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, head_dim)
+
+
+def _decode_groups(num_blocks: list[int], most: int) -> list[list[int]]:
+    """The sequences in groups that pad to less than twice their size, and to at most `most` blocks if more than one."""
+    groups: list[list[int]] = []
+    longest = 0
+    for i in sorted(range(len(num_blocks)), key=num_blocks.__getitem__, reverse=True):
+        if num_blocks[i] == 0:
+            break
+        if not groups or 2 * num_blocks[i] <= longest or (len(groups[-1]) + 1) * longest > most:
+            groups.append([])
+            longest = num_blocks[i]
+        groups[-1].append(i)
+    return groups
 
 
 def paged_attention_decode(
@@ -216,56 +258,37 @@ def paged_attention_decode(
     c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. `plan` is the GPU kernel's work map; the
     twin makes its own.
     """
-    batch, num_heads, head_dim = query.shape
+    num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = key_cache.shape[1:3]
-    group_size = num_heads // num_kv_heads
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype)
+    slopes = None if alibi_slopes is None else alibi_slopes.to(_wide_dtype(query))
     lens = context_lens.tolist()
     first_blocks = [max(n - window, 0) // block_size if window else 0 for n in lens]
-    num_blocks = [-(-n // block_size) - f for n, f in zip(lens, first_blocks, strict=True)]
-    for group in _decode_groups(num_blocks):
-        if len(group) == batch:
-            q, member_rows, member_lens = query, rows, context_lens
-        else:
-            members = torch.tensor(group)
-            q, member_rows, member_lens = query[members], rows[members], context_lens[members]
-        group_lens, group_blocks = [lens[i] for i in group], [num_blocks[i] for i in group]
-        first = torch.tensor([first_blocks[i] for i in group]).unsqueeze(1)
-        columns = torch.arange(max(group_blocks)) + first  # [b, n]: which blocks of each table
-        if min(group_blocks) < max(group_blocks):  # padding repeats the last block
-            columns = torch.minimum(columns, first + torch.tensor(group_blocks).unsqueeze(1) - 1)
-        blocks = block_tables[member_rows.unsqueeze(1), columns]
-        key, value = _gather(key_cache, blocks), _gather(value_cache, blocks)  # [Hkv, b, S, D]
-        start = first * block_size
-        newest = member_lens.unsqueeze(1) - 1 - start  # [b, 1]: the query's own token, counted from the first gathered
-        if len(group) == 1:  # no padding: cut to the context
-            low = max(group_lens[0] - window, 0) - int(start) if window else 0
-            key, value = key[:, :, low : int(newest) + 1], value[:, :, low : int(newest) + 1]
-            distance, mask = newest - torch.arange(low, int(newest) + 1), None
-        else:
-            distance = newest - torch.arange(key.shape[2])  # [b, S]
-            unused = (distance < 0).nonzero(as_tuple=True)
-            if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
-                key[:, unused[0], unused[1]] = 0
-                value[:, unused[0], unused[1]] = 0
-            seen = (distance >= 0) & (distance < window) if window else distance >= 0
-            mask = seen[None, :, None]  # [1, b, 1, S]
-            if not window and min(group_lens) == max(group_lens) == key.shape[2]:
-                mask = None
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.view(num_kv_heads, 1, group_size, 1)
-            bias = slopes.to(_wide_dtype(query)) * -distance[None, :, None]  # [Hkv, b, G, S]
-            mask = bias if mask is None else bias.masked_fill_(~mask, -math.inf)
-            mask = mask if soft_cap else mask.to(query.dtype)
-        q = q.view(len(group), num_kv_heads, group_size, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
-        attended = (
-            _attend(q, key, value, mask, scale, soft_cap).transpose(0, 1).reshape(len(group), num_heads, head_dim)
-        )
-        if len(group) == batch:
-            out.copy_(attended)
-        else:
-            out[members] = attended
+    num_blocks = [-(-n // block_size) - first for n, first in zip(lens, first_blocks, strict=True)]
+    for group in _decode_groups(num_blocks, GATHER_ELEMENTS // (num_kv_heads * block_size * head_dim)):
+        if len(group) == 1:
+            i = group[0]
+            table = block_tables[int(rows[i])]
+            out[i] = _decode_one(query[i], key_cache, value_cache, table, lens[i], scale, window, soft_cap, slopes)
+            continue
+        members = torch.tensor(group)
+        first, count = (torch.tensor([x[i] for i in group]).unsqueeze(1) for x in (first_blocks, num_blocks))
+        columns = torch.minimum(torch.arange(num_blocks[group[0]]), count - 1) + first  # padding repeats the last block
+        blocks = block_tables[rows[members].unsqueeze(1), columns]
+        key, value = _gather(key_cache, value_cache, blocks, range(num_kv_heads))  # [Hkv, b, S, D]
+        distance = context_lens[members].unsqueeze(1) - 1 - first * block_size - torch.arange(key.shape[2])  # [b, S]
+        unused = (distance < 0).nonzero(as_tuple=True)
+        if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
+            key[:, unused[0], unused[1]] = 0
+            value[:, unused[0], unused[1]] = 0
+        mask = ((distance >= 0) & (distance < window) if window else distance >= 0)[None, :, None]  # [1, b, 1, S]
+        if slopes is not None:
+            bias = slopes.view(num_kv_heads, 1, -1, 1) * -distance[None, :, None]  # [Hkv, b, G, S]
+            mask = bias.masked_fill_(~mask, -math.inf)
+        q = query[members].view(len(group), num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
+        attended = _attend(q, key, value, mask, scale, soft_cap)
+        out[members] = attended.transpose(0, 1).reshape(len(group), num_heads, head_dim)
     if 0 in lens:
         out[context_lens == 0] = 0
     return out
@@ -311,8 +334,8 @@ def paged_attention_prefill(
         first_block = max(computed + 1 - window, 0) // block_size if window else 0
         origin = first_block * block_size
         blocks = block_tables[row : row + 1, first_block : -(-context // block_size)]
-        key = _gather(key_cache, blocks)[:, :, : context - origin].expand(-1, group_size, -1, -1)  # [Hkv, G, N, D]
-        value = _gather(value_cache, blocks)[:, :, : context - origin].expand(-1, group_size, -1, -1)
+        kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads))
+        key, value = (x[:, :, : context - origin].expand(-1, group_size, -1, -1) for x in kv)  # [Hkv, G, N, D]
         q = query[start:end].view(end - start, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
         windowed = 0 < window < context
         if computed == 0 and not windowed and not soft_cap and slopes is None:
@@ -332,7 +355,6 @@ def paged_attention_prefill(
             mask: Tensor | None = seen
             if slopes is not None:
                 mask = (slopes * -distance).masked_fill_(~seen, -math.inf)
-                mask = mask if soft_cap else mask.to(query.dtype)
             elif high - low == 1:
                 mask = None
             keys = slice(oldest - origin, computed + high - origin)
@@ -524,4 +546,3 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
         first - torch.cat([ends.new_zeros(1), ends])[seq], context_lens[last], rows[last],
     )  # fmt: skip
     plan.work[:, : len(columns)] = torch.stack([c.int() for c in columns], 1)
-

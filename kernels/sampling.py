@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 
@@ -203,17 +204,22 @@ def _random_bits(seed, position, tokens):
 
 
 @triton.jit
-def _gumbel(bits):
+def _log(x, FAST: tl.constexpr):
+    return libdevice.fast_logf(x) if FAST else tl.log(x)
+
+
+@triton.jit
+def _gumbel(bits, FAST: tl.constexpr):
     """-log(-log(1 - w)) for w uniform in (0, 1); a series takes the place of log(1 - w) where w is small."""
     w = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     small = w * (1.0 + w * (0.5 + w * (0.33333334 + w * 0.25)))
-    return -tl.log(tl.where(w < 0.015625, small, -tl.log(1.0 - w)))
+    return -_log(tl.where(w < 0.015625, small, -_log(1.0 - w, FAST)), FAST)
 
 
 @triton.jit
 def _pick_kernel(
     logits, temperature, thresholds, seeds, positions, best_values, best_tokens, stride_row, vocab_size,
-    PIECE: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -224,8 +230,8 @@ def _pick_kernel(
     x = _load_logits(logits + row.to(tl.int64) * stride_row + tokens, tokens < vocab_size)
     t = tl.load(temperature + row)
     if t > 0:
-        noise = _gumbel(_random_bits(tl.load(seeds + row), tl.load(positions + row), tokens))
-        x = tl.where(x >= tl.load(thresholds + row), x / t + noise, NEG_INF)
+        noise = _gumbel(_random_bits(tl.load(seeds + row), tl.load(positions + row), tokens), FAST)
+        x = tl.where(x >= tl.load(thresholds + row), x * (1.0 / t) + noise, NEG_INF)
     value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + piece
     tl.store(best_values + at, value)
@@ -278,7 +284,7 @@ def sample(
     )  # fmt: skip
     _pick_kernel[(batch, num_pieces)](
         logits, temperature, thresholds, seeds, positions, best_values, best_tokens, logits.stride(0), vocab_size,
-        PIECE=PIECE, num_warps=4, **pdl,
+        PIECE=PIECE, FAST=logits.device.type != "cpu", num_warps=4, **pdl,
     )  # fmt: skip
     _reduce_kernel[(batch,)](
         best_values, best_tokens, token_ids,
