@@ -257,6 +257,19 @@ def _dropped_bits(dtype: torch.dtype) -> int:
     return {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]
 
 
+def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit that each row may sample -> [B] float32; -inf where nothing filters. The arguments of `sample`."""
+    batch, vocab_size = logits.shape
+    thresholds = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    aside = torch.empty(batch, ROW_BLOCK, dtype=logits.dtype, device=logits.device)
+    _threshold_kernel[(batch,)](
+        logits, temperature, top_k, top_p, min_p, thresholds, aside, logits.stride(0), vocab_size,
+        SHIFT=_dropped_bits(logits.dtype), BLOCK=ROW_BLOCK, SEARCH_BLOCK=SEARCH_BLOCK, num_warps=16,
+        **pdl_options(logits.device),
+    )  # fmt: skip
+    return thresholds
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -273,21 +286,15 @@ def sample(
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch == 0:
         return token_ids
-    thresholds = torch.empty(batch, dtype=torch.float32, device=logits.device)
-    aside = torch.empty(batch, ROW_BLOCK, dtype=logits.dtype, device=logits.device)
+    thresholds = sampling_thresholds(logits, temperature, top_k, top_p, min_p)
     best_values = torch.empty(batch, num_pieces, dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty(batch, num_pieces, dtype=torch.int32, device=logits.device)
-    pdl = pdl_options(logits.device)
-    _threshold_kernel[(batch,)](
-        logits, temperature, top_k, top_p, min_p, thresholds, aside, logits.stride(0), vocab_size,
-        SHIFT=_dropped_bits(logits.dtype), BLOCK=ROW_BLOCK, SEARCH_BLOCK=SEARCH_BLOCK, num_warps=16, **pdl,
-    )  # fmt: skip
     _pick_kernel[(batch, num_pieces)](
         logits, temperature, thresholds, seeds, positions, best_values, best_tokens, logits.stride(0), vocab_size,
-        PIECE=PIECE, FAST=logits.device.type != "cpu", num_warps=4, **pdl,
+        PIECE=PIECE, FAST=logits.device.type != "cpu", num_warps=4, **pdl_options(logits.device),
     )  # fmt: skip
     _reduce_kernel[(batch,)](
         best_values, best_tokens, token_ids,
-        NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces), num_warps=1, **pdl,
+        NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces), num_warps=1, **pdl_options(logits.device),
     )  # fmt: skip
     return token_ids
