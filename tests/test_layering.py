@@ -1,0 +1,166 @@
+"""The layers as code: imports run downward only. Reads the source; imports nothing of it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kernels", "engine", "server", "benchmarks")
+
+# A room is a package with its own line here; the modules below it that have no line of their own belong to it.
+# What each room may import of ours: whole rooms, and single modules of others.
+CONTRACT = {"engine.core.batch", "engine.core.sampling_params"}  # between policy and mechanism
+SERVER = {"server", "server.cli", "server.commands.bench", "engine", "engine.text", "engine.models.errors"} | CONTRACT
+ALLOWED = {
+    "kernels": {"kernels"},
+    "engine.models": {"engine.models", "kernels"},
+    "engine.worker": {"engine.worker", "engine.models", "kernels"} | CONTRACT,
+    "engine.core": {"engine.core"},
+    "engine.text": {"engine.text"},
+    "engine.structured": {"engine.structured"},
+    "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
+    "server": SERVER,
+    "server.cli": SERVER | {"benchmarks"},
+    "server.commands.bench": SERVER | {"benchmarks"},
+    "benchmarks": {"benchmarks", "server", "engine", "kernels"}
+    | {"engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
+}
+# What they may not import of others' (a room below `engine` without a line here: as `engine`).
+WEB = {"fastapi", "starlette", "uvicorn"}
+FORBIDDEN = {
+    "kernels": WEB | {"transformers"},
+    "engine": WEB | {"transformers", "triton"},
+    "engine.core": {"*"},  # all but the standard library
+    "engine.text": WEB | {"transformers", "triton", "torch"},
+    "server": {"transformers", "triton", "torch"},
+}
+
+
+def room_of(module: str) -> str | None:
+    """The longest line of the table that is `module` or above it; None: not ours."""
+    while module not in ALLOWED:
+        module, dot, _ = module.rpartition(".")
+        if not dot:
+            return None
+    return module
+
+
+def imports_of(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute name of the module) of every import statement in a file, wherever it stands."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=base, names=names, level=level):
+                if level:
+                    above = package.rsplit(".", level - 1)[0]
+                    base = f"{above}.{base}" if base else above
+                for alias in names:  # `from a.b import c` imports a.b.c if that is a module, else a.b
+                    inner = root.joinpath(*f"{base}.{alias.name}".split("."))
+                    is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
+                    yield node.lineno, f"{base}.{alias.name}" if is_module else str(base)
+            case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[name, *_]):
+                if isinstance(name, ast.JoinedStr) and name.values:
+                    name = name.values[0]
+                if isinstance(name, ast.Constant):
+                    yield node.lineno, str(name.value).rstrip(".")
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        file = path.relative_to(root)
+        module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+        room = room_of(module)
+        assert room, module
+        forbidden = FORBIDDEN.get(room) or FORBIDDEN.get(room.partition(".")[0], set())
+        for line, target in imports_of(path, module, root):
+            top = target.partition(".")[0]
+            if top in PACKAGES:
+                wrong = not {target, room_of(target)} & ALLOWED[room]
+            else:
+                wrong = top == "tests" or top in forbidden or ("*" in forbidden and top not in sys.stdlib_module_names)
+            if wrong:
+                found.append(f"{file}:{line}: {room} may not import {target}")
+    return found
+
+
+def test_imports_run_downward_only() -> None:
+    assert violations(ROOT) == []
+
+
+def test_every_folder_of_the_engine_has_its_line() -> None:
+    folders = {f"engine.{path.parent.name}" for path in ROOT.glob("engine/*/*.py")}
+    assert folders <= ALLOWED.keys()
+
+
+LEGAL = {
+    "kernels/norm.py": "import torch, triton\nfrom kernels import launch\nfrom .launch import run",
+    "kernels/launch.py": "",
+    "engine/__init__.py": "from engine.llm import LLM",
+    "engine/llm.py": "from engine.core.scheduler import Scheduler\nfrom engine.worker import runner\nimport torch",
+    "engine/core/batch.py": "from dataclasses import dataclass\nimport collections.abc",
+    "engine/core/scheduler.py": "from engine.core import batch\nfrom .batch import Scheduled",
+    "engine/worker/runner.py": "import kernels.norm\nfrom engine.core import batch\nfrom engine.models.decoder import Decoder",
+    "engine/models/decoder.py": "import kernels\nfrom . import spec",
+    "engine/models/spec.py": "",
+    "engine/text/tokenizer.py": "import tokenizers",
+    "server/app.py": "import fastapi\nfrom engine import LLM\nimport engine.text.tokenizer, engine.core.batch",
+    "server/cli.py": "from benchmarks import throughput",
+    "benchmarks/throughput.py": "import engine.llm",
+}
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_the_checker_accepts_what_is_legal(tmp_path: Path) -> None:
+    write(tmp_path, LEGAL)
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "target"),
+    [
+        ("kernels/norm.py", "from engine.models import spec", "engine.models.spec"),
+        ("kernels/norm.py", "from engine import LLM", "engine"),
+        ("engine/models/decoder.py", "import engine.core.batch", "engine.core.batch"),
+        ("engine/models/decoder.py", "from ..worker import runner", "engine.worker.runner"),
+        ("engine/worker/runner.py", "from engine.core.scheduler import Scheduler", "engine.core.scheduler"),
+        ("engine/worker/runner.py", "from engine.core import scheduler", "engine.core.scheduler"),
+        ("engine/worker/runner.py", "from engine.llm import LLM", "engine.llm"),
+        ("engine/core/scheduler.py", "from engine.worker import runner", "engine.worker.runner"),
+        ("engine/core/scheduler.py", "import numpy as np", "numpy"),
+        ("engine/core/scheduler.py", "def f():\n    import torch", "torch"),
+        ("engine/core/scheduler.py", "if TYPE_CHECKING:\n    from ..text.tokenizer import T", "engine.text.tokenizer"),
+        ("engine/core/scheduler.py", "from .. import llm", "engine.llm"),
+        ("engine/text/tokenizer.py", "from engine.models.spec import ModelSpec", "engine.models.spec"),
+        ("engine/text/tokenizer.py", "import torch", "torch"),
+        ("engine/llm.py", "from server.app import app", "server.app"),
+        ("engine/llm.py", "import kernels", "kernels"),
+        ("engine/llm.py", "from tests.toy import Toy", "tests.toy"),
+        ("server/app.py", "import torch.nn as nn", "torch.nn"),
+        ("server/app.py", "from engine import worker", "engine.worker"),
+        ("server/app.py", "from engine.core.scheduler import Scheduler", "engine.core.scheduler"),
+        ("server/app.py", "import kernels", "kernels"),
+        ("server/app.py", "from benchmarks import throughput", "benchmarks.throughput"),
+        ("server/app.py", "importlib.import_module('benchmarks.throughput')", "benchmarks.throughput"),
+        ("server/app.py", "importlib.import_module(f'benchmarks.{name}')", "benchmarks"),
+        ("server/cli.py", "import torch", "torch"),
+        ("benchmarks/throughput.py", "import tests.toy", "tests.toy"),
+    ],
+)
+def test_the_checker_finds_a_violation(tmp_path: Path, file: str, text: str, target: str) -> None:
+    write(tmp_path, LEGAL | {file: text})
+    [found] = violations(tmp_path)
+    assert found.startswith(f"{file}:")
+    assert found.endswith(f"may not import {target}")
