@@ -246,7 +246,7 @@ def paged_attention_decode(
     alibi_slopes: Tensor | None = None,
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
-    num_stages: int = 5,
+    num_stages: int = 3,
     num_warps: int = 2,
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.

@@ -38,7 +38,7 @@ class DecodePlan:
     ) -> DecodePlan:
         """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy."""
         if not num_programs:
-            num_programs = (4 if head_dim <= 64 else 2) * torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
 
         def int32(*shape: int) -> Tensor:
