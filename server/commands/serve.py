@@ -14,6 +14,7 @@ import ssl
 import stat
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, add_flags
@@ -53,8 +54,12 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, settings, listener))
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(config, settings, listener))
+        finally:
+            if settings.uds:
+                Path(settings.uds).unlink(missing_ok=True)
 
 
 def listen(settings: ServerConfig) -> socket.socket:

@@ -1,0 +1,431 @@
+"""The command line, each command as a user runs it: a process, its output, its exit code."""
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server import cli
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+QUIRE = [sys.executable, "-m", "server.cli"]
+SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "512"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    write_model = runpy.run_path(str(ROOT / "tests" / "engine" / "tiny_model.py"))["write_model"]
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def quire(*words: str, stdin: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*QUIRE, *words], cwd=ROOT, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=60, **more
+    )
+
+
+class Server:
+    """A `quire serve` of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [*QUIRE, "serve", *words],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # as `setsid`: a terminal's Ctrl-C is sent by hand here
+        )
+        self.errors: list[str] = []
+        self._reader = threading.Thread(target=self._read_errors)
+        self._reader.start()
+        self.lines: list[str] = []
+        self.url = ""
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    def wait_ready(self) -> "Server":
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := re.match(r"  API +(http\S+)/v1$", line):
+                self.url = match[1]
+            if line.startswith(("  chat page", "Ready: tiny at")):
+                return self
+        raise AssertionError("".join(self.errors))
+
+    def stop(self, *signals: signal.Signals) -> int:
+        for number in signals:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            self._reader.join(10)
+            assert self.process.stdout is not None
+            assert self.process.stderr is not None
+            self.process.stdout.close()
+            self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(model: Path, *words: str) -> Iterator[Server]:
+    server = Server(str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "0", *SMALL, *words)
+    try:
+        yield server.wait_ready()
+    finally:
+        if server.process.returncode is None:
+            server.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with serving(model) as server:
+        yield server
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def stream(url: str, finished: list[str], max_tokens: int = 3000) -> threading.Thread:
+    """Reads a long completion in a thread; its last two events are left in `finished`. Returns when it has begun."""
+    begun = threading.Event()
+
+    def read() -> None:
+        body = {"prompt": "a", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            events = []
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    events.append(line.removeprefix("data: "))
+                    begun.set()
+        finished.extend(events[-2:])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(20)
+    return thread
+
+
+# Help and wrong command lines
+
+
+def test_help_teaches_and_needs_no_torch() -> None:
+    result = quire("--help")
+    assert result.returncode == 0
+    for text in ("quire serve Qwen/Qwen3-0.6B", "quire chat", "quire generate", "quire bench"):
+        assert text in result.stdout
+    code = "import server.cli, sys; assert not {'torch', 'fastapi', 'tokenizers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"quire \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "bench"])
+def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert ("examples:" in shown) or command == "bench"
+    assert ("--max-model-len" in shown) or command == "bench"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["sreve"], 2, "invalid choice: 'sreve'"),
+        (
+            ["serve", "m", "--max-model-length", "3"],
+            2,
+            "unknown option --max-model-length (did you mean --max-model-len?)",
+        ),
+        (["bench", "nothing"], 2, "invalid choice: 'nothing'"),
+        (["serve", "m", "--port", "70000"], 1, "--port must be an integer at least 0 and at most 65535, got '70000'"),
+        (["serve", "m", "--model", "n"], 1, "the model is named twice: 'm' and --model 'n'"),
+        (["serve", "m", "--config", "/nowhere.yaml"], 1, "/nowhere.yaml: No such file or directory"),
+        (
+            ["serve", "m", "--host", "nowhere.invalid"],
+            1,
+            "host must be an address of this machine, got 'nowhere.invalid'",
+        ),
+        (["chat", "--url", "localhost:8000"], 1, "url must begin with http:// or https://, got 'localhost:8000'"),
+        (["generate", "a", "--file", "b"], 1, "the prompt is given twice"),
+        (["generate", "--file", "/nowhere.txt"], 1, "/nowhere.txt: No such file or directory"),
+        (["generate", "a", "--model", "/nowhere"], 1, "/nowhere: there is no such folder"),
+    ],
+)
+def test_wrong_command_lines(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found: Any = cli.main(words)
+    except SystemExit as exit_:
+        found = exit_.code
+    captured = capsys.readouterr()
+    assert found == code
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+# Serving
+
+
+def test_serve_says_where_it_is(server: Server) -> None:
+    shown = "".join(server.lines)
+    assert "KV cache 8,192 tokens (512 blocks" in shown
+    assert f"Ready: tiny\n  API        {server.url}/v1\n  chat page  {server.url}/\n" in shown
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert "<html" in httpx.get(server.url).text
+    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [(card["id"], card["max_model_len"]) for card in models] == [("tiny", 4096)]
+
+
+def test_client_that_hangs_up_ends_its_request(server: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    end = time.monotonic() + 20
+    while "vllm:num_requests_running{" not in (text := httpx.get(f"{server.url}/metrics").text) or not re.search(
+        r"vllm:num_requests_running\{.*\} 0\.0\n", text
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_port_in_use_is_seen_before_the_model_is(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    result = quire("serve", "/nowhere", "--host", "127.0.0.1", "--port", port)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"quire serve: error: port {port} is in use: stop what listens on 127.0.0.1:{port}, or choose another --port\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_streams_and_exits_with_0(model: Path, number: signal.Signals) -> None:
+    with serving(model) as server:
+        finished: list[str] = []
+        threads = [stream(server.url, finished) for _ in range(3)]
+        start = time.monotonic()
+        assert server.stop(number) == 0
+        assert time.monotonic() - start < 10
+        for thread in threads:
+            thread.join(10)
+        assert [event == "[DONE]" for event in finished] == [False, True] * 3
+        assert {json.loads(e)["choices"][0]["finish_reason"] for e in finished[::2]} == {"abort"}
+        assert "Traceback" not in "".join(server.errors)
+
+
+def test_dead_engine_is_told_to_everyone(model: Path) -> None:
+    with serving(model) as server:
+        finished: list[str] = []
+        thread = stream(server.url, finished)
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        (engine,) = (c for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes())
+        os.kill(int(engine), signal.SIGKILL)
+        thread.join(10)
+        assert "error" in json.loads(finished[0])
+        assert finished[1] == "[DONE]"
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_stopped_while_starting(model: Path) -> None:
+    server = Server(str(model), "--port", "0", *SMALL)
+    time.sleep(1)
+    assert server.stop(signal.SIGTERM) in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert "Traceback" not in "".join(server.errors)
+
+
+def test_unix_socket(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with serving(model, "--uds", str(path)) as server:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get("http://quire/health").status_code == 200
+        taken = quire("serve", "/nowhere", "--uds", str(path))
+        assert (taken.returncode, f"uds {path} is in use" in taken.stderr) == (1, True)
+        assert server.stop(signal.SIGTERM) == 0
+    assert not path.exists()
+
+
+def test_model_that_cannot_start_is_one_line(model: Path) -> None:
+    result = quire("serve", str(model), "--port", "0", "--device", "cpu", "--num-gpu-blocks-override", "2")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("quire serve: error: the KV cache has room for 32 tokens")
+    assert "--max-model-len 32" in last
+    assert "Traceback" not in result.stderr
+
+
+def test_yaml_and_environment_reach_the_server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: {model}\nmax-model-len: 1k\nport: 0\n")
+    monkeypatch.setitem(ENVIRONMENT, "QUIRE_MAX_MODEL_LEN", "512")
+    monkeypatch.setitem(ENVIRONMENT, "QUIRE_HOST", "127.0.0.1")
+    server = Server("--config", str(file), *SMALL)
+    try:
+        server.wait_ready()
+        assert "context 512" in server.lines[0]
+    finally:
+        server.stop(signal.SIGTERM)
+
+
+# Generating and chatting
+
+
+def test_generate_from_argument_file_and_standard_input(model: Path, tmp_path: Path) -> None:
+    common = ["generate", "--model", str(model), *SMALL, "--temperature", "0", "--max-tokens", "10"]
+    given = quire(*common, "Once")
+    assert given.returncode == 0
+    assert len(given.stdout) > 1
+    assert "KV cache" in given.stderr
+    file = tmp_path / "prompt.txt"
+    file.write_text("Once\n")
+    assert quire(*common, "--file", str(file)).stdout == given.stdout
+    assert quire(*common, stdin="Once\n").stdout == given.stdout
+
+
+def test_chat_with_a_server(server: Server) -> None:
+    words = ["chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0"]
+    result = quire(*words, stdin="Hi\n/new\nHi\n/system Be brief.\n/help\nHi\n/quit\nnot read\n")
+    assert (result.returncode, result.stderr) == (0, "")
+    first = quire(*words, stdin="Hi\n").stdout
+    assert result.stdout.startswith(first + "A new conversation.\n" + first)
+    assert "with the system prompt: Be brief." in result.stdout
+    assert "/quit" in result.stdout
+
+
+def test_chat_goes_on_after_a_refusal(server: Server) -> None:
+    result = quire("chat", "--url", server.url, "--max-tokens", "4", stdin=f"{'x' * 5000}\nHi\n")
+    assert result.returncode == 0
+    assert "maximum context length is 4096" in result.stdout
+    assert "/new begins a new conversation" in result.stdout
+
+
+def test_chat_in_process(model: Path, server: Server) -> None:
+    words = ["--max-tokens", "8", "--temperature", "0"]
+    own = quire("chat", "--model", str(model), *SMALL, *words, stdin="Hi\nAnd?\n")
+    assert own.returncode == 0
+    assert own.stdout == quire("chat", "--url", server.url, *words, stdin="Hi\nAnd?\n").stdout
+
+
+def test_ctrl_c_stops_the_answer_not_the_chat(server: Server) -> None:
+    with subprocess.Popen(
+        [*QUIRE, "chat", "--url", server.url, "--max-tokens", "3000"],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as chat:  # fmt: skip
+        try:
+            assert chat.stdin is not None
+            assert chat.stdout is not None
+            chat.stdin.write(b"Hi\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(1)
+            chat.send_signal(signal.SIGINT)
+            out, err = chat.communicate(b"/system x\n/quit\n", timeout=20)
+        finally:
+            chat.kill()
+    assert b"[stopped]" in out
+    assert b"with the system prompt: x" in out
+    assert (chat.returncode, err) == (0, b"")
+
+
+def test_chat_needs_a_server_or_a_template(model: Path, tmp_path: Path, free_port: int) -> None:
+    result = quire("chat", "--url", f"http://127.0.0.1:{free_port}")
+    assert result.returncode == 1
+    assert "no server answers at http://127.0.0.1" in result.stderr
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    result = quire("chat", "--model", str(tmp_path), *SMALL)
+    assert result.returncode == 1
+    assert "has no chat template: it cannot chat; try quire generate" in result.stderr
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# Benchmarks
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, content: str) -> Path:
+        (tmp_path / name).write_text(content)
+        return tmp_path / name
+
+    return write
+
+
+def test_bench_throughput(
+    model: Path, in_folder: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "throughput", "--model", str(model), *SMALL, "--num-runs", "1"]
+    sizes = ["--num-prompts", "4", "--input-len", "10", "--output-len", "5"]
+    assert cli.main([*words, *sizes]) == 0
+    assert "output tokens/s" in capsys.readouterr().out
+    result = json.loads(Path("out/bench/throughput-tiny-random.json").read_text())
+    assert (result["num_requests"], result["num_prompt_tokens"], result["num_output_tokens"]) == (4, 40, 20)
+    assert result["environment"]["torch"]
+    assert result["engine_settings"]["num_gpu_blocks_override"] == 512
+
+    file = in_folder("mine.jsonl", '{"prompt": "abc", "output_len": 3}\n\n{"prompt": "d"}\n')
+    assert cli.main([*words, *sizes, "--dataset-path", str(file), "--output-json", "mine.json"]) == 0
+    result = json.loads(Path("mine.json").read_text())
+    assert (result["num_prompt_tokens"], result["num_output_tokens"]) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        ('{"prompt": "a"}\n{"promt": "a"}', [], "line 2: must be"),
+        ('{"prompt": "a", "output_len": 0}', [], "line 1: must be"),
+        ("", [], "holds no prompt"),
+        (None, [], "No such file"),
+        (
+            '{"prompt": "a"}',
+            ["--output-len", "5000"],
+            "prompt 0 has 1 tokens and asks for 5000, but the context holds 4096",
+        ),
+    ],
+)
+def test_bench_refuses_before_it_runs(
+    model: Path,
+    in_folder: Callable[[str, str], Path],
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    words: list[str],
+    message: str,
+) -> None:
+    if content is not None:
+        in_folder("prompts.jsonl", content)
+    assert cli.main(["bench", "throughput", "--model", str(model), "--dataset-path", "prompts.jsonl", *words]) == 1
+    assert message in capsys.readouterr().err
