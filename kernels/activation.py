@@ -30,7 +30,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See `kernels.reference.silu_and_mul`. Rows must be contiguous, the row stride is free."""
     width = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-    x = x.reshape(-1, 2 * width)
+    x = x.reshape(x.numel() // (2 * width), 2 * width)
     assert x.stride(1) == 1
     if len(x):
         block = min(triton.next_power_of_2(width), 1024)

@@ -42,8 +42,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     assert hidden <= MAX_HIDDEN, f"a row of {hidden} does not fit, at most {MAX_HIDDEN} do"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
-    x = x.reshape(-1, hidden)
-    added = x if residual is None else residual.reshape(-1, hidden)
+    x = x.reshape(x.numel() // hidden, hidden)
+    added = x if residual is None else residual.reshape(x.shape)
     assert x.stride(1) == added.stride(1) == weight.stride(0) == 1
     if len(x):
         block = triton.next_power_of_2(hidden)

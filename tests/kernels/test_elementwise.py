@@ -1,0 +1,136 @@
+"""The norm, activation, rotary and KV store kernels in Triton's interpreter, against their torch twins in float64.
+
+The interpreter rounds float32 to bfloat16 towards zero, so a stored value may be off by one unit in the last place, which
+is twice what a GPU's may be; `close` allows for as many roundings as the operation makes.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels import activation, kv_cache, norm, reference, rotary
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN = float("nan")
+
+
+def close(got, want, roundings):
+    unit = roundings * torch.finfo(got.dtype).eps
+    scale = float(want.abs().nan_to_num().max()) if want.numel() else 0.0  # terms that cancel leave errors of this size
+    torch.testing.assert_close(got.double(), want.double(), rtol=unit, atol=unit * scale / 4, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (2, 2, 1536), (1, 16384), (0, 64)], ids=str)
+def test_norms(shape, dtype):
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5), 3)
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
+    close(total, x.double() + residual.double(), 1)
+    close(normed, reference.rms_norm(total.double(), weight.double(), 1e-5), 3)
+
+
+def test_norm_of_rows_with_a_stride():
+    packed, weight = torch.randn(5, 100), torch.randn(40)
+    x, residual = packed[:, :40], packed[:, 50:90]
+    close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 3)
+    close(norm.add_rms_norm(x, residual, weight, 1e-5)[0], reference.rms_norm(x + residual, weight, 1e-5), 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 2600), (2, 2, 6), (0, 64)], ids=str)
+def test_silu_and_mul(shape, dtype):
+    x = 10 * torch.randn(shape).to(dtype)
+    close(activation.silu_and_mul(x), reference.silu_and_mul(x.double()), 3)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is inf, as on a GPU, where nobody warns
+def test_silu_of_large_numbers():
+    x = torch.tensor([[-1e4, 1e4, -200.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
+    assert activation.silu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]
+
+
+class Step:
+    """A packed projection whose rows have a stride, and a cache of NaN that some tokens are to be written to."""
+
+    def __init__(self, num_heads, num_kv_heads, head_dim, dtype=torch.float32, num_tokens=5, block_size=4):
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        self.qkv = torch.randn(num_tokens, width + 16).to(dtype)[:, :width]
+        self.positions = torch.randint(0, 40, (num_tokens,))
+        self.caches = torch.full((2, num_tokens, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
+        self.slots = torch.randperm(num_tokens * block_size)[:num_tokens]
+        self.slots[1:2] = -1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "num_heads", "num_kv_heads"),
+    [
+        (16, 16, 4, 2),
+        (64, 64, 9, 3),
+        (80, 80, 4, 4),
+        (80, 32, 2, 1),
+        (128, 128, 16, 8),
+        (256, 64, 12, 1),
+        (128, 0, 4, 2),
+    ],
+)
+def test_rope_and_store(head_dim, rotary_dim, num_heads, num_kv_heads, normed, dtype):
+    step = Step(num_heads, num_kv_heads, head_dim, dtype)
+    table = torch.randn(40, rotary_dim) if rotary_dim else None
+    norms = dict(zip(("q_norm", "k_norm"), torch.randn(2, head_dim).to(dtype), strict=True)) if normed else {}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    exact = step.caches.double()
+    query = rotary.rope_and_store(step.qkv, step.positions, table, *step.caches, step.slots, **heads, **norms)
+    want = reference.rope_and_store(
+        step.qkv.double().contiguous(), step.positions, table, *exact, step.slots,
+        **heads, **{name: weight.double() for name, weight in norms.items()},
+    )  # fmt: skip
+    assert query.shape == want.shape
+    close(query, want, 4)
+    close(step.caches, exact, 4)
+
+
+def test_rope_takes_int32_positions_and_one_norm():
+    step = Step(4, 2, 16)
+    table, weight, other = torch.randn(40, 16), torch.randn(16), step.caches.clone()
+    got = rotary.rope_and_store(
+        step.qkv, step.positions.int(), table, *step.caches, step.slots, num_heads=4, num_kv_heads=2, k_norm=weight
+    )
+    want = reference.rope_and_store(
+        step.qkv.contiguous(), step.positions, table, *other, step.slots, num_heads=4, num_kv_heads=2, k_norm=weight
+    )
+    close(got, want, 4)
+    close(step.caches, other, 4)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (3, 80), (12, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv(dtype, num_kv_heads, head_dim, num_tokens):
+    step = Step(1, num_kv_heads, head_dim, dtype, num_tokens)
+    _, key, value = step.qkv.unflatten(1, (1 + 2 * num_kv_heads, head_dim)).split((1, num_kv_heads, num_kv_heads), 1)
+    want = step.caches.clone()
+    kv_cache.store_kv(key, value, *step.caches, step.slots)
+    reference.store_kv(key, value, *want, step.slots)
+    torch.testing.assert_close(step.caches, want, equal_nan=True, rtol=0, atol=0)
+
+
+def test_slots_beyond_two_to_the_31_elements():
+    """Key and value blocks interleave in one allocation, of which two pages are touched."""
+    block = 16 * 64
+    num_blocks = 2**31 // (2 * block) + 2
+    caches = torch.empty(num_blocks, 2, 1, 16, 64, dtype=torch.float16).unbind(1)
+    step = Step(2, 1, 64, torch.float16, num_tokens=2)
+    slots = torch.tensor([num_blocks * 16 - 3, num_blocks * 16 - 2])
+    assert (num_blocks - 1) * caches[0].stride(0) > 2**31
+    _, key, value = step.qkv.view(2, 4, 64).split((2, 1, 1), 1)
+    kv_cache.store_kv(key, value, *caches, slots)
+    assert caches[0][-1, :, 13:15].equal(key.transpose(0, 1))
+    assert caches[1][-1, :, 13:15].equal(value.transpose(0, 1))
+    caches[0][-1], caches[1][-1] = 0, 0
+    rotary.rope_and_store(step.qkv, step.positions, None, *caches, slots, num_heads=2, num_kv_heads=1)
+    assert caches[0][-1, :, 13:15].equal(key.transpose(0, 1))
+    assert caches[1][-1, :, 13:15].equal(value.transpose(0, 1))
