@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -74,7 +73,7 @@ class AsyncEngine:
             raise
         engine = cls(frontend, process)
         try:
-            process.send(Start(dataclasses.replace(config, model=str(frontend.folder)), frontend.eos_token_ids))
+            process.send(Start(frontend.local(config), frontend.eos_token_ids))
             ready = await engine._ready
         except BaseException:
             engine.close()

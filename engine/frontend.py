@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class Frontend:
             context_length(config, spec),
             config.max_logprobs,
         )
+
+    def local(self, config: EngineConfig) -> EngineConfig:
+        """`config` for the engine beside this front end: the model where it was found, by the name that people know."""
+        name = self.folder.name if Path(self.model_name).is_dir() else self.model_name
+        return replace(config, model=str(self.folder), served_model_name=(name,))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import signal
 import sys
@@ -53,8 +52,9 @@ class LLM:
                 raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
         self.config = EngineConfig(model=model, **settings)
         self._frontend = Frontend.load(self.config)
-        local = dataclasses.replace(self.config, model=str(self._frontend.folder))
-        self._engine = Engine(local, eos_token_ids=self._frontend.eos_token_ids, offline=True)
+        self._engine = Engine(
+            self._frontend.local(self.config), eos_token_ids=self._frontend.eos_token_ids, offline=True
+        )
         self._ids = itertools.count()
         self._broken = False
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
