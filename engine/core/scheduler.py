@@ -136,6 +136,7 @@ class Scheduler:
         step, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
         news: list[EngineOutput] = []
+        logprobs = result.logprobs
         for index, (request, token_id) in enumerate(zip(requests, result.token_ids, strict=True)):
             if token_id < 0 or request.finish_reason is not None:
                 continue
@@ -150,7 +151,7 @@ class Scheduler:
                     [token_id],
                     request.finish_reason,
                     request.stop_reason,
-                    [result.logprobs[index]] if index in result.logprobs else None,
+                    [logprobs[index]] if index in logprobs else None,
                     request.num_cached_tokens,
                     request.num_preemptions,
                     request.queued_time,

@@ -144,7 +144,8 @@ class ToyRunner:
             row.block_ids += share.new_block_ids
 
     def _write(self, output: SchedulerOutput) -> None:
-        size, written = self.block_size, {}
+        size = self.block_size
+        written: dict[int, str] = {}
         for share in output.scheduled:
             row = self.rows[share.request_id]
             for position in range(share.start, share.start + share.num_tokens):
