@@ -287,6 +287,7 @@ class _EngineProcess:
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.process", commands, events],
             stdin=subprocess.PIPE,
+            process_group=0,  # a terminal's Ctrl-C is for the parent, even before the child can ignore it
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 

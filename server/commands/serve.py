@@ -25,6 +25,8 @@ from server.settings import ServerConfig
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
 
+FORCE_SECONDS = 2.0  # after a second Ctrl-C, for connections to end
+
 EPILOG = """examples:
   quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
   quire serve Qwen/Qwen3-0.6B --port 9000
@@ -137,6 +139,7 @@ class _Service:
         self._server: Any = None
         self._engine: AsyncEngine | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._deadline = 0.0  # when requests that still run are ended; monotonic seconds
         self._patience = 0.0
 
     @contextlib.contextmanager
@@ -205,15 +208,22 @@ class _Service:
             self._main.cancel()
         elif self._stopping is None:
             self._server.should_exit = True
+            self._deadline = time.monotonic() + self._patience
             self._stopping = asyncio.create_task(self._stop())
+        elif len(self.received) == 2:
+            self._deadline = 0.0
+            asyncio.get_running_loop().call_later(FORCE_SECONDS, self._force)
         else:
-            self._server.force_exit = True
+            self._force()
+
+    def _force(self) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # that requests are cut off is what was asked for
+        self._server.force_exit = True
 
     async def _stop(self) -> None:
         """Give the requests their time, then end them, and those that still trickle in."""
         assert self._engine is not None
-        deadline = time.monotonic() + self._patience
-        while self._engine.num_requests and time.monotonic() < deadline:
+        while self._engine.num_requests and time.monotonic() < self._deadline:
             await asyncio.sleep(0.05)
         while True:
             self._engine.abort_all()

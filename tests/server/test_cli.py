@@ -238,6 +238,19 @@ def test_signal_ends_streams_and_exits_with_0(model: Path, number: signal.Signal
         assert "Traceback" not in "".join(server.errors)
 
 
+def test_second_signal_ends_the_patience(model: Path) -> None:
+    with serving(model, "--shutdown-timeout", "100") as server:
+        finished: list[str] = []
+        thread = stream(server.url, finished)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert server.process.poll() is None
+        assert server.stop(signal.SIGINT) == 0
+        thread.join(10)
+        assert json.loads(finished[0])["choices"][0]["finish_reason"] == "abort"
+        assert "Traceback" not in "".join(server.errors)
+
+
 def test_dead_engine_is_told_to_everyone(model: Path) -> None:
     with serving(model) as server:
         finished: list[str] = []
