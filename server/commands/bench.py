@@ -6,9 +6,10 @@ import argparse
 import importlib
 from typing import Any
 
-BENCHMARKS = {
-    "throughput": "tokens a second offline, all requests given at once",
-    "kernels": "the attention kernels alone, beside the device's limits (GPU)",
+BENCHMARKS = {  # name → (module, what it is)
+    "throughput": ("throughput", "tokens a second offline, all requests given at once"),
+    "engines": ("compare", "the same work on every engine installed: quire, vllm, transformers"),
+    "kernels": ("kernels", "the attention kernels alone, beside the device's limits (GPU)"),
 }
 
 
@@ -17,7 +18,7 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="measure speed",
         description="Measure speed. Each benchmark has its own --help.",
-        epilog="benchmarks:\n" + "\n".join(f"  {name:<12} {text}" for name, text in BENCHMARKS.items()),
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<12} {text}" for name, (_, text) in BENCHMARKS.items()),
     )
     parser.add_argument("benchmark", choices=list(BENCHMARKS), metavar="BENCHMARK", help="one of those below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
@@ -25,5 +26,5 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    module = importlib.import_module(f"benchmarks.{args.benchmark}")
-    return int(module.main(args.rest))
+    module, _ = BENCHMARKS[args.benchmark]
+    return int(importlib.import_module(f"benchmarks.{module}").main(args.rest))

@@ -1,0 +1,133 @@
+"""Configurations of well-known models: a folder with a config.json is all that random weights need, so nothing is downloaded.
+
+Knows Hugging Face's field names; loads nothing.
+
+    python -m benchmarks.model_shapes qwen3-0.6b out/models     # prints the folder
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.config import nearest
+from engine.errors import ConfigError
+
+_COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
+_COMMON |= {"attention_bias": False, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+
+
+def _llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5,
+        "mlp_bias": False,
+        **_COMMON,
+        **more,
+    }
+
+
+def _llama3(
+    *shape: int, tied: bool, factor: float, max_position_embeddings: int = 131072, **more: Any
+) -> dict[str, Any]:
+    scaling = {"factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+    return _llama(
+        *shape,
+        vocab_size=128256,
+        head_dim=shape[1] // shape[3],
+        rope_theta=500000.0,
+        rope_scaling=scaling | {"original_max_position_embeddings": 8192},
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tied,
+        bos_token_id=128000,
+        eos_token_id=128001,
+        **more,
+    )
+
+
+def _qwen3(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, *, tied: bool, **more: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        **_COMMON,
+        **more,
+    }
+
+
+_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-100m": _llama(
+        12,
+        768,
+        2048,
+        12,
+        4,
+        vocab_size=16384,
+        rope_theta=10000.0,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, tied=False),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8, tied=False),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, tied=False, **_MOE),
+    "llama-3.2-1b": _llama3(16, 2048, 8192, 32, 8, tied=True, factor=32.0),
+    "llama-3.1-8b": _llama3(32, 4096, 14336, 32, 8, tied=False, factor=8.0),
+}
+
+
+def model_folder(name: str, root: Path) -> Path:
+    """The folder of a model: `name` itself if it is one, else `root/name`, written for a shape of that name."""
+    given = Path(name).expanduser()
+    if (given / "config.json").is_file():
+        return given.resolve()
+    if name not in SHAPES:
+        raise ConfigError(
+            f"model {name!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}{nearest(name, SHAPES)}"
+        )
+    folder = root.resolve() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1) + "\n")
+    return folder
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python -m benchmarks.model_shapes NAME FOLDER   (names: {', '.join(SHAPES)})")
+    print(model_folder(sys.argv[1], Path(sys.argv[2])))
