@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from kernels import reference
+from kernels.plan import FEW_SEQS as FEW_SEQS
 from kernels.plan import DecodePlan as DecodePlan
 from kernels.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.plan import prefill_tile_queries as prefill_tile_queries
@@ -48,6 +49,8 @@ store_kv = _by_device(reference.store_kv, "kv_cache")
 paged_attention_decode = _by_device(reference.paged_attention_decode, "attention_decode")
 paged_attention_prefill = _by_device(reference.paged_attention_prefill, "attention_prefill")
 sample = _by_device(reference.sample, "sampling")
+sampling_thresholds = _by_device(reference.sampling_thresholds, "sampling")
+random_bits = reference.random_bits
 token_logprobs = reference.token_logprobs
 prepare_step = _by_device(reference.prepare_step, "prepare")
 plan_decode = _by_device(reference.plan_decode, "attention_decode")

@@ -246,8 +246,6 @@ def paged_attention_decode(
     alibi_slopes: Tensor | None = None,
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
-    num_stages: int = 3,
-    num_warps: int = 2,
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
 
@@ -273,7 +271,7 @@ def paged_attention_decode(
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.work)), num_warps=num_warps,
+        STAGES=plan.num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.work)), num_warps=plan.num_warps,
         **pdl_options(query.device),
     )  # fmt: skip
     return out

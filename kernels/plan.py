@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FEW_SEQS = 16  # sequences up to which a decode step is planned for latency
 MIN_TILES = 2  # a program of the decode kernel takes at least so many: below, merging costs more than it spreads
 
 
@@ -15,6 +16,8 @@ class DecodePlan:
     """The work map of a step and the workspace its layers share. `P` programs, `G` query heads for each KV head."""
 
     tile: int  # keys in a tile
+    num_warps: int
+    num_stages: int
     num_kv_heads: int
     work: Tensor  # [P, 8] int32, for each program: its tiles, the tiles of a full share, the sequence it starts in, the tile
     # inside it (head * tiles + tile), that sequence's context length, its row; two unused
@@ -36,7 +39,11 @@ class DecodePlan:
         device: torch.device,
         num_programs: int = 0,
     ) -> DecodePlan:
-        """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy."""
+        """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy.
+
+        For few sequences latency counts, so tiles are small and one warp needs no barrier; for many, bandwidth.
+        """
+        tile, num_warps, num_stages = (32, 1, 3) if max_seqs <= FEW_SEQS or head_dim > 128 else (64, 2, 2)
         if not num_programs:
             num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
@@ -48,18 +55,15 @@ class DecodePlan:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
         return cls(
-            tile=decode_tile(head_dim),
+            tile=tile,
+            num_warps=num_warps,
+            num_stages=num_stages,
             num_kv_heads=num_kv_heads,
             work=int32(num_programs, 8),
             partial_out=float32(num_programs, 2, group, head_dim),
             partial_stats=float32(num_programs, 2, 2, group),
             arrivals=int32(max_seqs * num_kv_heads),
         )
-
-
-def decode_tile(head_dim: int) -> int:
-    """Keys in a tile of the decode kernel."""
-    return 64 if head_dim <= 128 else 32
 
 
 def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

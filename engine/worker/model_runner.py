@@ -80,11 +80,12 @@ class ModelRunner:
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
         self._shape = KVCacheShape.of(spec, options.block_size, options.dtype)
-        self._plan: kernels.DecodePlan | None = None
+        self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
         self._tile_queries = 0
         if self._cuda:
             heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            self._plan = kernels.DecodePlan.allocate(options.max_num_seqs, *heads, device=self.device)
+            limits = sorted({min(kernels.FEW_SEQS, options.max_num_seqs), options.max_num_seqs})
+            self._plans = [kernels.DecodePlan.allocate(n, *heads, device=self.device) for n in limits]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
             self._graph_input = torch.zeros(8 * (options.max_num_seqs + 8), dtype=torch.int32, device=self.device)
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
@@ -185,8 +186,9 @@ class ModelRunner:
     ) -> AttentionMetadata:
         kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, self._batch.state, self._step)
         context_lens = packed[segment : segment + num_seqs]
-        if self._plan is not None and num_decodes:
-            kernels.plan_decode(context_lens[:num_decodes], packed[:num_decodes], self._plan)
+        plan = next((p for p in self._plans if num_decodes <= p.max_seqs), None)
+        if plan is not None and num_decodes:
+            kernels.plan_decode(context_lens[:num_decodes], packed[:num_decodes], plan)
         return AttentionMetadata(
             num_decodes=num_decodes,
             rows=packed[:num_seqs],
@@ -194,7 +196,7 @@ class ModelRunner:
             query_start=packed[2 * segment : 2 * segment + num_seqs + 1],
             context_lens=context_lens,
             slot_mapping=self._step.slot_mapping[:num_tokens],
-            decode_plan=self._plan,
+            decode_plan=plan,
             prefill_tiles=tiles,
         )
 

@@ -39,14 +39,10 @@ class Case:
                 kv[:, block, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
         return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32))
 
-    def decode(self, query, num_programs, **options):
-        plan = DecodePlan.allocate(
-            len(self.rows) + 1, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs
-        )
+    def decode(self, query, num_programs, max_seqs=9, **options):
+        shape = (max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs)
+        plan, expected = DecodePlan.allocate(*shape), DecodePlan.allocate(*shape)
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
-        expected = DecodePlan.allocate(
-            len(self.rows) + 1, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs
-        )
         reference.plan_decode(self.context_lens, self.rows, expected)
         busy = expected.work[:, 0] > 0
         assert plan.work[:, :2].equal(expected.work[:, :2])
@@ -54,15 +50,7 @@ class Case:
         out = torch.full_like(query, NAN)
         for _ in range(2):  # the second run finds the workspace as the first left it
             attention_decode.paged_attention_decode(
-                query,
-                self.kv[0],
-                self.kv[1],
-                self.block_tables,
-                self.rows,
-                self.context_lens,
-                plan=plan,
-                out=out,
-                **options,
+                query, self.kv[0], self.kv[1], self.block_tables, self.rows, self.context_lens, plan=plan, out=out, **options
             )
         assert not plan.arrivals.any()
         return out, reference.paged_attention_decode(
@@ -91,12 +79,13 @@ def options(kind, num_heads):
 SHAPES = [(1, 64, 16), (4, 64, 16), (8, 128, 64), (3, 80, 16), (7, 16, 8), (2, 256, 16), (4, 32, 64)]
 
 
+@pytest.mark.parametrize("max_seqs", [9, 40], ids=["for latency", "for bandwidth"])
 @pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_decode_shapes(group, head_dim, page):
+def test_decode_shapes(group, head_dim, page, max_seqs):
     lens = [1, 300, 64, 130, 0, 17, 0, 128]
     case = Case.make(lens, 2, page, head_dim)
     query = torch.randn(len(lens), 2 * group, head_dim)
-    out, expected = case.decode(query, 5, scale=head_dim**-0.5)
+    out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 

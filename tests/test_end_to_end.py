@@ -1,0 +1,162 @@
+"""The whole of Quire as its user meets it: `quire serve` in processes of its own, and many clients at once on the CPU."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_CLIENTS = 200
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The bundled model behind `quire serve`; the base URL."""
+    port = free_port()
+    log = (tmp_path_factory.mktemp("serve") / "log").open("w+")
+    command = [sys.executable, "-m", "server.cli", "serve", str(demo_model), "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        log.seek(0)
+        assert process.poll() is None, log.read()
+        assert time.monotonic() < deadline, log.read()
+        time.sleep(0.2)
+    yield url
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+    log.close()
+
+
+async def stream(client: httpx.AsyncClient, url: str, number: int, hang_up: bool) -> str:
+    """One client's chat; the text it read. A client that hangs up closes its connection after a few events."""
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"Tell me a story about cat number {number}."}],
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "seed": number,
+        "stream": True,
+    }
+    text, events = "", 0
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                return text
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            events += 1
+            if hang_up and events > 3 + number % 7:
+                return text
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def test_two_hundred_clients_and_half_of_them_hang_up(server: str) -> None:
+    async def run() -> list[str]:
+        limits = httpx.Limits(max_connections=NUM_CLIENTS)
+        async with httpx.AsyncClient(timeout=240, limits=limits) as client:
+            return await asyncio.gather(*(stream(client, server, i, hang_up=i % 2 == 1) for i in range(NUM_CLIENTS)))
+
+    texts = asyncio.run(run())
+    assert all(texts[::2])
+    assert blocks_in_use(server) == 0
+
+
+def blocks_in_use(url: str, patience: float = 30) -> float:
+    """The KV cache's use once it no longer falls, from /metrics."""
+    deadline = time.monotonic() + patience
+    while True:
+        metrics = httpx.get(f"{url}/metrics").text
+        found = re.search(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
+        assert found, metrics
+        usage = float(found[1])
+        if usage == 0 or time.monotonic() > deadline:
+            return usage
+        time.sleep(0.3)
+
+
+def test_the_official_client_chats(server: str) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    model = client.models.list().data[0]
+    messages = [{"role": "user", "content": "Hello! Who are you?"}]
+    answer = client.chat.completions.create(model=model.id, messages=messages, temperature=0, max_tokens=100)
+    assert answer.choices[0].finish_reason == "stop"
+    assert "Quire" in answer.choices[0].message.content
+    chunks = client.chat.completions.create(model=model.id, messages=messages, temperature=0, max_tokens=100, stream=True)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == answer.choices[0].message.content
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def story(story_model: Path) -> list[dict]:
+    return json.loads((story_model / "expected_greedy.json").read_text())
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("max_num_batched_tokens", [16, 64, 2048])
+@pytest.mark.parametrize("num_blocks", [None, 40])
+def test_greedy_text_among_others(story, story_model, prefix_caching, max_num_batched_tokens, num_blocks) -> None:
+    """Token for token what a single request gives, among 64 random ones, whatever the budget, cache size and prefix cache."""
+    from engine import EngineConfig, SamplingParams
+    from engine.engine import Engine
+
+    config = EngineConfig(
+        model=str(story_model),
+        enable_prefix_caching=prefix_caching,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_gpu_blocks_override=num_blocks,
+    )
+    engine = Engine(config, progress=False)
+    rng = random.Random(0)
+    requests = {
+        f"story-{i}": (item["prompt_ids"], SamplingParams(temperature=0, max_tokens=len(item["output_ids"])))
+        for i, item in enumerate(story)
+    }
+    for i in range(64):
+        prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(1, 150))]
+        requests[f"random-{i}"] = (prompt, SamplingParams(temperature=rng.choice([0.0, 1.0]), top_p=0.9, max_tokens=40))
+    order = list(requests)
+    rng.shuffle(order)
+    for request_id in order:
+        engine.add_request(request_id, *requests[request_id])
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
+    while engine.has_work():
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+    for i, item in enumerate(story):
+        assert tokens[f"story-{i}"] == item["output_ids"]
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    if num_blocks and max_num_batched_tokens >= 64:
+        assert stats.num_preemptions > 0
+    engine.close()
