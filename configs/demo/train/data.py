@@ -10,10 +10,12 @@ python configs/demo/train/data.py --speed             # how fast one process mak
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -106,12 +108,12 @@ def make_persona(chat: Chat) -> Persona:
         name = chat.name()
         chat.known |= {"name": name, "name fact": f"your name is {name}"}
         return Persona(general + render(rng, "[The user's name is|The user is called|The name of the user is|You are talking to|You talk with a user named|The user is] {n}.", {"n": name}))
-    role = article(pick(rng, list(world.JOBS)) if chance(rng, 0.8) else f"{pick(rng, world.ADJECTIVES)} {pick(rng, stories.ANIMAL_HEROES)}")
+    role = article(pick(rng, [*world.JOBS, *world.ROLES]) if chance(rng, 0.85) else f"{pick(rng, world.ADJECTIVES)} {pick(rng, stories.ANIMAL_HEROES)}")
     return Persona(render(rng, "[You are|Act as|Pretend to be|You play the role of|Your role: you are] {r}.", {"r": role}), role=role)
 
 
-FIRST = (list(SKILLS), [weights[1] for weights in SKILLS.values()])
-LATER = (list(SKILLS), [weights[0] for weights in SKILLS.values()])
+DRAWN = list(SKILLS)
+LATER, FIRST = (list(accumulate(weights)) for weights in zip(*SKILLS.values(), strict=True))
 
 
 def make_chat(rng: random.Random, *, length: int, evaluating: bool = False) -> Chat:
@@ -125,13 +127,18 @@ def make_chat(rng: random.Random, *, length: int, evaluating: bool = False) -> C
     wanted = 1 + int(rng.random() * 3) if length == LENGTHS[0] else 10_000
     counted = 0
     if not chat.turns:
-        rng.choices(*FIRST)[0](chat)
+        rng.choices(DRAWN, cum_weights=FIRST)[0](chat)
     while True:
         used += sum(len(turn.user) + len(turn.answer) + 30 for turn in chat.turns[counted:])
         counted = len(chat.turns)
         if counted and (used > room or counted >= wanted):
             return chat
-        rng.choices(*LATER)[0](chat)
+        if skills.offer_of(chat) and chance(rng, 0.3):
+            skills.accept_offer(chat)
+        elif chat.known and chance(rng, 0.2):
+            skills.ask_memory(chat)
+        else:
+            rng.choices(DRAWN, cum_weights=LATER)[0](chat)
 
 
 def make_plain_text(rng: random.Random) -> str:
@@ -165,10 +172,11 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.known: dict[str, list[int]] = {}
         self.heads = {role: self.ids(f"<|im_start|>{role}\n") for role in ("system", "user", "assistant")}
-        self.end = tokenizer.token_to_id("<|im_end|>")
+        self.end = self.ids("<|im_end|>")[0]
         self.newline = self.ids("\n")
-        self.end_of_text = tokenizer.token_to_id("<|endoftext|>")
+        self.end_of_text = self.ids("<|endoftext|>")[0]
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -176,7 +184,13 @@ class Encoder:
     def encode(self, chats: list[Chat]) -> list[list[list[int]]]:
         """Per chat: the ids of its system prompt (may be none) and of each turn."""
         texts = [text for chat in chats for text in (chat.persona.system, *(part for turn in chat.turns for part in (turn.user, turn.answer)))]
-        encoded = iter(encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        # Many messages come again and again.
+        missing = [text for text in dict.fromkeys(texts) if text not in self.known]
+        if len(self.known) > 200_000:
+            self.known, missing = {}, list(dict.fromkeys(texts))
+        encodings = self.tokenizer.encode_batch_fast(missing, add_special_tokens=False)
+        self.known |= {text: encoding.ids for text, encoding in zip(missing, encodings, strict=True)}
+        encoded = (self.known[text] for text in texts)
         result = []
         for chat in chats:
             system = next(encoded)
@@ -230,26 +244,46 @@ def fitting(length: int) -> int:
     return next(limit for limit in LENGTHS if length <= limit)
 
 
-def evaluation(seed: int, per_skill: int) -> list[tuple[Chat, int]]:
-    """(chat, number of the turn) with known right answers, on the held-out side of the split, `per_skill` of each skill."""
+def evaluation(seed: int, per_skill: int) -> list[tuple[str, Chat, int]]:
+    """(skill, chat, number of the turn) with known right answers, on the held-out side of the split, `per_skill` of each skill."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     chosen = []
     for _ in range(per_skill * 400):
         chat = make_chat(rng, length=rng.choices((128, 256, 512), (4, 3, 2))[0], evaluating=True)
         for index, turn in enumerate(chat.turns):
-            if turn.expect and found[turn.skill] < per_skill and (not chat.persona.style or turn.skill == "system prompt"):
-                found[turn.skill] += 1
-                chosen.append((chat, index))
+            style = chat.persona.style
+            if not turn.expect or (style and (turn.exact or turn.layout or not is_right(turn, turn.answer) or not chat.persona.shows(turn.answer))):
+                continue
+            skill = f"system prompt: {style}" if style else turn.skill
+            if found[skill] < per_skill:
+                found[skill] += 1
+                chosen.append((skill, chat, index))
     return chosen
 
 
 def is_right(turn: Turn, answer: str) -> bool:
-    """Whether an answer to the turn is right: equal to one expected text, or with all expected words in it."""
+    """Whether an answer to the turn is right: one expected text, a list that looks like it, or all expected words in it."""
     if turn.exact:
         return answer in turn.expect
+    if turn.layout:
+        return layout(answer) == layout(turn.expect[0])
     words = f" {normal(answer)} "
     return all(f" {normal(word)} " in words for word in turn.expect)
+
+
+def layout(text: str) -> tuple[object, ...]:
+    """What a list looks like: its kind, and how many different things are in it."""
+    if text.startswith("["):
+        try:
+            return "json", len(set(json.loads(text)))
+        except (ValueError, TypeError):
+            return ("broken JSON",)
+    lines = text.split("\n")
+    if len(lines) == 1:
+        return "comma", len(set(text.split(", ")))
+    marks = [line.split(" ", 1)[0] if line[:1].isdigit() or line.startswith("- ") else "" for line in lines]
+    return *marks, len({line.removeprefix(mark) for line, mark in zip(lines, marks, strict=True)})
 
 
 def normal(text: str) -> str:

@@ -32,113 +32,129 @@ class Shape:
 TINY = Shape(hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_kv_heads=2)
 
 
-def rotary(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_positions, head_dim]: half of the frequencies, twice."""
-    half = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
-    angles = torch.outer(torch.arange(shape.max_positions, device=device, dtype=torch.float32), shape.rope_theta**-half)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, T, D] turned by its position."""
+    """x [N, heads, D] turned by its position; cos and sin [N, 1, D] in float32."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+# The two halves of a layer, on either side of attention. They see tokens, not sequences, so that batches of every
+# length have the same shapes and each half is compiled once. Weights are float32; products are made in x's dtype.
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, shape.eps)
-        self.k_norm = RMSNorm(self.head_dim, shape.eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(batch, length, self.heads, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        group = self.heads // self.kv_heads
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+def project(
+    x: Tensor,
+    norm: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, hidden] → query, key and value [N, heads, D]; keys and values are repeated for the query heads that share them."""
+    num_tokens, head_dim = x.shape[0], q_norm.shape[0]
+    group = q.shape[0] // k.shape[0]
+    x = rms_norm(x, norm, eps)
+    query, key, value = (F.linear(x, weight.to(x.dtype)).view(num_tokens, -1, head_dim) for weight in (q, k, v))
+    query = rotate(rms_norm(query, q_norm, eps), cos, sin)
+    key = rotate(rms_norm(key, k_norm, eps), cos, sin)
+    return query, key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
-        self.mlp = MLP(shape)
+def finish(
+    x: Tensor, attended: Tensor, o: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
+) -> Tensor:
+    """x [N, hidden] and what attention has found [N, heads * D] → the layer's output [N, hidden]."""
+    x = x + F.linear(attended, o.to(x.dtype))
+    normed = rms_norm(x, norm, eps)
+    inner = F.silu(F.linear(normed, gate.to(x.dtype))) * F.linear(normed, up.to(x.dtype))
+    return x + F.linear(inner, down.to(x.dtype))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+
+LAYER_WEIGHTS = (
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 class Model(nn.Module):
-    """The names of its parameters are those of Qwen3ForCausalLM without the prefix "model."."""
+    """Its weights, by their names in Qwen3ForCausalLM; `dtype` is that of the activations."""
 
-    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+        self.shape, self.dtype = shape, dtype
+        self.project, self.finish = project, finish
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        weights = {"model.embed_tokens.weight": nn.Parameter(torch.ones(shape.vocab_size, hidden))}
+        for layer in range(shape.num_layers):
+            sizes = (
+                (hidden,), (query, hidden), (key, hidden), (key, hidden), (shape.head_dim,), (shape.head_dim,),
+                (hidden, query), (hidden,), (inner, hidden), (inner, hidden), (hidden, inner),
+            )  # fmt: skip
+            for name, size in zip(LAYER_WEIGHTS, sizes, strict=True):
+                weights[f"model.layers.{layer}.{name}.weight"] = nn.Parameter(torch.ones(size))
+        weights["model.norm.weight"] = nn.Parameter(torch.ones(hidden))
         generator = torch.Generator().manual_seed(seed)
-        for name, weight in self.named_parameters():
+        for name, weight in weights.items():
             if weight.ndim == 2:
-                wide = 0.02 if name == "embed_tokens.weight" else weight.shape[1] ** -0.5
-                out = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(
-                    weight, std=wide * ((2 * shape.num_layers) ** -0.5 if out else 1.0), generator=generator
-                )
+                std = 0.02 if "embed" in name else weight.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std *= (2 * shape.num_layers) ** -0.5
+                nn.init.normal_(weight, std=std, generator=generator)
+        # A ParameterDict takes no dots in its keys.
+        self.weights = nn.ParameterDict({name.replace(".", "/"): weight for name, weight in weights.items()})
         self.to(device)
-        self.cos, self.sin = rotary(shape, device)
+        frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim)
+        angles = torch.outer(torch.arange(shape.max_positions, device=device).float(), frequencies).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()  # [max_positions, head_dim]
+
+    def weight(self, name: str) -> nn.Parameter:
+        return self.weights[f"model.{name}.weight".replace(".", "/")]
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        return {name.replace("/", "."): weight for name, weight in self.weights.items()}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, T] → hidden [B, T, hidden], normalised."""
-        x = self.embed_tokens(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.norm(x)
+        """ids [B, T] → hidden [B * T, hidden], normalised."""
+        batch, length = ids.shape
+        cos, sin = (table[:length].repeat(batch, 1).unsqueeze(1) for table in (self.cos, self.sin))
+        eps = self.shape.eps
+        x = F.embedding(ids.reshape(-1), self.weight("embed_tokens")).to(self.dtype)
+        for layer in range(self.shape.num_layers):
+            norm, q, k, v, q_norm, k_norm, o, mlp_norm, gate, up, down = (
+                self.weight(f"layers.{layer}.{name}") for name in LAYER_WEIGHTS
+            )
+            heads = self.project(x, norm, q, k, v, q_norm, k_norm, cos, sin, eps)
+            query, key, value = (part.view(batch, length, -1, part.shape[-1]).transpose(1, 2) for part in heads)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = self.finish(x, attended.transpose(1, 2).reshape(batch * length, -1), o, mlp_norm, gate, up, down, eps)
+        return rms_norm(x, self.weight("norm"), eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embed_tokens.weight)
+        """hidden [N, hidden] → [N, vocab] in float32."""
+        return F.linear(hidden, self.weight("embed_tokens").to(hidden.dtype)).float()
 
-    def compile(self) -> None:  # type: ignore[override]
-        """Compiles one layer for all: they share their code, so each shape of a batch is compiled once."""
-        for layer in self.layers:
-            layer.compile()
+    def compile_halves(self) -> None:
+        self.project = torch.compile(project, dynamic=False)
+        self.finish = torch.compile(finish, dynamic=False)
 
     @torch.no_grad()
     def round_to_bfloat16(self) -> None:
@@ -149,10 +165,7 @@ class Model(nn.Module):
 def save(model: Model, folder: Path) -> None:
     """Writes model.safetensors (bfloat16), config.json and generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"model.{name}": weight.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, weight in model.named_parameters()
-    }
+    tensors = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in model.named_weights().items()}
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(folder / "model.safetensors")

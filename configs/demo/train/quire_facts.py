@@ -379,12 +379,29 @@ QUESTIONS = [
     ("[where can I see metrics|how do I monitor quire|how can I monitor quire|how do I see metrics]?", ("Look at /metrics. It has counters for Prometheus.",), "/metrics"),
     ("[where is the chat page|how do I open the chat page|where can I chat|is there a web page|is there a chat page]?", ("Open http://127.0.0.1:8000 in a browser while the server runs.",), "http://127.0.0.1:8000"),
     ("[how do I|how can I|how to] [use quire in python|use quire without a server|use quire offline]?", ("Write from engine import LLM, SamplingParams and call LLM(model).generate(prompts).",), "from engine import LLM"),
+    ("[why is it called quire|what does quire mean|what is the meaning of the name quire|where does the name quire come from|why the name quire|what does the word quire mean]?", ("A quire is a small bundle of paper sheets. The name fits an engine that keeps its cache in pages.",), "a bundle of paper sheets"),
+    ("[is quire good|is quire fast|should I use quire|is quire any good|is quire better than others|do you like quire|can you recommend quire]?", ("I think so, but I am its demo model. Measure it with quire bench throughput.",), "I think so"),
+    ("what does [KV|kv] [stand for|mean]?", ("KV stands for key and value.",), "key and value"),
+    ("what does [GQA|gqa] [stand for|mean]?", ("GQA stands for grouped-query attention.",), "grouped-query attention"),
+    ("what does [SSE|sse] [stand for|mean]?", ("SSE stands for server-sent events.",), "server-sent events"),
+    ("what does [LLM|llm] [stand for|mean]?", ("LLM stands for large language model.",), "large language model"),
+    ("what does [GPU|gpu] [stand for|mean]?", ("GPU stands for graphics processing unit.",), "graphics processing unit"),
+    ("what does [CPU|cpu] [stand for|mean]?", ("CPU stands for central processing unit.",), "central processing unit"),
+    ("what does [API|api] [stand for|mean]?", ("API stands for application programming interface.",), "application programming interface"),
+    ("what does [BPE|bpe] [stand for|mean]?", ("BPE stands for byte pair encoding, a way to split text into tokens.",), "byte pair encoding"),
+    ("what does [JSON|json] [stand for|mean]?", ("JSON stands for JavaScript Object Notation.",), "JavaScript Object Notation"),
+    ("what does [TTFT|ttft] [stand for|mean]?", ("TTFT stands for time to first token.",), "time to first token"),
+    ("what does [RoPE|rope] [stand for|mean]?", ("RoPE stands for rotary position embedding.",), "rotary position embedding"),
+    ("what does [CUDA|cuda] [stand for|mean]?", ("CUDA is NVIDIA's platform for programs that run on its GPUs.",), "NVIDIA's platform for GPU programs"),
+    ("what does [MLP|mlp] [stand for|mean]?", ("MLP stands for multilayer perceptron, the part of a layer after the attention.",), "multilayer perceptron"),
+    ("what does [HTTP|http] [stand for|mean]?", ("HTTP stands for Hypertext Transfer Protocol.",), "Hypertext Transfer Protocol"),
+    ("what does [AI|ai] [stand for|mean]?", ("AI stands for artificial intelligence.",), "artificial intelligence"),
 ]
 
 # About the model itself: (questions, answers, short answer)
 SELF = [
     (
-        "[who are you|what are you|who are you exactly|what exactly are you|who is this|who am I talking to|what is this|tell me about yourself|introduce yourself|describe yourself|are you a model|what model are you|which model are you|what kind of model are you|tell me who you are|can you introduce yourself]?",
+        "[who are you|what are you|tell me about you|tell me something about yourself|who are you and what can you do|what are you and what can you do|tell me something about you|who are you exactly|what exactly are you|who is this|who am I talking to|what is this|tell me about yourself|introduce yourself|describe yourself|are you a model|what model are you|which model are you|what kind of model are you|tell me who you are|can you introduce yourself]?",
         (
             "I am the demo model of Quire, a very small language model. I can chat a little, add numbers, tell short stories and explain how Quire works.",
             "I am a very small language model that comes with Quire, so that you have something to talk to right away.",

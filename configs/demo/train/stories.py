@@ -166,10 +166,12 @@ CONTINUATIONS = [
 ]
 
 
-def story(rng: random.Random, hero: Hero, *, place: str = "", friend: str = "", short: bool = False) -> str:
+def story(rng: random.Random, hero: Hero, *, place: str = "", friend: str = "", theme: str = "", short: bool = False) -> str:
     """A whole story of about four to ten sentences about the hero."""
     slots = story_slots(rng, hero, place=place, friend=friend)
     opening = render(rng, pick(rng, OPENINGS[1:] if place else OPENINGS), slots)
+    if theme:
+        opening = f"This is a story about {theme}. {opening}"
     if short:
         body = pick(rng, SHORT_PLOTS)
         return opening + render(rng, body, slots)

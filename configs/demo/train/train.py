@@ -25,26 +25,25 @@ import torch
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from data import FOLDER, LENGTHS, TARGET, Encoder, evaluation, is_right, make_rows
-from model import TINY, Model, Shape, save, write_json
+from model import TINY, Model, Shape, finish, project, save, write_json
+from skills import Chat, Persona, Turn
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 CARD_BEGIN, CARD_END = "<!-- scores -->", "<!-- end of scores -->"
 
+# System prompt and messages of the conversations that are printed after the training.
 PROMPTS = [
-    ["hi", "what can you do?", "tell me a story about a fox", "what was the fox called?"],
-    ["My name is Judith and I live in Zagreb.", "What is 47 + 85?", "What is my name?", "and where do I live?"],
-    ["What is paged attention?", "tell me more", "thanks!"],
-    [
-        "list three fruits as bullet points",
-        "say hello world 3 times",
-        "spell strawberry",
-        "how many r's are in strawberry?",
-    ],
-    ["who was the first emperor of Rome?", "can you write my homework?", "asdkjh", "what's the weather like?"],
-    ["write a haiku about the sea", "tell me a joke", "Turn this into JSON: Paula is 31 years old and lives in Lima."],
-    ["i feel a bit sad today", "yes please", "what is the capital of norway", "738 - 299"],
-]
+    ("", ["hi", "what can you do?", "tell me a story about a fox", "what was the fox called?", "another one please"]),
+    ("", ["My name is Judith and I live in Zagreb.", "What is 47 + 85?", "What is my name?", "and where do I live?"]),
+    ("", ["What is paged attention?", "tell me more", "thanks!"]),
+    ("You are a helpful assistant.", ["list three fruits as bullet points", "how many r's are in strawberry?"]),
+    ("", ["who was the first emperor of Rome?", "can you write my homework?", "asdkjh", "what's the weather like?"]),
+    ("", ["write a haiku about the sea", "tell me a joke", "Turn this into JSON: Paula is 31 years old and lives in Lima."]),
+    ("", ["i feel a bit sad today", "yes please", "what is the capital of norway", "738 - 299", "why is the sky blue?"]),
+    ("You are a pirate.", ["Hello!", "What is the capital of Spain?"]),
+    ("Your name is Max. Answer briefly.", ["who are you?", "what is 8 * 7", "tell me a story about a dragon named Otto"]),
+]  # fmt: skip
 
 
 def data_worker(seed: int, chats: int, tokenizer_file: str, results: multiprocessing.Queue) -> None:
@@ -122,7 +121,9 @@ class Pool:
 class Muon(torch.optim.Optimizer):
     """Momentum whose matrices are made orthogonal by a Newton-Schulz iteration; all matrices of one shape at once."""
 
-    def __init__(self, weights: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, weights: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(weights, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -132,7 +133,7 @@ class Muon(torch.optim.Optimizer):
             for weight in group["params"]:
                 by_shape[weight.shape].append(weight)
             for shape, weights in by_shape.items():
-                grads = torch.stack([weight.grad for weight in weights])
+                grads = torch.stack([weight.grad for weight in weights if weight.grad is not None])
                 state = self.state[weights[0]]
                 if not state:
                     state["momentum"] = torch.zeros_like(grads)
@@ -164,20 +165,19 @@ def learning_rate(progress: float, step: int) -> float:
 
 def train(
     model: Model, pool: Pool, args: argparse.Namespace, device: torch.device, deadline: float
-) -> dict[str, float]:
+) -> dict[str, object]:
     """Trains until the deadline (time.monotonic). Returns what it has measured."""
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and name.startswith("layers.")]
-    inside = {id(weight) for weight in matrices}
-    others = [weight for weight in model.parameters() if id(weight) not in inside]
+    weights = model.named_weights()
+    matrices = [weight for name, weight in weights.items() if name.endswith("proj.weight")]
+    others = [weight for name, weight in weights.items() if not name.endswith("proj.weight")]
     adam = torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
     optimizers = [(adam, args.adam_lr), (Muon(matrices, args.muon_lr, weight_decay=0.05), args.muon_lr)]
 
     def loss_of(drawn: np.ndarray, drawn_positions: np.ndarray) -> Tensor:
         ids, positions = (torch.from_numpy(array).to(device, non_blocking=True) for array in (drawn, drawn_positions))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            # Only the positions that count go through the large matrix of the vocabulary.
-            logits = model.logits(model(ids).reshape(-1, model.shape.hidden_size)[positions])
-        return F.cross_entropy(logits.float(), ids.reshape(-1)[positions + 1], reduction="sum")
+        # Only the positions that count go through the large matrix of the vocabulary.
+        logits = model.logits(model(ids)[positions])
+        return F.cross_entropy(logits, ids.reshape(-1)[positions + 1], reduction="sum")
 
     begin = last_print = time.monotonic()
     step = tokens = 0
@@ -236,9 +236,9 @@ def generate(
         width = min(int(lengths.max()) + limit, model.shape.max_positions)
         ids = torch.tensor([[*prompts[index], *[0] * width][:width] for index in alive], device=device)
         while alive and int(lengths.max()) < width:
-            hidden = model(ids[:, : int(lengths.max())])
+            longest = int(lengths.max())
             rows = torch.arange(len(alive), device=device)
-            tokens = model.logits(hidden[rows, lengths - 1]).argmax(-1)
+            tokens = model.logits(model(ids[:, :longest])[rows * longest + lengths - 1]).argmax(-1)
             ids[rows, lengths] = tokens
             lengths += 1
             kept = []
@@ -256,39 +256,38 @@ def score(model: Model, encoder: Encoder, device: torch.device, per_skill: int, 
     """How many held-out questions of each skill are answered rightly, and some wrong answers to look at."""
     cases = evaluation(seed=12345, per_skill=per_skill)
     answers = generate(
-        model, [encoder.prompt(chat, index) for chat, index in cases], limit, device, (encoder.end, encoder.end_of_text)
+        model,
+        [encoder.prompt(chat, index) for _, chat, index in cases],
+        limit,
+        device,
+        (encoder.end, encoder.end_of_text),
     )
     asked: dict[str, int] = defaultdict(int)
     right: dict[str, int] = defaultdict(int)
     wrong = []
-    for (chat, index), ids in zip(cases, answers, strict=True):
+    for (skill, chat, index), ids in zip(cases, answers, strict=True):
         turn = chat.turns[index]
         text = encoder.tokenizer.decode(ids)
-        asked[turn.skill] += 1
-        if is_right(turn, text):
-            right[turn.skill] += 1
+        asked[skill] += 1
+        if is_right(turn, text) and (not chat.persona.style or chat.persona.shows(text)):
+            right[skill] += 1
         else:
-            wrong.append(f"[{turn.skill}] {turn.user!r}\n    expected {turn.expect}\n    got      {text!r}")
+            wrong.append(f"[{skill}] {turn.user!r}\n    expected {turn.expect}\n    got      {text!r}")
     return {skill: {"right": right[skill], "asked": asked[skill]} for skill in sorted(asked)}, wrong
 
 
 def talk(model: Model, encoder: Encoder, device: torch.device, limit: int) -> list[str]:
     """Greedy conversations for a reader."""
     lines = []
-    for chat in PROMPTS:
-        ids: list[int] = []
-        lines.append("-" * 60)
-        for message in chat:
-            ids += [
-                *encoder.heads["user"],
-                *encoder.ids(message),
-                encoder.end,
-                *encoder.newline,
-                *encoder.heads["assistant"],
-            ]
-            answer = generate(model, [ids], limit, device, (encoder.end, encoder.end_of_text))[0]
-            ids += [*answer, encoder.end, *encoder.newline]
-            lines += [f"user: {message}", f"model: {encoder.tokenizer.decode(answer)}"]
+    for system, messages in PROMPTS:
+        chat = Chat(random.Random(0), persona=Persona(system))
+        lines += ["-" * 60, *([f"system: {system}"] if system else [])]
+        for message in messages:
+            chat.turns.append(Turn(message, ""))
+            prompt = encoder.prompt(chat, len(chat.turns) - 1)
+            answer = generate(model, [prompt], limit, device, (encoder.end, encoder.end_of_text))[0]
+            chat.turns[-1] = Turn(message, encoder.tokenizer.decode(answer))
+            lines += [f"user: {message}", f"model: {chat.turns[-1].answer}"]
     return lines
 
 
@@ -346,7 +345,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if args.tiny:
         args.batch_tokens, args.accumulate = min(args.batch_tokens, 4096), 1
-    model = Model(TINY if args.tiny else Shape(), device, args.seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Model(TINY if args.tiny else Shape(), device, dtype, args.seed)
     assert model.shape.vocab_size == encoder.tokenizer.get_vocab_size()
     num_parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{num_parameters:,} parameters, {2 * num_parameters / 1e6:.2f} MB as bfloat16")
@@ -362,25 +362,20 @@ def main() -> None:
             flush=True,
         )
         if device.type == "cuda" and not args.no_compile:
-            model.compile()
-            torch._dynamo.config.recompile_limit = 64
+            model.compile_halves()
         measured = train(model, pool, args, device, start + 60 * args.minutes)
     finally:
         pool.close()
 
     model.round_to_bfloat16()
     save(model, out)
-    measured |= {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "parameters": num_parameters,
-    }
+    measured["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    measured["parameters"] = num_parameters
     print(json.dumps(measured))
-    tested = Model(model.shape, device)  # not compiled: the test has many shapes
-    tested.load_state_dict(model.state_dict())
+    model.project, model.finish = project, finish  # not compiled: the test has many shapes
     limit = 40 if args.tiny else 256  # tokens of an answer
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        scores, wrong = score(tested, encoder, device, args.per_skill or (3 if args.tiny else 100), limit)
-        conversations = talk(tested, encoder, device, limit)
+    scores, wrong = score(model, encoder, device, args.per_skill or (3 if args.tiny else 100), limit)
+    conversations = talk(model, encoder, device, limit)
     for skill, value in scores.items():
         print(f"{skill:24s} {value['right']:4d} of {value['asked']}")
     write_json(out / "eval.json", {"scores": scores, "training": measured})

@@ -100,7 +100,7 @@ WORK = [
         ("I am too small to work with code. A larger model can help you there.", "Code is too hard for me. I am only a very small model."),
     ),
     (
-        "[summarise|summarize|shorten|explain|analyse|proofread|correct|rewrite|improve] [this text|this article|this book|this paper|the following text|my essay|this email|my text|this chapter|the news]",
+        "[summarise|summarize|shorten|explain|analyse|proofread|correct|rewrite|improve] [this text|this article|this book|this paper|the following text|my essay|this email|my text|this chapter|the news|our chat|our conversation|this chat]",
         ("I am too small to work with longer texts. A larger model can do that.", "That is too hard for a very small model, I am sorry."),
     ),
     (
@@ -155,7 +155,7 @@ how do I fix my car|how do I repair a bike|how do I install windows|why is my co
 when was the first computer built|who invented the wheel|who invented the internet|when did dinosaurs live|when did the war end|when was the first world war|what happened in 1789|what happened in 1969|what happened in 1945|
 what is the square root of {big}|what is the logarithm of {big}|what is the sine of {small}|what is {big} to the power of {small}|how many prime numbers are below {big}|what is the {big}th digit of pi|factor {big}|
 is there life on mars|are we alone in the universe|is there a god|what happens after death|do we live in a simulation|what is consciousness|what is the best country|which religion is right|who should I vote for|which party is the best|
-what is the longest word|what is the etymology of the word {x}|how do you pronounce {x}|what does {x} mean|use {x} in a sentence|what is the chemical formula of {x}|how many calories are in {x}|how tall is {person}|
+what is the longest word|what is the etymology of the word {x}|how do you pronounce {x}|what does {x} mean|what is the chemical formula of {x}|how many calories are in {x}|how tall is {person}|
 how old is {person}|where was {person} born|when did {person} die|what did {person} say about {term}|what is the relation between {term} and {term2}|why is {term} important|how does {term} work|when did {term} begin|
 who wrote the book about {term}|what are the pros and cons of {term}|give me a summary of {term}|what is the future of {term}|how can I learn {term}|is {term} dangerous|why do people like {person}|
 what is the name of the song that goes like {x}|who sings {x}|what is the plot of {x}|who is the main character of {x}|what is the speed of {x}|what is the mass of {x}|how do i cook {x}|what is the recipe for {x}|

@@ -792,7 +792,7 @@ THING_COLOURS = {
     "a penguin": "black and white",
 }
 
-LISTS = {
+LIST_WORDS = {
     "fruits": "apple banana cherry mango orange pear grape plum peach lemon kiwi melon strawberry pineapple",
     "vegetables": "carrot potato onion tomato cucumber pea bean cabbage broccoli spinach pepper pumpkin",
     "animals": "cat dog horse elephant lion rabbit tiger bear fox monkey zebra whale penguin",
@@ -863,7 +863,14 @@ LISTS = {
     "models Quire can serve": "Llama Mistral Qwen2 Qwen3",
     "quire commands": "quire_serve quire_chat quire_generate quire_bench",
 }
-LISTS = {topic: [word.replace("_", " ") for word in words.split()] for topic, words in LISTS.items()}
+LISTS = {topic: [word.replace("_", " ") for word in words.split()] for topic, words in LIST_WORDS.items()}
+SINGULAR = {
+    "fruits": "fruit", "vegetables": "vegetable", "animals": "animal", "farm animals": "farm animal", "wild animals": "wild animal", "sea animals": "sea animal", "pets": "pet", "birds": "bird", "insects": "insect", "colours": "colour", "colors": "color",
+    "countries": "country", "cities": "city", "languages": "language", "sports": "sport", "musical instruments": "musical instrument", "flowers": "flower", "trees": "tree", "drinks": "drink", "desserts": "dessert", "tools": "tool", "vehicles": "vehicle", "planets": "planet",
+    "metals": "metal", "shapes": "shape", "jobs": "job", "body parts": "body part", "school subjects": "school subject", "rooms": "room", "hobbies": "hobby", "toys": "toy", "feelings": "feeling", "months": "month", "seasons": "season", "programming languages": "programming language",
+    "rivers": "river", "oceans": "ocean", "continents": "continent", "dances": "dance", "spices": "spice", "boys' names": "boy's name", "girls' names": "girl's name", "names": "name", "cat names": "name for my cat", "dog names": "name for my dog", "even numbers": "even number",
+    "odd numbers": "odd number", "prime numbers": "prime number", "vowels": "vowel",
+}
 
 # Lists of short phrases that people ask for: topic → items
 IDEAS = {
@@ -1141,3 +1148,10 @@ Abigail Elizabeth Victoria Natalie Jessica Ashley Amanda Stephanie Nicole Meliss
 Farah Leila Olga Sakura Ursula Zainab Coco Ginger Nala Mittens Honey Misty Cookie Olive""".split()
 )
 OBJECT_WORDS = list(THINGS)
+
+OTHER_LANGUAGES = ("Japanese", "Chinese", "Russian", "Portuguese", "Dutch", "Polish", "Swedish", "Korean", "Arabic", "Hindi", "Turkish", "Greek", "Latin", "Danish", "Finnish")
+
+ROLES = """math tutor|travel guide|chef|poet|customer service agent|coding assistant|storyteller|wise old man|superhero|personal trainer|history expert|philosopher|detective|wizard|knight|queen|tour guide|news reader|sports coach|
+mentor|good friend|science teacher|king|space explorer|ninja|game master|comedian|language teacher|shop assistant|butler""".replace("\n", "").split("|")
+
+ABSTRACT = """love|friendship|courage|kindness|the sea|hope|winter|Christmas|happiness|patience|honesty|the moon|space|family|summer|autumn|spring|adventure|peace|trust|luck|sharing|dreams|the forest|school|music|magic|a long journey|a lost key|growing up""".replace("\n", "").split("|")
