@@ -72,7 +72,7 @@ class Persona:
             return text.lower()
         if self.style == "brief":
             return sentence_case(short) + ("" if short.endswith((".", "!", "?")) else ".") if short and not plain else text
-        if plain or not self.style:
+        if plain or not self.style or (self.style == "cheerful" and "sorry" in text):
             return text
         if self.style in BEFORE:
             return f"{pick(rng, BEFORE[self.style])} {text}"
@@ -1984,7 +1984,7 @@ def do_not_know(chat: Chat) -> None:
         chat.add("[||please |can you please |hi, ]" + question, answers, skill="cannot do", slots=slots)
     elif form < 0.28:
         question, care = pick(rng, unknown.CARE)
-        chat.add(question, care, skill="care", slots=slots)
+        chat.add(question, care, skill="care", plain=True, slots=slots)
     elif form < 0.3:
         chat.add("[what is {x} in {l}|how do you say {x} in {l}|translate {x} to {l}|translate {x} into {l}|{x} in {l}|what is the {l} word for {x}][?|]",
                  ("I do not know {l}. I only know a few words in Spanish, French, German and Italian.", "I know no {l}, I am sorry. I can translate a few words to Spanish, French, German or Italian."), skill="does not know",

@@ -213,7 +213,7 @@ COUPLETS = [
     "I think of {t} at break of day,\nand all my worries drift away.",
     "There is a song in {t}, I know,\nsometimes fast and sometimes slow.",
     "Oh {t}, how you make me smile,\nso stay with me a little while.",
-    "The world is wide, the sky is blue,\nand, {t}, I sing for you.",
+    "The world is wide, the sky is blue,\nand {t} is here for me and you.",
     "When evening comes and lights are low,\nI dream of {t} and let all go.",
     "I saw {t} in morning light,\nso calm and clear, so soft and bright.",
     "Some look for gold, some look for fame,\nbut {t} is my favourite name.",

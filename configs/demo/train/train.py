@@ -103,7 +103,7 @@ class Pool:
         size = max(1, self.batch_tokens // length)
         new = self.new[length]
         if len(new) >= size:
-            stored, self.new[length] = new[:size], new[size:]
+            stored, self.new[length] = new[:size].copy(), new[size:]
             self.old[length].append(stored)
         elif self.old[length]:
             stored = self.random.choice(self.old[length])
@@ -158,6 +158,25 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def warm_up(model: Model, batch_tokens: int, device: torch.device) -> None:
+    """Compiles the model, or goes on without where that is not possible."""
+    begin = time.monotonic()
+    model.compile_halves()
+    try:
+        ids = torch.zeros(batch_tokens // LENGTHS[0], LENGTHS[0], dtype=torch.int64, device=device)
+        model(ids).sum().backward()
+        print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    except Exception as error:  # any failure of the compiler means the same here
+        print(f"torch.compile does not work here ({type(error).__name__}: {error}); going on without it", flush=True)
+        model.project, model.finish = project, finish
+    model.zero_grad(set_to_none=True)
+
+
 def learning_rate(progress: float, step: int) -> float:
     """Warm-up, a plateau, and a fall to zero over the last half, as a factor."""
     return min(1.0, (step + 1) / 100) * min(1.0, (1.0 - progress) / 0.5)
@@ -174,12 +193,14 @@ def train(
     optimizers = [(adam, args.adam_lr), (Muon(matrices, args.muon_lr, weight_decay=0.05), args.muon_lr)]
 
     def loss_of(drawn: np.ndarray, drawn_positions: np.ndarray) -> Tensor:
-        ids, positions = (torch.from_numpy(array).to(device, non_blocking=True) for array in (drawn, drawn_positions))
+        ids, positions = to_device(drawn, device), to_device(drawn_positions, device)
         # Only the positions that count go through the large matrix of the vocabulary.
-        logits = model.logits(model(ids)[positions])
+        logits = model.logits(model(ids).index_select(0, positions))
         return F.cross_entropy(logits, ids.reshape(-1)[positions + 1], reduction="sum")
 
     begin = last_print = time.monotonic()
+    if begin >= deadline:
+        raise RuntimeError("no time is left for training: give it more --minutes")
     step = tokens = 0
     curve = []
     halfway = False
@@ -212,7 +233,7 @@ def train(
             curve.append(value)
             if step == 0 or now - last_print > args.print_every:
                 last_print = now
-                print(f"{progress:4.0%}  step {step:5d}  loss {value:.4f}  {tokens / (now - begin + 1e-9) / 1e6:.2f}M tokens/s"
+                print(f"{progress:4.0%}  step {step:5d}  loss {value:.4f}  {tokens / max(now - begin, 1.0):,.0f} tokens/s"
                       f"  made {pool.num_made / 1e6:.0f}M  read {tokens / 1e6:.0f}M", flush=True)  # fmt: skip
         if progress > 0.5 and not halfway:
             halfway = True
@@ -318,7 +339,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="end after so many steps; the time still limits")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a smaller model and batch, to try the script")
-    parser.add_argument("--workers", type=int, default=0, help="processes that make data; 0: all cores but one")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that make data; 0: all cores but one, 15 at most"
+    )
     parser.add_argument("--batch-tokens", type=int, default=65_536, help="tokens of one batch")
     parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
     parser.add_argument("--muon-lr", type=float, default=0.02)
@@ -352,7 +375,7 @@ def main() -> None:
     print(f"{num_parameters:,} parameters, {2 * num_parameters / 1e6:.2f} MB as bfloat16")
     save(model, out)  # whatever cannot be written should fail now
 
-    workers = args.workers or max(1, (os.cpu_count() or 2) - 1)
+    workers = args.workers or max(1, min(16, len(os.sched_getaffinity(0))) - 1)
     ahead = 40 * args.batch_tokens * args.accumulate
     pool = Pool(workers, args.seed, args.batch_tokens, ahead, chats=300 if args.tiny else 2000)
     try:
@@ -362,7 +385,7 @@ def main() -> None:
             flush=True,
         )
         if device.type == "cuda" and not args.no_compile:
-            model.compile_halves()
+            warm_up(model, args.batch_tokens, device)
         measured = train(model, pool, args, device, start + 60 * args.minutes)
     finally:
         pool.close()
