@@ -373,38 +373,42 @@ def _int32(x: int) -> int:
     return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of int32 seen as unsigned."""
-    return (x >> bits) & (0xFFFFFFFF >> bits)
+def _fold(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits) of int32 seen as unsigned, a new tensor."""
+    folded = x >> bits
+    folded &= 0xFFFFFFFF >> bits
+    folded ^= x
+    return folded
 
 
 def _mix(x: Tensor, inject: Tensor | int = 0) -> Tensor:
     """A bijection of 32-bit integers whose output bits each depend on every input bit. Products wrap."""
-    x = x ^ _shift(x, 16)
-    x = (x * MIX_A) ^ inject
-    x = x ^ _shift(x, 15)
-    x = x * _int32(MIX_B)
-    return x ^ _shift(x, 16)
+    x = _fold(x, 16)
+    x *= MIX_A
+    x ^= inject
+    x = _fold(x, 15)
+    x *= _int32(MIX_B)
+    return _fold(x, 16)
 
 
 def random_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The counter RNG: seeds [B] int64, positions [B] int32 or int64, token_ids [V] -> [B, V] int32, all bits random.
+    """The counter RNG: int64 seeds, positions and token ids, whose shapes broadcast -> int32, all 32 bits random.
 
     A pure function of (seed, position, token id), so a request's noise is the same whatever else is in the batch. Seed
     and position become two 32-bit keys; a token id is mixed with both.
     """
-    low = ((seeds << 32) >> 32).to(torch.int32)
-    high = (seeds >> 32).to(torch.int32)
+    low, high = (((x << 32) >> 32).to(torch.int32) for x in (seeds, seeds >> 32))
     a = _mix(low ^ _int32(0x9E3779B9))
     b = _mix(high ^ a)
-    first = _mix(((positions.long() << 32) >> 32).to(torch.int32) ^ b)
+    first = _mix(positions.to(torch.int32) ^ b)
     second = _mix(first ^ a)
-    return _mix(token_ids.to(torch.int32) ^ first.unsqueeze(1), second.unsqueeze(1))
+    return _mix(token_ids.to(torch.int32) ^ first, second)
 
 
 def gumbel(bits: Tensor) -> Tensor:
     """Random bits int32 -> Gumbel noise float32: -log(-log(1 - w)), w uniform in (0, 1), finest near 0."""
-    w = torch.where(bits < 0, bits.float() + 2.0**32, bits.float()).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    w = bits.float().add_(bits < 0, alpha=2.0**32)  # seen as unsigned
+    w = w.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return w.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -414,30 +418,29 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     logits [B, V] float32 or float64 without NaN, temperature [B] > 0, the rest as in `sample`. min_p acts first, then
     top_k among its survivors, then top_p on their mass; tokens that tie with the lowest logit all stay.
     """
-    peak = logits.amax(-1, keepdim=True)
     vocab_size = logits.shape[1]
-    temperature, top_p, min_p = (x.to(logits.dtype).unsqueeze(1) for x in (temperature, top_p, min_p))
-    floor = peak + temperature * min_p.log()
-    floor[min_p <= 0] = -math.inf
+    temperature, top_k, top_p, min_p = (x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
+    finite = torch.finfo(logits.dtype)
+    peak = logits.amax(-1, keepdim=True).clamp_(finite.min, finite.max)
+    floor = torch.where(min_p > 0, peak + temperature * min_p.log(), -math.inf)
     # All tokens below `tail` together weigh at most 1 - top_p of the likeliest token alone: top_p's threshold is above.
-    tail = peak + temperature * ((1 - top_p) / vocab_size).log()
-    tail[top_p >= 1] = -math.inf
-    limit = top_k.long().clamp(max=vocab_size).unsqueeze(1)
-    limited = limit > 0
-    needed = torch.where(limited, limit, (logits >= torch.maximum(floor, tail)).sum(-1, keepdim=True))
+    tail = torch.where(top_p < 1, peak + temperature * ((1 - top_p) / vocab_size).log(), -math.inf)
+    limited = (top_k > 0) & (top_k < vocab_size)
+    above = (logits >= torch.maximum(floor, tail)).sum(-1, keepdim=True)
+    needed = torch.where(limited, top_k, above).clamp_(min=1)
     ordered = logits.topk(int(needed.max())).values
-    kth = torch.where(limited, ordered.gather(1, needed.clamp(min=1) - 1), floor)
-    floor = torch.maximum(floor, kth)
+    floor = torch.maximum(floor, torch.where(limited, ordered.gather(1, needed.long() - 1), floor))
 
     def weigh(x: Tensor) -> Tensor:
-        """exp((x - peak) / temperature) as float64, 0 below the floor, 1 at the peak even if that is infinite."""
-        weight = torch.where(x == peak, 0, (x - peak) / temperature).exp_()
-        return weight.masked_fill_(x < floor, 0).double()
+        return ((x - peak) / temperature).exp_().masked_fill_(x < floor, 0)
 
-    nucleus = weigh(ordered).cumsum(-1) >= top_p * weigh(logits).sum(-1, keepdim=True)
-    last = nucleus.to(torch.int8).argmax(-1, keepdim=True)  # the first that reaches the mass
-    reached = (top_p < 1) & nucleus.any(-1, keepdim=True)
-    return torch.where(reached, torch.maximum(floor, ordered.gather(1, last)), floor).squeeze(1)
+    if (top_p < 1).any():
+        reached = weigh(ordered).cumsum(-1, dtype=torch.float64)
+        wanted = top_p * weigh(logits).sum(-1, keepdim=True, dtype=torch.float64)
+        last = (reached < wanted).sum(-1, keepdim=True).clamp_(max=ordered.shape[1] - 1)  # the first to reach the mass
+        nucleus = torch.where(top_p < 1, ordered.gather(1, last), -math.inf)
+        floor = torch.maximum(floor, nucleus)
+    return floor.squeeze(1)
 
 
 def sample(
@@ -459,25 +462,23 @@ def sample(
     wide = _wide(logits)
     if wide.isnan().any():
         wide = torch.where(wide.isnan(), -math.inf, wide)
-    chosen = wide.argmax(-1)
-    random = temperature > 0
-    if not random.any():
-        return chosen
-    if not random.all():
-        chosen[random] = sample(
-            *(x[random] for x in (wide, temperature, top_k, top_p, min_p, seeds, positions)),
-        )
-        return chosen
-    perturbed = wide / temperature.unsqueeze(1)
-    perturbed += gumbel(random_bits(seeds, positions, torch.arange(wide.shape[1], dtype=torch.int32)))
     filtered = ((top_k > 0) & (top_k < wide.shape[1])) | (top_p < 1) | (min_p > 0)
-    if filtered.any():
-        kept = wide[filtered]
-        options = (x[filtered] for x in (temperature, top_k, top_p, min_p))
-        thresholds = torch.full((len(wide), 1), -math.inf, dtype=wide.dtype)
-        thresholds[filtered, 0] = sampling_thresholds(kept, *options)
-        perturbed.masked_fill_(wide < thresholds, -math.inf)
-    return perturbed.argmax(-1)
+    random = temperature > 0
+    chosen = torch.empty(len(wide), dtype=torch.int64)
+    for kind, rows in enumerate((~random, random & ~filtered, random & filtered)):
+        if not rows.any():
+            continue
+        x, t, seed, position = (y[rows] for y in (wide, temperature.unsqueeze(1), seeds, positions))
+        if kind == 1:
+            x /= t
+            x += gumbel(random_bits(seed.unsqueeze(1), position.unsqueeze(1), torch.arange(x.shape[1])))
+        elif kind == 2:  # noise for the few tokens left
+            thresholds = sampling_thresholds(x, temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+            row, token = (x >= thresholds.unsqueeze(1)).nonzero(as_tuple=True)
+            perturbed = x[row, token] / t[row, 0] + gumbel(random_bits(seed[row], position[row], token))
+            x = torch.full_like(x, -math.inf).index_put_((row, token), perturbed)
+        chosen[rows] = x.argmax(-1)
+    return chosen
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -112,6 +112,7 @@ def _threshold_kernel(
     if PDL:
         launch_dependents()
         wait_for_inputs()
+    LOWEST: tl.constexpr = -0x7F800001 >> SHIFT  # the key of -inf
     row = tl.program_id(0)
     t = tl.load(temperature + row)
     k = tl.load(top_k + row)
@@ -129,7 +130,6 @@ def _threshold_kernel(
             best = tl.maximum(best, _load_logits(at + start + lane, start + lane < vocab_size))
         peak = tl.max(best)
         highest = _to_key(peak, SHIFT).to(tl.int64)
-        lowest = _to_key(tl.min(best) * 0 + NEG_INF, SHIFT).to(tl.int64)
         if m > 0:
             threshold = peak + t * tl.log(m)
 
@@ -144,7 +144,7 @@ def _threshold_kernel(
             if k <= BLOCK:
                 tl.store(mine + lane, best)
                 tl.debug_barrier()
-                key = _search(mine, BLOCK, lowest, highest, k, peak, t, NEG_INF, False, SHIFT, SEARCH_BLOCK)
+                key = _search(mine, BLOCK, LOWEST, highest, k, peak, t, NEG_INF, False, SHIFT, SEARCH_BLOCK)
                 bound = _from_key(key, SHIFT)
                 tl.debug_barrier()
 

@@ -1,0 +1,255 @@
+"""Sampling, twin and Triton kernel alike: exact filters, true distributions, and noise that depends on nothing else."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+import kernels
+from kernels import reference, sampling
+
+INF = float("inf")
+# Weights of infinite logits are computed and not used; only numpy, which the interpreter computes with, warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:divide by zero")
+BOTH = pytest.mark.parametrize("module", [reference, sampling], ids=["twin", "triton"])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A few hundred tokens become a vocabulary of many blocks, and more survivors than can be set aside."""
+    monkeypatch.setattr(sampling, "ROW_BLOCK", 64)
+    monkeypatch.setattr(sampling, "SEARCH_BLOCK", 32)
+    monkeypatch.setattr(sampling, "PIECE", 32)
+
+
+def options(batch, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
+    """`sample`'s arguments after the logits, each one number for all rows or a list."""
+
+    def column(value, dtype):
+        return torch.tensor(value if isinstance(value, list) else [value] * batch, dtype=dtype)
+
+    return (
+        column(temperature, torch.float32), column(top_k, torch.int32), column(top_p, torch.float32),
+        column(min_p, torch.float32), torch.arange(batch) if seeds is None else seeds,
+        torch.zeros(batch, dtype=torch.int64) if positions is None else positions,
+    )  # fmt: skip
+
+
+def allowed(logits, temperature, top_k, top_p, min_p):
+    """The slow and sure way: sort, cut, add up. Returns what may be sampled, and whether top_p's cut is too close to call."""
+    peak = max(logits)
+    weights = [math.exp((x - peak) / temperature) for x in logits]
+    kept = sorted((i for i, w in enumerate(weights) if w >= min_p), key=lambda i: -logits[i])
+    if 0 < top_k < len(kept):
+        kept = [i for i in kept if logits[i] >= logits[kept[top_k - 1]]]
+    if top_p < 1:
+        total, mass, last = sum(weights[i] for i in kept), 0.0, kept[-1]
+        for rank, i in enumerate(kept):
+            mass += weights[i]
+            ties_on = rank + 1 < len(kept) and logits[kept[rank + 1]] == logits[i]
+            if not ties_on and abs(mass / total - top_p) < 1e-5:
+                return set(kept), True
+            if mass >= top_p * total:
+                last = i
+                break
+        kept = [i for i in kept if logits[i] >= logits[last]]
+    return set(kept), False
+
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_p": 0.9},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.95, "temperature": 0.6},
+    {"top_k": 9, "top_p": 0.5, "min_p": 0.1, "temperature": 2.0},
+    {"top_p": 0.99, "min_p": 0.001, "temperature": 0.2},
+    {"top_k": -1},
+    {"top_k": 10**6},
+]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_thresholds_are_exact(module, filters, dtype):
+    shapes = [3 * torch.randn(300), torch.randint(0, 4, (300,)).float(), torch.randn(300) - 1000, torch.zeros(300)]
+    logits = torch.stack([*shapes, torch.where(torch.rand(300) < 0.9, -INF, torch.randn(300))]).to(dtype)
+    check_thresholds(module, logits, filters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("filters", [*FILTERS, {"top_k": 200}, {"top_k": 290, "top_p": 0.99}], ids=str)
+def test_thresholds_of_a_vocabulary_of_many_blocks(filters, dtype, small_blocks):
+    check_thresholds(sampling, torch.randn(4, 333).mul(torch.tensor([[0.01], [1], [3], [10]])).to(dtype), filters)
+
+
+def check_thresholds(module, logits, filters):
+    every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    temperature, top_k, top_p, min_p = options(len(logits), **filters)[:4]
+    wide = logits.float()
+    thresholds = module.sampling_thresholds(wide if module is reference else logits, temperature, top_k, top_p, min_p)
+    exact = [float(x[0]) for x in (temperature, top_k, top_p, min_p)]  # as float32 has them
+    for row, threshold in zip(wide, thresholds.tolist(), strict=True):
+        want, unsure = allowed(row.tolist(), exact[0], int(every["top_k"]), exact[2], exact[3])
+        got = set((row >= threshold).nonzero().flatten().tolist())
+        assert unsure or got - want <= set((row == -INF).nonzero().flatten().tolist()), filters
+        assert unsure or want <= got, filters
+
+
+@pytest.mark.parametrize("vary", ["seeds", "positions"])
+@pytest.mark.parametrize(
+    ("module", "draws", "filters"),
+    [
+        (sampling, 300, {"temperature": 0.5}),
+        (reference, 20_000, {}),
+        (reference, 20_000, {"top_k": 5}),
+        (reference, 20_000, {"temperature": 2.0, "top_p": 0.7, "min_p": 0.02}),
+    ],
+)
+def test_samples_follow_the_softmax(module, draws, filters, vary, small_blocks):
+    logits = torch.tensor([1.5, -0.5, 2.0, 0.0, 1.0, -2.0, 1.9, 0.3])
+    # A seed's low bits, its high bits, or the position alone must be enough to make draws independent.
+    varied = {vary: torch.arange(draws) << (33 if vary == "seeds" else 0)}
+    chosen = module.sample(logits.expand(draws, -1).contiguous(), *options(draws, **filters, **varied))
+    every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    keep = sorted(allowed(logits.tolist(), **every)[0])
+    expected = torch.zeros(8).index_copy(0, torch.tensor(keep), (logits[keep] / every["temperature"]).softmax(0))
+    counts = chosen.bincount(minlength=8)
+    assert not counts[expected == 0].any()
+    chi_square = float(((counts - draws * expected) ** 2 / (draws * expected))[keep].sum())
+    assert chi_square < 30  # 7 degrees of freedom: 1 in 10,000
+
+
+def test_noise_reaches_far_into_the_tail():
+    """A token of probability 1e-6 is drawn about as often as that: the noise is not cut off."""
+    draws = 1 << 22
+    noise = reference.gumbel(reference.random_bits(torch.tensor(7), torch.tensor(0), torch.arange(draws)))
+    for threshold in (0.0, 5.0, 9.0, 12.0):
+        expected = draws * -math.expm1(-math.exp(-threshold))
+        assert abs(int((noise > threshold).sum()) - expected) < 5 * math.sqrt(expected)
+    assert noise.isfinite().all()
+    assert abs(float(noise.double().mean()) - 0.5772156649) < 0.003
+
+
+def test_noise_is_finite_at_the_ends():
+    ends = torch.tensor([0, 1, -1, -2, -(2**31), 2**31 - 1], dtype=torch.int32)
+    assert reference.gumbel(ends).isfinite().all()
+    assert float(reference.gumbel(ends[:1])) == pytest.approx(33 * math.log(2))
+
+
+@triton.jit
+def _noise_kernel(seeds, positions, bits, noise, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    tokens = tl.arange(0, BLOCK)
+    random = sampling._random_bits(tl.load(seeds + row), tl.load(positions + row), tokens)
+    tl.store(bits + row * BLOCK + tokens, random.to(tl.int32, bitcast=True))
+    tl.store(noise + row * BLOCK + tokens, sampling._gumbel(random, False))
+
+
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+def test_kernel_and_twin_draw_the_same_bits(position_dtype):
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 2**32, 1 << 31, 123456789123456789])
+    positions = torch.tensor([0, 1, 2**31 - 1, 77, 5, 0, 1 << 20, 3], dtype=position_dtype)
+    bits, noise = torch.empty(8, 512, dtype=torch.int32), torch.empty(8, 512)
+    _noise_kernel[(8,)](seeds, positions, bits, noise, BLOCK=512)
+    assert bits.equal(reference.random_bits(seeds[:, None], positions[:, None], torch.arange(512)))
+    torch.testing.assert_close(noise, reference.gumbel(bits), rtol=1e-5, atol=1e-5)
+
+
+def test_every_input_bit_moves_every_output_bit():
+    def bits(seed, position, token):
+        return reference.random_bits(torch.tensor(seed), torch.tensor(position), token)
+
+    tokens = torch.arange(20_000)
+    seed, position, base = 1234567890123456789, 1000, bits(1234567890123456789, 1000, tokens)
+    changed = [bits(seed ^ (1 << i), position, tokens) for i in range(63)]
+    changed += [bits(seed, position ^ (1 << i), tokens) for i in range(31)]
+    changed += [bits(seed, position, tokens ^ (1 << i)) for i in range(18)]
+    for other in changed:
+        for out in range(32):
+            flips = float((((base ^ other) >> out) & 1).float().mean())
+            assert 0.45 < flips < 0.55
+
+
+@BOTH
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(module):
+    logits = torch.randn(7, 5000)
+    seeds, positions = torch.arange(7) + 100, torch.arange(7) * 3
+    filters = {"temperature": [1.0, 0.7, 0.0, 1.0, 1.2, 1.0, 0.9], "top_k": [0, 20, 0, 0, 40, 0, 0]}
+    filters |= {"top_p": [1, 0.9, 1, 0.95, 1, 1, 0.9], "min_p": [0, 0, 0.1, 0, 0, 0.05, 0]}
+    arguments = options(7, **filters, seeds=seeds, positions=positions)
+    together = module.sample(logits, *arguments)
+    assert together.dtype == torch.int64
+    for order in (torch.randperm(7), torch.tensor([4, 4, 1])):
+        assert module.sample(logits[order], *(x[order] for x in arguments)).equal(together[order])
+    for i in range(7):
+        assert int(module.sample(logits[i : i + 1], *(x[i : i + 1] for x in arguments))) == int(together[i])
+    assert not module.sample(logits, *options(7, **filters, seeds=seeds, positions=positions + 1)).equal(together)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel_and_twin_choose_the_same_tokens(dtype):
+    logits = (3 * torch.randn(16, 2 * sampling.PIECE + 100)).to(dtype)
+    random = torch.rand(4, 16)
+    arguments = options(
+        16,
+        temperature=(random[0] * 1.5).where(random[0] > 0.2, 0).tolist(),
+        top_k=(random[1] * 60).int().tolist(),
+        top_p=(random[2] * 1.5 + 0.05).clamp(max=1).tolist(),
+        min_p=(random[3] - 0.7).clamp(min=0).tolist(),
+        seeds=torch.randint(-(2**63), 2**63 - 1, (16,)),
+        positions=torch.randint(0, 2**20, (16,)).int(),
+    )
+    # Noise differs in its last bits, and sums near top_p do: one row may.
+    assert int((sampling.sample(logits, *arguments) != reference.sample(logits, *arguments)).sum()) <= 1
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_greedy_takes_the_lowest_of_equals(module, dtype):
+    logits = torch.zeros(3, 9000).to(dtype)
+    logits[1, 77], logits[1, 8000] = 3, 3
+    logits[2, 8999] = 1
+    arguments = options(3, temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)
+    assert module.sample(logits, *arguments).tolist() == [0, 77, 8999]
+
+
+@BOTH
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
+def test_infinities_and_nans(module, filters):
+    """-inf and NaN are never taken while another token can be; rows of nothing else give some token of the vocabulary."""
+    rows = 12
+    logits = torch.full((rows, 100), -INF)
+    logits[:8, 41:43] = torch.randn(8, 2)
+    logits[4:8, :41] = float("nan")
+    logits[8, 7] = INF
+    logits[9] = float("nan")
+    logits[10, 50] = float("nan")
+    chosen = module.sample(logits, *options(rows, **filters)).tolist()
+    assert set(chosen[:8]) <= {41, 42}
+    assert chosen[8] == 7
+    assert all(0 <= token < 100 for token in chosen[9:])
+
+
+@BOTH
+def test_rows_may_have_a_stride(module):
+    logits = torch.randn(4, 300)[:, 10:210]
+    arguments = options(4, top_k=20, top_p=0.9)
+    assert module.sample(logits, *arguments).equal(module.sample(logits.contiguous(), *arguments))
+
+
+@BOTH
+def test_an_empty_batch(module):
+    assert module.sample(torch.empty(0, 50), *options(0)).shape == (0,)
+
+
+def test_the_package_picks_the_twin_on_a_cpu():
+    logits = torch.randn(3, 50)
+    assert kernels.sample(logits, *options(3)).equal(reference.sample(logits, *options(3)))
