@@ -126,7 +126,7 @@ class AsyncEngine:
         """
         if sampling.n != 1:
             raise ValueError(f"n must be 1 for one answer (see engine.outputs.with_samples), got {sampling.n}")
-        self._frontend.check(prompt_token_ids, sampling)
+        sampling = self._frontend.check(prompt_token_ids, sampling)
         self._check_alive()
         return self._generate(request_id, prompt_token_ids, sampling, cache_salt)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from engine.models.hub import resolve_model
 from engine.models.spec import ModelSpec
 from engine.text.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,11 @@ class Frontend:
             )
         return self.tokenizer.encode(prompt)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """`ValueError` when the engine could not run this request; says what would be right."""
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
+        """The request's parameters as the engine takes them: texts that are meant for the sampler are token ids.
+
+        `ValueError` when the engine could not run this request; says what would be right.
+        """
         num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
         if not num_prompt:
             raise ValueError("the prompt is empty: it must have at least one token")
@@ -91,9 +93,40 @@ class Frontend:
             raise ValueError(f"logprobs must be at most max_logprobs={self.max_logprobs}, got {sampling.logprobs}")
         if sampling.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
-        for token_id in sampling.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise ValueError(f"stop_token_ids must be below {vocab_size}, got {token_id}")
+        sampling = self._with_tokens(sampling)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "dry_sequence_breakers"):
+            if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
+                raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
+        for word in sampling.bad_words or ():
+            if (highest := max(word)) >= vocab_size:  # type: ignore[operator]
+                raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
+        return sampling
+
+    def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        changes: dict[str, Any] = {}
+        if words := sampling.bad_words:
+            ids = [each for word in words for each in ([word] if isinstance(word, list) else self._spellings(word))]
+            changes["bad_words"] = [list(each) for each in dict.fromkeys(map(tuple, ids))]
+        breakers = sampling.dry_sequence_breakers
+        if sampling.dry_multiplier == 0:
+            changes |= {"dry_sequence_breakers": None} if breakers else {}
+        elif breakers is not None or self.tokenizer is not None:
+            each = DRY_SEQUENCE_BREAKERS if breakers is None else breakers
+            last = [b if isinstance(b, int) else self._encode_part("dry_sequence_breakers", "a" + b)[-1] for b in each]
+            changes["dry_sequence_breakers"] = list(dict.fromkeys(last))
+        return sampling.clone(**changes) if changes else sampling
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """A word at the beginning of a text and after a space: many vocabularies have tokens of their own for the latter."""
+        return [self._encode_part("bad_words", word), self._encode_part("bad_words", " " + word.lstrip())]
+
+    def _encode_part(self, name: str, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{name}: texts need a tokenizer, and there is none (skip_tokenizer_init): give token ids")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise ValueError(f"{name}: {text!r} is no token in this model's vocabulary")
+        return ids
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
@@ -114,13 +147,8 @@ def _default_sampling(config: EngineConfig, folder: Path) -> dict[str, Any]:
     if config.generation_config != "auto" and not (source / "generation_config.json").is_file():
         raise ConfigError(f"generation_config must be auto, vllm or a folder with generation_config.json, got {source}")
     found: dict[str, Any] = read_generation_config(source)
-    known = {f.name for f in fields(SamplingParams)}
-    unknown = {name: value for name, value in found.items() if name not in known}
-    if unknown.pop("repetition_penalty", 1) != 1:
-        _log.warning("%s asks for a repetition penalty, which is not supported: sampling without it", source)
-    defaults = {name: value for name, value in found.items() if name in known}
     try:
-        SamplingParams(**defaults)
+        SamplingParams(**found)
     except ValueError as error:
         raise ConfigError(f"{source / 'generation_config.json'}: {error}") from None
-    return defaults
+    return found

@@ -181,7 +181,7 @@ class LLM:
             if self._frontend.tokenizer is None:
                 raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
             token_ids = self._frontend.tokenizer.encode(text, add_special_tokens)
-        self._frontend.check(token_ids, sampling)
+        sampling = self._frontend.check(token_ids, sampling)
         request_id = str(next(self._ids))
         answers = [
             _Answer(

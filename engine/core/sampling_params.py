@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+_RANGES = (
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("top_n_sigma", -1.0, 100.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 100.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("xtc_probability", 0.0, 1.0),
+)
+_LENGTHS = (("logit_bias", 1024), ("bad_words", 512), ("dry_sequence_breakers", 512))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -11,9 +22,11 @@ class SamplingParams:
 
     `ValueError` names the field, its value and the range when a value is out of range.
 
-    The sampler applies, in this order: `temperature`, `min_p`, `top_k`, `top_p`. `temperature=0` is greedy: the token
-    of the highest logit, whatever the others say. With `seed`, the same request gives the same tokens whatever else is
-    in the batch.
+    The sampler applies, in this order: `logit_bias`, `min_tokens` and `bad_words`, `repetition_penalty`,
+    `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `top_n_sigma`, `temperature`, `min_p`, `top_k`,
+    `top_p`, `typical_p`, XTC. `temperature=0` is greedy: the token of the highest logit once all up to
+    `allowed_token_ids` is done, whatever the rest says. With `seed`, the same request gives the same tokens whatever
+    else is in the batch. Log-probabilities are those of the model's own logits, before any of this.
     """
 
     n: int = 1
@@ -32,6 +45,21 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
 
+    presence_penalty: float = 0.0  # taken from the logit of every token generated so far
+    frequency_penalty: float = 0.0  # the same, as often as it was generated
+    repetition_penalty: float = 1.0  # divides the logits of tokens in prompt and answer; multiplies negative ones
+    logit_bias: dict[int, float] | None = None  # token id → what is added to its logit
+    allowed_token_ids: list[int] | None = None  # no other token is ever sampled
+    bad_words: list[str | list[int]] | None = None  # never generated: texts, which a front end makes into token ids
+    typical_p: float = 1.0  # least mass of the tokens whose surprise is nearest to the expected one
+    top_n_sigma: float = 0.0  # logits this many standard deviations below the highest are dropped; 0 or -1: none
+    dry_multiplier: float = 0.0  # "don't repeat yourself": 0 is off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # a repeated sequence of `length` ≥ this: penalty multiplier * base ** (length - this)
+    dry_sequence_breakers: list[str | int] | None = None  # tokens, or texts for front ends; None: newline : " and *
+    xtc_threshold: float = 0.1  # "exclude top choices": tokens at least this likely, the least likely one excepted …
+    xtc_probability: float = 0.0  # … are dropped this often
+
     def __post_init__(self) -> None:
         def check(ok: bool, field: str, value: object, want: str) -> None:
             if not ok:
@@ -42,6 +70,9 @@ class SamplingParams:
 
         def is_number(value: object) -> bool:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+        def is_id(value: object) -> bool:
+            return is_int(value) and value >= 0  # type: ignore[operator]
 
         check(is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
         check(
@@ -80,11 +111,61 @@ class SamplingParams:
         check(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "a non-empty string or a list of them")
         check(not stops or self.detokenize, "stop", self.stop, "unset when detokenize=False")
         ids = self.stop_token_ids or []
-        check(all(is_int(i) and i >= 0 for i in ids), "stop_token_ids", self.stop_token_ids, "token ids (integers ≥ 0)")
+        check(all(map(is_id, ids)), "stop_token_ids", self.stop_token_ids, "token ids (integers ≥ 0)")
+
+        for name, lowest, highest in _RANGES:
+            value = getattr(self, name)
+            check(is_number(value) and lowest <= value <= highest, name, value, f"in [{lowest:g}, {highest:g}]")
+        for name, highest in (("repetition_penalty", 100), ("typical_p", 1)):
+            value = getattr(self, name)
+            check(is_number(value) and 0 < value <= highest, name, value, f"in (0, {highest}]")
+        length = self.dry_allowed_length
+        check(is_int(length) and 1 <= length <= 1000, "dry_allowed_length", length, "an integer from 1 to 1000")
+        for token_id, bias in (self.logit_bias or {}).items():
+            check(
+                is_id(token_id) and is_number(bias) and -100 <= bias <= 100,
+                "logit_bias",
+                {token_id: bias},
+                "token ids with numbers in [-100, 100]",
+            )
+        if self.allowed_token_ids is not None:
+            allowed = self.allowed_token_ids
+            check(bool(allowed) and all(map(is_id, allowed)), "allowed_token_ids", allowed, "at least one token id")
+        for name, most in _LENGTHS:
+            value = getattr(self, name)
+            check(value is None or len(value) <= most, name, f"{len(value or ())}", f"at most {most} entries")
+        for word in self.bad_words or ():
+            ok = isinstance(word, str) or all(map(is_id, word))
+            check(ok and 0 < len(word) <= 100, "bad_words", word, "texts or lists of token ids, of 1 to 100")
+        for breaker in self.dry_sequence_breakers or ():
+            ok = breaker != "" if isinstance(breaker, str) else is_id(breaker)
+            check(ok, "dry_sequence_breakers", breaker, "non-empty texts or token ids")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens become less likely, or likelier, for having been seen."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether sampling depends on the tokens before by more than the model's logits."""
+        return self.penalizes or self.dry_multiplier > 0 or any(len(word) > 1 for word in self.bad_words or ())
+
+    @property
+    def is_special(self) -> bool:
+        """Whether sampling takes more than temperature, min_p, top_k and top_p (and, at first, min_tokens)."""
+        return (
+            self.looks_back
+            or bool(self.logit_bias or self.bad_words)
+            or self.allowed_token_ids is not None
+            or self.top_n_sigma > 0
+            or self.typical_p < 1
+            or self.xtc_probability > 0
+        )
 
     @property
     def stop_strings(self) -> list[str]:

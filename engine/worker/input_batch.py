@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.core.batch import Admission, SchedulerOutput
 from engine.core.sampling_params import SamplingParams
+from engine.worker.token_history import TokenHistory
 from kernels.step import RowState
 
 RING = 3  # packed buffers in turn: the step before the last has been read back before a buffer is written again
@@ -24,6 +25,10 @@ class Row:
     num_prompt_tokens: int
     num_blocks: int  # entries of its block table in use
     sampling: SamplingParams
+    special: bool  # the sampling kernel alone cannot sample it
+    min_context: int  # nor can it in a context shorter than this
+    slot: int  # in the token history; -1: it needs none
+    allowed: Tensor | None = None  # [V] bool on the device: its `allowed_token_ids`, once they were needed
 
 
 @dataclass(slots=True)
@@ -47,16 +52,20 @@ class InputBatch:
 
     num_rows: int
     max_blocks: int
+    max_len: int  # of a sequence, in tokens
     device: torch.device
     pin_memory: bool
     state: RowState = field(init=False)
+    history: TokenHistory = field(init=False)
     rows: dict[str, Row] = field(init=False, default_factory=dict)
+    num_special: int = field(init=False, default=0)  # rows that are special, for a while at least
     _free: list[int] = field(init=False)
     _ring: list[Tensor] = field(init=False)
     _turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.state = RowState.allocate(self.num_rows + 1, self.max_blocks, self.device)
+        self.history = TokenHistory(self.num_rows, self.max_len, self.device)
         self._free = list(range(self.num_rows - 1, -1, -1))
         self._ring = [torch.empty(0, dtype=torch.int32) for _ in range(RING)]
 
@@ -66,6 +75,9 @@ class InputBatch:
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
+                self.num_special -= row.special or row.min_context > 0
+                if row.slot >= 0:
+                    self.history.release(row.slot)
         if output.admitted:
             self._admit(output.admitted)
 
@@ -74,8 +86,12 @@ class InputBatch:
         for a in admitted:
             index = self._free.pop()
             indices.append(index)
-            tokens = np.array(a.token_ids, dtype=np.int32)
-            self.rows[a.request_id] = Row(index, tokens, a.num_prompt_tokens, 0, a.sampling)
+            tokens, p = np.array(a.token_ids, dtype=np.int32), a.sampling
+            min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
+            slot = self.history.take(tokens) if p.looks_back else -1
+            row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, min_context, slot)
+            self.num_special += row.special or min_context > 0
+            self.rows[a.request_id] = row
         at = torch.tensor(indices)
         params = [a.sampling for a in admitted]
         columns = {
@@ -85,12 +101,13 @@ class InputBatch:
             "top_k": [max(p.top_k, 0) for p in params],
             "seed": [a.seed for a in admitted],
         }
-        at = self._to_device(at)
+        at = self.to_device(at)
         for name, values in columns.items():
             target: Tensor = getattr(self.state, name)
-            target[at] = self._to_device(torch.tensor(values, dtype=target.dtype))
+            target[at] = self.to_device(torch.tensor(values, dtype=target.dtype))
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor of the CPU, on the device; nothing waits."""
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.pin_memory else tensor
 
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:

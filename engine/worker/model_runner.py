@@ -23,7 +23,8 @@ from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
-from engine.worker.sampler import LogprobsRequest, restrict, sample
+from engine.worker.logits_processor import LogitsProcessor
+from engine.worker.sampler import LogprobsRequest, sample
 from kernels.step import StepTensors
 
 GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
@@ -76,9 +77,12 @@ class ModelRunner:
         self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
         self._cuda = self.device.type == "cuda"
         max_blocks = -(-options.max_model_len // options.block_size)
-        self._batch = InputBatch(options.max_num_seqs, max_blocks, self.device, pin_memory=self._cuda)
+        self._batch = InputBatch(
+            options.max_num_seqs, max_blocks, options.max_model_len, self.device, pin_memory=self._cuda
+        )
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
+        self._processor = LogitsProcessor(self._batch, self._step, spec.eos_token_ids, spec.vocab_size)
         self._shape = KVCacheShape.of(spec, options.block_size, options.dtype)
         self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
         self._tile_queries = 0
@@ -146,8 +150,8 @@ class ModelRunner:
         else:
             logits, tokens = self._compute(packed)
         real = len(output.scheduled)
-        if restrict(logits, packed, self.spec.eos_token_ids):
-            tokens = self._sample(logits[:real])
+        for group in self._processor.select(output, packed):
+            self._processor.sample(logits, tokens, group)
         logprobs = LogprobsRequest.make(output, packed, logits, tokens)
         if not self._cuda:
             return StepHandle(output, tokens[:real], None, logprobs)

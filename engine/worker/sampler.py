@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.batch import SchedulerOutput, TokenLogprobs
-from engine.worker.input_batch import PackedStep, Row
+from engine.worker.input_batch import PackedStep
 from kernels.step import StepTensors
 
 
@@ -25,28 +25,6 @@ def sample(logits: Tensor, step: StepTensors) -> Tensor:
         step.seed[:n],
         step.next_position[:n],
     )
-
-
-def banned_tokens(row: Row, context_len: int, eos_token_ids: tuple[int, ...]) -> list[int]:
-    """Tokens that may not be sampled next: those that would end the request before its `min_tokens`."""
-    params = row.sampling
-    if context_len - row.num_prompt_tokens >= params.min_tokens:
-        return []
-    return [*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or [])]
-
-
-def restrict(logits: Tensor, packed: PackedStep, eos_token_ids: tuple[int, ...]) -> bool:
-    """Set banned tokens' logits to -inf, in place; false when no sequence of the step bans any."""
-    at: list[int] = []
-    ids: list[int] = []
-    for i, row in enumerate(packed.rows):
-        if row.sampling.min_tokens:
-            banned = [t for t in banned_tokens(row, packed.context_lens[i], eos_token_ids) if t < logits.shape[1]]
-            at += [i] * len(banned)
-            ids += banned
-    if at:
-        logits[torch.tensor(at, device=logits.device), torch.tensor(ids, device=logits.device)] = -float("inf")
-    return bool(at)
 
 
 @dataclass(slots=True)

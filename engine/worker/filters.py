@@ -1,0 +1,134 @@
+"""What requests may ask to be done to logits, beyond the sampling kernel. Tensors in, tensors out; knows no request.
+
+Logits are [n, V] float32, changed in place; -inf is a token that cannot be sampled. Histories are [n, L] token ids, of
+which the first `lengths` [n] of each row count and the first `prompt_lengths` [n] are the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import kernels
+
+DRY_MAX_MATCH = 50  # a longer repetition is punished like one of this length
+DRY_ELEMENTS = 1 << 26  # comparisons at once
+COIN = -1  # in place of a token id: the random bits of a (seed, position) that belong to no token
+
+
+def penalize(
+    logits: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Repetition penalty over prompt and answer, then frequency and presence penalties over the answer; all [n]."""
+    column = torch.arange(history.shape[1], device=history.device)
+    known = column < lengths.unsqueeze(1)
+    answered = known & (column >= prompt_lengths.unsqueeze(1))
+    counts = torch.zeros_like(logits).scatter_add_(1, history, answered.to(logits.dtype))
+    seen = torch.zeros_like(logits).scatter_add_(1, history, known.to(logits.dtype)) > 0
+    factor = repetition.unsqueeze(1)
+    logits.copy_(torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
+    logits.sub_(counts * frequency.unsqueeze(1)).sub_((counts > 0) * presence.unsqueeze(1))
+
+
+def dont_repeat(
+    logits: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    breakers: Tensor,
+    multiplier: Tensor,
+    base: Tensor,
+    allowed_length: Tensor,
+) -> None:
+    """DRY: a token that would prolong a repetition of the history's end loses multiplier * base ** (length - allowed).
+
+    breakers [n, V] bool: tokens that no repetition reaches over, and that are not punished; the others are [n]. Of
+    several repetitions that a token would prolong the longest counts.
+    """
+    n, num_tokens = history.shape
+    step = max(DRY_ELEMENTS // (num_tokens * DRY_MAX_MATCH), 1)
+    for i in range(0, n, step):
+        part = slice(i, i + step)
+        longest = _longest_repetitions(history[part], lengths[part], breakers[part])
+        penalty = multiplier[part, None] * base[part, None] ** (longest - allowed_length[part, None])
+        logits[part] -= torch.where(longest >= allowed_length[part, None], penalty, 0)
+
+
+def _longest_repetitions(history: Tensor, lengths: Tensor, breakers: Tensor) -> Tensor:
+    """How long a repetition each token would prolong [n, V] float32; 0: none."""
+    (n, num_tokens), device = history.shape, history.device
+    m = min(DRY_MAX_MATCH, num_tokens)
+    column = torch.arange(num_tokens, device=device)
+    breaks = breakers.gather(1, history)
+    padded = torch.cat([history.new_full((n, m - 1), -1), history], 1)
+    windows = padded.unfold(1, m, 1)  # [n, L, m]: the tokens up to and with each
+    last = (lengths - 1).view(n, 1, 1).expand(n, 1, m)
+    end = windows.gather(1, last)
+    stop = torch.cat([breaks.new_zeros((n, m - 1)), breaks], 1).unfold(1, m, 1).gather(1, last)
+    end = end.masked_fill(stop | (end < 0), -2)  # equal to nothing
+    differs = torch.where(windows != end, torch.arange(1, m + 1, dtype=torch.int8, device=device), 0)
+    matched = m - differs.amax(2).long()
+    following = history.roll(-1, 1)
+    matched *= (column < lengths.unsqueeze(1) - 1) & ~breaks.roll(-1, 1)
+    longest = torch.zeros(breakers.shape, dtype=torch.float32, device=device)
+    return longest.scatter_reduce_(1, following, matched.float(), "amax")
+
+
+def completes(recent: Tensor, num_answered: Tensor, words: Tensor) -> Tensor:
+    """Whether an answer ends with all of a word but its last token -> [E] bool.
+
+    words [E, m], padded in front with -1; recent [E, m - 1]: the newest tokens of the sequence; num_answered [E]: how
+    many tokens the answer has. A word that began in the prompt does not count.
+    """
+    begins = words[:, :-1]
+    m = begins.shape[1]
+    answered = torch.arange(m, 0, -1, device=words.device) <= num_answered.unsqueeze(1)
+    return (((recent == begins) & answered) | (begins < 0)).all(1)
+
+
+def keep_top_n_sigma(logits: Tensor, sigmas: Tensor) -> None:
+    """Drop logits more than `sigmas` [n] standard deviations below the highest; <= 0: none. -inf counts for nothing."""
+    possible = logits > -math.inf
+    count = possible.sum(1, keepdim=True)
+    mean = logits.masked_fill(~possible, 0).sum(1, keepdim=True) / count
+    variance = (logits - mean).masked_fill_(~possible, 0).square_().sum(1, keepdim=True) / count
+    sigmas = sigmas.unsqueeze(1)
+    floor = logits.amax(1, keepdim=True) - sigmas * variance.sqrt()
+    logits.masked_fill_((logits < floor) & (sigmas > 0), -math.inf)
+
+
+def keep_nucleus(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+    """Drop what `kernels.sample` would drop. Temperatures are above 0."""
+    floor = kernels.sampling_thresholds(logits, temperature, top_k, top_p, min_p)
+    logits.masked_fill_(logits < floor.unsqueeze(1), -math.inf)
+
+
+def keep_typical(logits: Tensor, temperature: Tensor, mass: Tensor) -> None:
+    """Keep the tokens whose surprise is nearest to the expected one, until they have `mass` [n]; ties all stay."""
+    logprobs = (logits / temperature.unsqueeze(1)).log_softmax(1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs).nan_to_num_(0).sum(1, keepdim=True)
+    distance, order = (-logprobs - entropy).abs_().sort(1)
+    num_short = (probs.gather(1, order).cumsum(1) < mass.unsqueeze(1)).sum(1, keepdim=True)
+    furthest = distance.gather(1, num_short.clamp_(max=logits.shape[1] - 1))
+    far = (-logprobs - entropy).abs_() > furthest
+    logits.masked_fill_(far & (mass.unsqueeze(1) < 1), -math.inf)
+
+
+def exclude_top_choices(
+    logits: Tensor, temperature: Tensor, threshold: Tensor, probability: Tensor, seeds: Tensor, positions: Tensor
+) -> None:
+    """XTC: where the coin falls so, of the tokens at least `threshold` [n] likely drop all but the least likely."""
+    coin = kernels.random_bits(seeds, positions, torch.tensor(COIN)).double()
+    tossed = (coin + 2.0**31 + 0.5) * 2.0**-32 < probability
+    probs = (logits / temperature.unsqueeze(1)).softmax(1)
+    top = probs >= threshold.unsqueeze(1)
+    least = probs.masked_fill(~top, math.inf).amin(1, keepdim=True)
+    logits.masked_fill_(top & (probs > least) & tossed.unsqueeze(1), -math.inf)

@@ -1,0 +1,53 @@
+"""The tokens of requests whose sampling depends on them, on the device. Knows slots and lengths; no request, no reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TokenHistory:
+    """One slot for each request that asks for one: its tokens by position, the newest one too, which only the device knows.
+
+    Memory is taken when the first request asks, and doubled when slots run out.
+    """
+
+    def __init__(self, max_slots: int, max_len: int, device: torch.device) -> None:
+        self._max_slots, self._max_len, self._device = max_slots, max_len, device
+        self._free: list[int] = []
+        self.tokens = self._allocate(0)  # [slots, max_len] int32
+
+    def _allocate(self, num_slots: int) -> Tensor:
+        return torch.zeros(num_slots, self._max_len, dtype=torch.int32, device=self._device)
+
+    def take(self, token_ids: np.ndarray) -> int:
+        """A slot that holds these tokens."""
+        if not self._free:
+            old = len(self.tokens)
+            new = min(max(2 * old, 4), self._max_slots)
+            assert new > old, "more requests than slots"
+            self.tokens = torch.cat([self.tokens, self._allocate(new - old)])
+            self._free = list(range(new - 1, old - 1, -1))
+        slot = self._free.pop()
+        tokens = torch.from_numpy(token_ids)
+        if self._device.type == "cuda":
+            tokens = tokens.pin_memory()
+        self.tokens[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def read(self, slots: Tensor, num_tokens: int) -> Tensor:
+        """slots [n] int64 -> the first `num_tokens` tokens of each [n, num_tokens] int64."""
+        return self.tokens[slots, :num_tokens].long()
+
+    def recent(self, slots: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+        """slots, lengths [n] int64 -> the last `num_tokens` of the first `lengths` tokens [n, num_tokens] int32."""
+        at = lengths.unsqueeze(1) + torch.arange(-num_tokens, 0, device=lengths.device)
+        return self.tokens[slots.unsqueeze(1), at.clamp(min=0)]
+
+    def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """slots, positions, token_ids [n] int64."""
+        self.tokens[slots, positions] = token_ids.int()

@@ -1,0 +1,313 @@
+"""Sampling beyond the kernel, through rows and steps on the device, against plain loops."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
+
+from engine.core.batch import Admission, Scheduled, SchedulerOutput
+from engine.core.sampling_params import SamplingParams
+from engine.worker import filters
+from engine.worker.input_batch import InputBatch
+from engine.worker.logits_processor import LogitsProcessor
+from kernels import reference
+from kernels.step import StepTensors
+
+VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
+CPU = torch.device("cpu")
+
+
+class Sampler:
+    """The sampling half of a model runner: requests come and go, logits are made up."""
+
+    def __init__(self) -> None:
+        self.batch = InputBatch(ROWS, MAX_LEN // BLOCK, MAX_LEN, CPU, pin_memory=False)
+        self.step = StepTensors.allocate(ROWS, 1024, CPU)
+        self.processor = LogitsProcessor(self.batch, self.step, EOS, VOCAB)
+        self.number = 0
+
+    def run(
+        self,
+        logits: dict[str, list[float]],
+        lengths: dict[str, int],
+        admitted: dict[str, tuple[list[int], int, SamplingParams, int]],
+        removed: list[str],
+        chunks: set[str] = frozenset(),  # type: ignore[assignment]
+    ) -> dict[str, int]:
+        """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
+        self.number += 1
+        admissions = [
+            Admission(name, tokens, num_prompt, 0, list(range(8)), params, seed)
+            for name, (tokens, num_prompt, params, seed) in admitted.items()
+        ]
+        scheduled = [
+            Scheduled(name, 0, lengths[name], [], name not in chunks)
+            if name in admitted
+            else Scheduled(name, lengths[name] - 1, 1, [], name not in chunks)
+            for name in logits
+        ]
+        scheduled.sort(key=lambda share: share.num_tokens > 1)
+        num_tokens = sum(share.num_tokens for share in scheduled)
+        num_decodes = sum(share.num_tokens == 1 for share in scheduled)
+        output = SchedulerOutput(self.number, admissions, scheduled, removed, num_decodes, num_tokens)
+        self.batch.apply(output)
+        packed = self.batch.pack(output)
+        reference.prepare_step(
+            packed.packed, packed.segment, packed.num_seqs, packed.num_tokens, BLOCK, self.batch.state, self.step
+        )
+        table = torch.tensor([logits[share.request_id] for share in scheduled])
+        n, step = len(scheduled), self.step
+        tokens = reference.sample(
+            table, step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n], step.seed[:n],
+            step.next_position[:n],
+        )  # fmt: skip
+        self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
+        before = table.clone()
+        for group in self.processor.select(output, packed):
+            self.processor.sample(table, tokens, group)
+        assert torch.equal(table, before), "log-probabilities are of raw logits"
+        rows = torch.tensor([row.index for row in packed.rows])
+        assert torch.equal(self.batch.state.last_token[rows], tokens)
+        return {share.request_id: int(token) for share, token in zip(scheduled, tokens, strict=True)}
+
+
+def params_of(rng: random.Random) -> SamplingParams:
+    """Some of everything."""
+
+    def maybe(chance: float, **fields: Any) -> dict[str, Any]:
+        return fields if rng.random() < chance else {}
+
+    ids = [rng.randrange(VOCAB) for _ in range(40)]
+    chosen: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.0, 1.6])}
+    chosen |= maybe(0.4, repetition_penalty=rng.choice([0.7, 1.3, 2.0]))
+    chosen |= maybe(0.3, frequency_penalty=rng.uniform(-2, 2)) | maybe(0.3, presence_penalty=rng.uniform(-2, 2))
+    chosen |= maybe(0.3, logit_bias={t: rng.uniform(-100, 100) for t in ids[:3]})
+    chosen |= maybe(0.3, allowed_token_ids=ids[5 : rng.randrange(6, 40)])
+    chosen |= maybe(0.3, bad_words=[ids[:1], ids[1:3], ids[3:4] * 2, [1], [1, 2], [2, 1]])
+    chosen |= maybe(0.3, min_tokens=rng.randrange(1, 9), stop_token_ids=ids[:2], ignore_eos=rng.random() < 0.3)
+    chosen |= maybe(0.3, dry_multiplier=rng.uniform(0.1, 3), dry_allowed_length=rng.randrange(1, 4), dry_base=1.5)
+    chosen |= maybe(0.3, dry_sequence_breakers=ids[4:6])
+    chosen |= maybe(0.2, top_n_sigma=rng.uniform(0.5, 3)) | maybe(0.2, typical_p=rng.uniform(0.1, 0.99))
+    chosen |= maybe(0.3, xtc_threshold=rng.uniform(0.01, 0.3), xtc_probability=rng.choice([0.5, 1.0]))
+    chosen |= maybe(0.2, top_k=rng.randrange(1, 30)) | maybe(0.2, top_p=rng.uniform(0.3, 1)) | maybe(0.2, min_p=0.05)
+    return SamplingParams(max_tokens=100, **chosen)
+
+
+@pytest.mark.parametrize("world", range(12))
+def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
+    """Requests come, go, are preempted and come back; each token is what the loops say of this request alone."""
+    rng = random.Random(world)
+    sampler = Sampler()
+    requests: dict[str, tuple[list[int], int, SamplingParams, int]] = {}
+    running: dict[str, None] = {}
+    special = 0
+    for step in range(60):
+        removed = [name for name in running if rng.random() < 0.08]
+        for name in removed:
+            del running[name]
+            if rng.random() < 0.5:
+                requests.pop(name)
+        admitted = {}
+        waiting = [name for name in requests if name not in running]
+        while len(running) < ROWS and rng.random() < 0.5:
+            if waiting and rng.random() < 0.7:
+                name = waiting.pop()
+            else:
+                name = f"request-{step}-{len(running)}"
+                prompt = [rng.randrange(6) if rng.random() < 0.8 else rng.randrange(VOCAB) for _ in range(9)]
+                params = SamplingParams() if rng.random() < 0.2 else params_of(rng)
+                requests[name] = (prompt, len(prompt), params, rng.getrandbits(63))
+            admitted[name] = requests[name]
+            running[name] = None
+        if not running:
+            sampler.batch.apply(SchedulerOutput(0, [], [], removed, 0, 0))
+            continue
+        wide = rng.choice([1.0, 3.0])
+        logits = {name: [rng.gauss(0, wide) + (3 * wide if t < 6 else 0) for t in range(VOCAB)] for name in running}
+        lengths = {name: len(requests[name][0]) for name in running}
+        tokens = sampler.run(logits, lengths, {n: (list(r[0]), *r[1:]) for n, r in admitted.items()}, removed)
+        for name, token in tokens.items():
+            known, num_prompt, params, seed = requests[name]
+            as_device = torch.tensor(logits[name]).tolist()
+            assert token == next_token(as_device, known, num_prompt, params, seed, EOS), (name, params)
+            known.append(token)
+            special += params.is_special
+            if len(known) == MAX_LEN:
+                running.pop(name)
+                requests.pop(name)
+                sampler.batch.apply(SchedulerOutput(0, [], [], [name], 0, 0))
+    assert special > 50
+    sampler.batch.apply(SchedulerOutput(0, [], [], list(running), 0, 0))
+    assert sampler.batch.num_special == 0
+    assert sorted(sampler.batch.history._free) == list(range(len(sampler.batch.history.tokens)))
+
+
+def test_a_chunk_that_does_not_sample_leaves_no_token() -> None:
+    sampler = Sampler()
+    params = SamplingParams(temperature=0, presence_penalty=2, max_tokens=20)
+    prompt = list(range(20, 40))
+    logits = [1.0] * VOCAB
+    logits[7] = 2.0
+    sampler.run({"a": logits}, {"a": 8}, {"a": (prompt, 20, params, 0)}, [], chunks={"a"})
+    assert sampler.batch.history.tokens[0, :21].tolist() == [*prompt, 0]
+
+
+def test_a_group_is_made_once_for_steps_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler()
+    params = SamplingParams(presence_penalty=1, max_tokens=20)
+    logits = {"a": [0.0] * VOCAB, "b": [0.0] * VOCAB}
+    sampler.run(logits, {"a": 3, "b": 3}, {n: ([1, 2, 3], 3, params, 0) for n in logits}, [])
+    groups = list(sampler.processor._last)
+    sampler.run(logits, {"a": 4, "b": 4}, {}, [])
+    assert sampler.processor._last[0] is groups[0]
+    sampler.run(logits, {"a": 5, "b": 5}, {"b": ([1, 2, 3, 4, 5], 3, params, 0)}, ["b"])
+    assert sampler.processor._last[0] is not groups[0]
+
+
+def test_many_sequences_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler()
+    monkeypatch.setattr("engine.worker.logits_processor.MAX_ELEMENTS", 3 * VOCAB)
+    requests = {str(i): ([i], 1, SamplingParams(temperature=0, logit_bias={i: 100}), 0) for i in range(8)}
+    tokens = sampler.run({n: [0.0] * VOCAB for n in requests}, dict.fromkeys(requests, 1), requests, [])
+    assert tokens == {str(i): i for i in range(8)}
+    assert [len(group.members) for group in sampler.processor._last] == [3, 3, 2]
+
+
+def test_bans_that_leave_nothing_give_way_to_what_is_allowed() -> None:
+    params = SamplingParams(temperature=0, allowed_token_ids=[5, 9], bad_words=[[5], [9]])
+    logits = [0.0] * VOCAB
+    logits[9] = 1.0
+    assert Sampler().run({"a": logits}, {"a": 1}, {"a": ([3], 1, params, 0)}, []) == {"a": 9}
+
+
+# ---- the filters alone, with many rows and hard cases ----
+
+
+def rows_of(rng: random.Random, n: int) -> list[list[float]]:
+    return torch.tensor([[rng.gauss(0, 2) for _ in range(VOCAB)] for _ in range(n)]).tolist()
+
+
+def test_penalties() -> None:
+    rng = random.Random(1)
+    lengths = [1, 2, 17, 40, 40]
+    prompts = [1, 1, 5, 39, 40]
+    history = [[rng.randrange(20) for _ in range(40)] for _ in lengths]
+    each = [
+        SamplingParams(
+            repetition_penalty=rng.uniform(0.5, 2), frequency_penalty=rng.uniform(-2, 2), presence_penalty=0.5
+        )
+        for _ in lengths
+    ]
+    rows = rows_of(rng, len(lengths))
+    logits = torch.tensor(rows)
+    columns = [
+        torch.tensor([getattr(p, name) for p in each])
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    ]
+    filters.penalize(logits, torch.tensor(history), torch.tensor(lengths), torch.tensor(prompts), *columns)
+    for i, params in enumerate(each):
+        want = edited_logits(rows[i], history[i][: lengths[i]], prompts[i], params, ())
+        assert logits[i].tolist() == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("elements", [1 << 26, 50 * 120])
+def test_dry(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "DRY_ELEMENTS", elements)
+    rng = random.Random(2)
+    texts = [[3], [3, 3], [1] * 120, [1, 2, 3, 4] * 30, [5, 1, 2, 9, 5, 1, 2], [1, 2, 0, 1, 2, 0, 1, 2]]
+    texts += [[rng.randrange(3) for _ in range(rng.randrange(2, 120))] for _ in range(40)]
+    lengths = [len(text) for text in texts]
+    history = torch.tensor([text + [rng.randrange(3) for _ in range(120 - len(text))] for text in texts])
+    breakers = torch.zeros(len(texts), VOCAB, dtype=torch.bool)
+    sets: list[set[int]] = [set(rng.sample(range(4), rng.randrange(3))) for _ in texts]
+    for i, tokens in enumerate(sets):
+        breakers[i, list(tokens)] = True
+    longest = filters._longest_repetitions(history, torch.tensor(lengths), breakers)
+    for i, text in enumerate(texts):
+        found = {t: int(x) for t, x in enumerate(longest[i]) if x}
+        assert found == repetitions(text, sets[i])
+    rows = rows_of(rng, len(texts))
+    logits = torch.tensor(rows)
+    ones = torch.ones(len(texts))
+    filters.dont_repeat(logits, history, torch.tensor(lengths), breakers, ones * 0.8, ones * 1.2, ones * 2)
+    for i, text in enumerate(texts):
+        params = SamplingParams(
+            dry_multiplier=0.8, dry_base=1.2, dry_allowed_length=2, dry_sequence_breakers=list(sets[i])
+        )
+        assert logits[i].tolist() == pytest.approx(edited_logits(rows[i], text, len(text), params, ()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_n_sigma=1.0),
+        SamplingParams(typical_p=0.3),
+        SamplingParams(typical_p=0.9, temperature=2.0),
+        SamplingParams(xtc_probability=1.0, xtc_threshold=0.05),
+        SamplingParams(xtc_probability=1.0, xtc_threshold=0.6),
+        SamplingParams(xtc_probability=1.0, xtc_threshold=0.1, top_p=0.6, min_p=0.1, temperature=0.8),
+        SamplingParams(typical_p=0.5, xtc_probability=0.5, xtc_threshold=0.1, top_k=20),
+    ],
+)
+@pytest.mark.parametrize("banned", [0, VOCAB - 3, VOCAB - 1])
+def test_filters_keep_the_same_tokens(params: SamplingParams, banned: int) -> None:
+    """With most tokens banned too, and down to a single one."""
+    rng = random.Random(3)
+    for row in rows_of(rng, 20):
+        for t in rng.sample(range(VOCAB), banned):
+            row[t] = -float("inf")
+        seed, position = rng.getrandbits(63), rng.randrange(1000)
+        logits = torch.tensor([row])
+        column = {name: torch.tensor([float(getattr(params, name))]) for name in SamplingParams.__slots__ if name in (
+            "temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")}  # fmt: skip
+        if params.top_n_sigma:
+            filters.keep_top_n_sigma(logits, column["top_n_sigma"])
+        temperature = column["temperature"]
+        top_k = torch.tensor([params.top_k], dtype=torch.int32)
+        filters.keep_nucleus(logits, temperature, top_k, column["top_p"], column["min_p"])
+        filters.keep_typical(logits, temperature, column["typical_p"])
+        filters.exclude_top_choices(
+            logits, temperature, column["xtc_threshold"], column["xtc_probability"], torch.tensor([seed]),
+            torch.tensor([position]),
+        )  # fmt: skip
+        assert logits[0].tolist() == filtered_logits(row, params, coin_of(seed, position))
+
+
+def test_xtc_tosses_its_coin_as_often_as_asked() -> None:
+    n = 4000
+    logits = torch.zeros(n, 4)
+    logits[:, 0] = 1.0
+    ones = torch.ones(n)
+    filters.exclude_top_choices(logits, ones, ones * 0.1, ones * 0.3, torch.full((n,), 7), torch.arange(n))
+    assert (logits[:, 0] == -float("inf")).float().mean() == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"presence_penalty": 2.5}, r"presence_penalty must be in \[-2, 2\], got 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be in"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 100\], got 0"),
+        ({"logit_bias": {3: 101}}, r"logit_bias must be token ids with numbers in \[-100, 100\], got {3: 101}"),
+        ({"logit_bias": {"3": 1}}, "logit_bias must be token ids"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids must be at least one token id, got \[\]"),
+        ({"bad_words": ["a", ""]}, "bad_words must be texts or lists of token ids, of 1 to 100, got ''"),
+        ({"logit_bias": dict.fromkeys(range(5000), 1)}, "logit_bias must be at most 1024 entries, got '5000'"),
+        ({"typical_p": 0}, r"typical_p must be in \(0, 1\], got 0"),
+        ({"top_n_sigma": -2}, r"top_n_sigma must be in \[-1, 100\]"),
+        ({"dry_base": 0.5}, r"dry_base must be in \[1, 100\]"),
+        ({"dry_allowed_length": 0}, "dry_allowed_length must be an integer from 1 to 1000"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers must be non-empty texts or token ids"),
+        ({"xtc_threshold": 2}, r"xtc_threshold must be in \[0, 1\]"),
+        ({"xtc_probability": True}, r"xtc_probability must be in \[0, 1\]"),
+    ],
+)
+def test_values_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+    assert replace(SamplingParams(), presence_penalty=2).penalizes
