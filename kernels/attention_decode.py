@@ -255,9 +255,11 @@ def paged_attention_decode(
     _, num_kv_heads, page, _ = key_cache.shape
     if out is None:
         out = torch.empty_like(query)
+    launch_options = pdl_options(query.device)
     if plan is None:
         plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device)
         plan_decode(context_lens, rows, plan)
+        launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     group = num_heads // num_kv_heads
@@ -272,6 +274,6 @@ def paged_attention_decode(
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=plan.num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.work)), num_warps=plan.num_warps,
-        **pdl_options(query.device),
+        **launch_options,
     )  # fmt: skip
     return out

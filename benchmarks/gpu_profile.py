@@ -1,0 +1,123 @@
+"""Where the GPU's time goes in a workload: the share it is idle, the kernels, and Triton compiles after warm-up.
+
+    python -m benchmarks.gpu_profile --model qwen3-0.6b --work nano,latency1
+
+The workload runs once to warm up, once for its time, and once under the profiler. Idle is the share of the profiled time,
+from the first kernel to the last, in which no kernel or copy ran; CPU time of a step is the engine's own, without waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.model_shapes import model_folder
+from benchmarks.workloads import Request, named
+
+
+def count_compiles() -> list[str]:
+    """A list that gains the name of every Triton kernel compiled from now on."""
+    import triton
+
+    compiled: list[str] = []
+
+    def hook(*args: Any, **kwargs: Any) -> None:
+        compiled.append(str(getattr(kwargs.get("fn"), "name", kwargs.get("repr", "?"))))
+
+    triton.knobs.runtime.jit_post_compile_hook = hook
+    return compiled
+
+
+def busy(events: list[tuple[float, float]]) -> tuple[float, float]:
+    """(time in which at least one of the intervals is open, time from the first start to the last end)."""
+    events = sorted(events)
+    total, reached = 0.0, events[0][0]
+    for start, end in events:
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total, reached - events[0][0]
+
+
+def profile(llm: Any, requests: list[Request]) -> dict[str, Any]:
+    """One workload's time, idle share and kernel table."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    from engine import SamplingParams
+
+    inputs = [{"prompt_token_ids": r.prompt} for r in requests]
+    output_lens = [r.output_len for r in requests]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in output_lens]
+
+    def run() -> float:
+        start = time.perf_counter()
+        llm.generate(inputs, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    run()
+    seconds = run()
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    active, span = busy([(e.time_range.start, e.time_range.end) for e in events])
+    table: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for e in events:
+        entry = table[e.name[:80]]
+        entry[0] += e.time_range.end - e.time_range.start
+        entry[1] += 1
+    kernels = sorted(table.items(), key=lambda item: -item[1][0])[:15]
+    return {
+        "seconds": round(seconds, 4),
+        "output_tokens_per_s": round(sum(output_lens) / seconds, 1),
+        "gpu_idle": round(1 - active / span, 4),
+        "kernels": [
+            {"name": name, "ms": round(us / 1e3, 2), "calls": int(n), "us_each": round(us / n, 2)} for name, (us, n) in kernels
+        ],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", help="shape with random weights (benchmarks.model_shapes)")
+    parser.add_argument("--work", default="nano,decode", help="named workloads, comma-separated")
+    parser.add_argument("--output-json", type=Path, help="where to save the results")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu_profile: needs an NVIDIA GPU; PyTorch sees none here", file=sys.stderr)
+        return 1
+    from engine import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        llm = LLM(
+            model=str(model_folder(args.model, Path(folder))), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
+            dtype="bfloat16", gpu_memory_utilization=0.85, enable_prefix_caching=False,
+        )  # fmt: skip
+        results: dict[str, Any] = {"environment": environment(), "model": args.model}
+        results["startup_seconds"] = round(time.perf_counter() - start, 2)
+    compiled = count_compiles()
+    for work in args.work.split(","):
+        result = results[work] = profile(llm, named(work, 10000).requests)
+        print(f"{work}: {result['output_tokens_per_s']:,} output tokens/s, GPU idle {result['gpu_idle']:.1%}")
+        for k in result["kernels"]:
+            print(f"  {k['ms']:10.1f} ms {k['calls']:7d} x {k['us_each']:8.2f} µs  {k['name']}")
+    results["compiles_after_warm_up"] = compiled
+    print(f"Triton compiles after warm-up: {len(compiled)} {compiled}")
+    if args.output_json:
+        args.output_json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
