@@ -21,6 +21,7 @@ import engine as quire
 from server import sse
 from server.auth import APIKeyMiddleware
 from server.errors import add_error_handlers
+from server.fields import Body, Ignored
 from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
 from server.openai import chat, completions, models
 from server.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -82,25 +83,36 @@ def create_app(
 
 
 def _add_api(app: FastAPI, serving: Serving) -> None:
-    def streamed(events: Any) -> Response:
+    def streamed(events: Any, ignored: Ignored) -> Response:
         settings = serving.settings
-        return sse.stream(
+        response = sse.stream(
             events, keep_alive=settings.sse_keep_alive_interval, shutdown_timeout=settings.shutdown_timeout
         )
+        response.headers.update(ignored.headers)
+        return response
+
+    def ignored_in(body: Body) -> Ignored:
+        return Ignored(serving.settings.strict).add_fields(body)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        generation = await chat.begin(serving, body)
+        working = await chat.begin(serving, body, ignored_in(body))
         if body.stream:
-            return streamed(chat.events(serving, body, generation))
-        return await _unless_gone(request, chat.answer(serving, body, generation))
+            return streamed(chat.events(serving, body, working), working.ignored)
+        return await _unless_gone(request, chat.answer(serving, body, working), working.ignored)
 
     @app.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        ignored = ignored_in(body)
         generation = await completions.begin(serving, body)
         if body.stream:
-            return streamed(completions.events(serving, body, generation))
-        return await _unless_gone(request, completions.answer(serving, body, generation))
+            return streamed(completions.events(serving, body, generation, ignored), ignored)
+        return await _unless_gone(request, completions.answer(serving, body, generation, ignored), ignored)
+
+    @app.post("/v1/requests/{request_id}/abort")
+    async def abort_request(request_id: str) -> dict[str, Any]:
+        await serving.abort(request_id)
+        return {"id": request_id, "aborted": True}
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -141,14 +153,14 @@ def _add_service(app: FastAPI, serving: Serving) -> None:
         return FileResponse(STATIC / "index.html")
 
 
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, bytes]) -> Response:
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, bytes], ignored: Ignored) -> Response:
     """The answer, or its end when the client hangs up before it is complete."""
     working = asyncio.create_task(answer)
     watching = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            return Response(working.result(), media_type="application/json")
+            return Response(working.result(), media_type="application/json", headers=ignored.headers)
         return Response(status_code=_CLIENT_CLOSED)
     finally:
         for task in (working, watching):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError, check, flag
+from server.reasoning import REASONING_FORMATS
+from server.tools import TOOL_FORMATS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
@@ -44,6 +46,19 @@ class ServerConfig:
         {}, "variables for the chat template, which requests may override"
     )
     response_role: str = flag("assistant", "role of the messages that are generated", metavar="ROLE")
+
+    enable_auto_tool_choice: bool = flag(True, "let models decide whether to call tools, where a request brings some")
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template does",
+        choices=("auto", "none", *TOOL_FORMATS),
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model marks its reasoning, which is told apart from the answer; auto: as its chat template does",
+        choices=("auto", "none", *REASONING_FORMATS),
+    )
+    strict: bool = flag(False, "refuse requests with fields that are unknown or have no effect, instead of saying so")
 
     max_num_queued_reqs: int | None = flag(
         None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0

@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from engine.core.batch import TokenLogprobs
-from engine.text.chat_template import ChatTemplateError
+from engine.core.sampling_params import SamplingParams
+from engine.outputs import RequestUpdate
 from engine.text.tokenizer import Tokenizer
+from server.answers import AnswerReader, TokenCounter
 from server.errors import APIError
-from server.openai.protocol import ChatCompletionRequest, Message
-from server.openai.serving import Generation, Serving
+from server.fields import Ignored
+from server.openai.conversation import Prompt, encode_messages
+from server.openai.protocol import ChatCompletionRequest
+from server.openai.serving import Generation, Sample, Serving
+from server.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
+from server.reasoning import ReasoningReader
 from server.sse import event
+from server.tools import ToolReader
 
 _encode = msgspec.json.encode
 _RENAMED = {"logprobs": "top_logprobs", "prompt": "messages", "max_tokens": "max_completion_tokens"}
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity
 
 
-async def begin(serving: Serving, request: ChatCompletionRequest) -> Generation:
-    """Check everything and start the answers."""
+@dataclass(slots=True)
+class Chat:
+    """The answers to a conversation, in the making."""
+
+    generation: Generation
+    readers: list[AnswerReader]  # one for each sample
+    role: str
+    ignored: Ignored
+
+    async def updates(self) -> AsyncGenerator[tuple[Sample, RequestUpdate, list[Piece]], None]:
+        """`Generation.updates`, read; its usage tells of the reasoning too."""
+        usage = self.generation.usage
+        async with aclosing(self.generation.updates()) as updates:
+            async for sample, update in updates:
+                reader = self.readers[sample.index]
+                pieces = reader.push(update.text, update.token_ids, update.finish_reason is not None)
+                if usage.reasoning_tokens is not None:
+                    usage.reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
+                yield sample, update, pieces
+
+    def finish_reason(self, sample: Sample, update: RequestUpdate) -> str | None:
+        """The engine's; an answer that ends with calls has a reason of its own."""
+        calls = update.finish_reason == "stop" and self.readers[sample.index].has_calls
+        return "tool_calls" if calls else update.finish_reason
+
+
+async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignored, kind: str = "chatcmpl-") -> Chat:
+    """Check everything and start the answers. `kind`: how their id begins."""
     serving.check_model(request.model)
+    _check_tools(serving, request)
+    _check_template_variables(serving, request, ignored)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     renamed = _RENAMED if request.max_completion_tokens is not None else {**_RENAMED, "max_tokens": "max_tokens"}
@@ -33,79 +69,81 @@ async def begin(serving: Serving, request: ChatCompletionRequest) -> Generation:
     prompt = await serving.in_thread(
         encode_messages, serving, request.messages, request.template_options(), bool(request.add_special_tokens)
     )
-    return serving.generate("chatcmpl", [prompt], sampling, renamed)
+    sampling = _show_marks(serving, request, sampling)
+    generation = serving.generate(kind, request.request_id, [prompt.token_ids], sampling, renamed)
+    if serving.reasoning_format is not None:
+        generation.usage.reasoning_tokens = 0
+    readers = [_reader(serving, request, prompt) for _ in generation.samples]
+    role = serving.settings.response_role if request.adds_generation_prompt else request.messages[-1].role
+    return Chat(generation, readers, role, ignored)
 
 
-def encode_messages(
-    serving: Serving, messages: list[Message], options: dict[str, Any], add_special_tokens: bool
-) -> list[int]:
-    """The prompt's token ids by the chat template, which writes the beginning of text itself.
-
-    `options`: arguments of `ChatTemplate.render`.
-    """
-    if serving.template is None:
-        raise APIError(400, serving.no_template)
-    keeps_developer = "developer" in serving.template.source
-    conversation = [_for_template(message, index, keeps_developer) for index, message in enumerate(messages)]
-    try:
-        text = serving.template.render(conversation, **{**serving.settings.default_chat_template_kwargs, **options})
-    except ChatTemplateError as error:
-        raise APIError(400, f"the chat template refuses the messages: {error}", "messages") from None
-    return serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+def _check_tools(serving: Serving, request: ChatCompletionRequest) -> None:
+    if request.call_mode == "none":
+        return
+    if request.call_mode == "auto" and not serving.settings.enable_auto_tool_choice:
+        raise APIError(400, 'tool_choice: "auto" is turned off here (--no-enable-auto-tool-choice)', "tool_choice")
+    if request.call_mode == "required":
+        raise APIError(400, 'tool_choice: is not supported yet (only "auto" and "none")', "tool_choice")
+    if serving.tool_format is None and serving.template is not None:
+        message = "the chat template has no form of tool calls that is known here (the server's --tool-call-parser)"
+        raise APIError(400, f"tools: {message}", "tools")
 
 
-def _for_template(message: Message, index: int, keeps_developer: bool) -> dict[str, Any]:
-    """A message as templates expect it: content is one text, the arguments of tool calls are objects."""
-    turn = message.model_dump(exclude_none=True, exclude={"annotations"})
-    if isinstance(message.content, list):
-        turn["content"] = "\n".join(part.text for part in message.content)
-    turn.setdefault("content", "")
-    if message.role == "developer" and not keeps_developer:
-        turn["role"] = "system"
-    for number, call in enumerate(turn.get("tool_calls", [])):
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            try:
-                call["function"]["arguments"] = json.loads(arguments or "{}")
-            except ValueError:
-                field = f"messages[{index}].tool_calls[{number}].function.arguments"
-                raise APIError(400, f"{field}: must be JSON, got {arguments[:100]!r}", field) from None
-    if not turn.get("tool_calls"):
-        turn.pop("tool_calls", None)
-    if (reasoning := turn.get("reasoning_content", turn.get("reasoning"))) is not None:
-        turn["reasoning"] = turn["reasoning_content"] = reasoning
-    return turn
+def _check_template_variables(serving: Serving, request: ChatCompletionRequest, ignored: Ignored) -> None:
+    source = serving.template.source if serving.template is not None else ""
+    for field in ("reasoning_effort", "enable_thinking"):
+        if getattr(request, field) is not None and not any(name in source for name in request.thinking_options):
+            ignored.add(field, "the chat template does not ask for it")
 
 
-def _role(serving: Serving, request: ChatCompletionRequest) -> str:
-    return serving.settings.response_role if request.adds_generation_prompt else request.messages[-1].role
+def _show_marks(serving: Serving, request: ChatCompletionRequest, sampling: SamplingParams) -> SamplingParams:
+    """Marks that are special tokens must be in the text to be read."""
+    reasoning, tools = serving.reasoning_format, serving.tool_format
+    marks = [reasoning.end] if reasoning is not None else []
+    if tools is not None and request.call_mode != "none":
+        marks.append(tools.begin)
+    special = {serving.tokenizer.id_to_token(i) for i in serving.tokenizer.special_ids}
+    return sampling.clone(skip_special_tokens=False) if special.intersection(marks) else sampling
+
+
+def _reader(serving: Serving, request: ChatCompletionRequest, prompt: Prompt) -> AnswerReader:
+    reasoning = tools = counter = None
+    if (marks := serving.reasoning_format) is not None:
+        reasoning = ReasoningReader(marks, prompt.in_reasoning)
+        counter = TokenCounter(marks.end, serving.tokenizer.token_text)
+    if serving.tool_format is not None and request.call_mode != "none":
+        names = request.chosen_tools or [tool.function.name for tool in request.tools or ()]
+        only_one = request.parallel_tool_calls is False or serving.single_calls
+        tools = ToolReader(serving.tool_format, names, 1 if only_one else None)
+    return AnswerReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning is not False)
 
 
 # ---- whole ----
 
 
-async def answer(serving: Serving, request: ChatCompletionRequest, generation: Generation) -> bytes:
+async def answer(serving: Serving, request: ChatCompletionRequest, chat: Chat) -> bytes:
     """The response's JSON."""
-    texts: list[list[str]] = [[] for _ in generation.samples]
+    generation = chat.generation
+    blocks = [Blocks() for _ in generation.samples]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in generation.samples]
     ends: dict[int, tuple[str | None, int | str | None]] = {}
-    async for sample, update in generation.updates():
-        texts[sample.index].append(update.text)
+    async for sample, update, pieces in chat.updates():
+        blocks[sample.index].extend(pieces)
         if update.logprobs is not None:
             logprobs[sample.index] += logprobs_content(serving.tokenizer, update.token_ids, update.logprobs)
-        ends[sample.index] = (update.finish_reason, update.stop_reason)
-    role = _role(serving, request)
+        ends[sample.index] = (chat.finish_reason(sample, update), update.stop_reason)
     choices = [
         {
             "index": index,
-            "message": {"role": role, "content": "".join(texts[index]), "refusal": None},
+            "message": _message(chat.role, blocks[index]),
             "logprobs": {"content": logprobs[index]} if request.logprobs else None,
             "finish_reason": ends[index][0],
             "stop_reason": ends[index][1],
         }
         for index in range(len(generation.samples))
     ]
-    return _encode(
+    body = _encode(
         {
             "id": generation.id,
             "object": "chat.completion",
@@ -115,16 +153,29 @@ async def answer(serving: Serving, request: ChatCompletionRequest, generation: G
             "usage": generation.usage.as_dict(),
         }
     )
+    return body[:-1] + chat.ignored.member + b"}"
+
+
+def _message(role: str, blocks: Blocks) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": role, "content": blocks.text(Content), "refusal": None}
+    if reasoning := blocks.text(Reasoning):
+        message["reasoning"] = message["reasoning_content"] = reasoning
+    if calls := blocks.calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _call(call: Block) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
 
 # ---- streamed ----
 
 
-async def events(
-    serving: Serving, request: ChatCompletionRequest, generation: Generation
-) -> AsyncGenerator[bytes, None]:
+async def events(serving: Serving, request: ChatCompletionRequest, chat: Chat) -> AsyncGenerator[bytes, None]:
     """The response's events. Only what changes is encoded for each: a server streams to hundreds of clients at once."""
-    options = request.stream_options
+    generation, options = chat.generation, request.stream_options
     with_usage = options is not None and bool(options.include_usage)
     usage_always = with_usage and options is not None and bool(options.continuous_usage_stats)
     head = _encode(
@@ -136,33 +187,61 @@ async def events(
         }
     )[:-1]
 
-    def tail() -> bytes:
-        return b',"usage":' + _encode(generation.usage.as_dict()) + b"}" if usage_always else b"}"
+    def chunk(index: int, delta: bytes, logprobs: bytes, end: bytes) -> bytes:
+        choice = b',"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]' % (
+            index,
+            delta,
+            logprobs,
+            end,
+        )
+        usage = b',"usage":' + _encode(generation.usage.as_dict()) if usage_always else b""
+        return head + choice + usage
 
-    role = _encode(_role(serving, request))
+    first = b'{"role":%b,"content":""}' % _encode(chat.role)
     begun: set[int] = set()
-    async for sample, update in generation.updates():
-        start = b'%b,"choices":[{"index":%d,"delta":' % (head, sample.index)
-        chunks = b""
-        if sample.index not in begun:
-            begun.add(sample.index)
-            delta = b'{"role":%b,"content":""},"logprobs":null,"finish_reason":null}]' % role
-            chunks = event(start + delta + tail())
+    async for sample, update, pieces in chat.updates():
+        index, data = sample.index, b""
+        if index not in begun:
+            data = event(chunk(index, first, b"null", b"null") + (b"" if begun else chat.ignored.member) + b"}")
+            begun.add(index)
+        deltas = _deltas(pieces)
         logprobs = b"null"
         if update.logprobs is not None:
             content = logprobs_content(serving.tokenizer, update.token_ids, update.logprobs)
             logprobs = _encode({"content": content})
-        elif not update.text and update.finish_reason is None:  # held back: it may begin a stop string
-            if chunks:
-                yield chunks
-            continue
-        end = b"null}]"
-        if update.finish_reason is not None:
-            end = b'%b,"stop_reason":%b}]' % (_encode(update.finish_reason), _encode(update.stop_reason))
-        delta = b'{"content":%b},"logprobs":%b,"finish_reason":' % (_encode(update.text), logprobs)
-        yield chunks + event(start + delta + end + tail())
+        finish_reason = chat.finish_reason(sample, update)
+        if not deltas and (finish_reason is not None or update.logprobs is not None):
+            deltas = [b"{}" if finish_reason == "tool_calls" else b'{"content":""}']
+        for delta in deltas[:-1]:
+            data += event(chunk(index, delta, logprobs, b"null") + b"}")
+            logprobs = b"null"
+        if deltas:
+            end = b"null"
+            if finish_reason is not None:
+                end = b'%b,"stop_reason":%b' % (_encode(finish_reason), _encode(update.stop_reason))
+            data += event(chunk(index, deltas[-1], logprobs, end) + b"}")
+        if data:
+            yield data
     if with_usage:
         yield event(head + b',"choices":[],"usage":' + _encode(generation.usage.as_dict()) + b"}")
+
+
+def _deltas(pieces: list[Piece]) -> list[bytes]:
+    deltas = []
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                delta = b'{"content":%b}' % _encode(text)
+            case Reasoning(text):
+                delta = b'{"reasoning":%b,"reasoning_content":%b}' % ((encoded := _encode(text)), encoded)
+            case CallStart(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                delta = _encode({"tool_calls": [call]})
+            case CallArguments(index, text):
+                delta = _encode({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        deltas.append(delta)
+    return deltas
 
 
 def logprobs_content(tokenizer: Tokenizer, token_ids: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:

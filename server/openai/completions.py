@@ -11,6 +11,7 @@ import msgspec
 
 from engine.core.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
+from server.fields import Ignored
 from server.openai.chat import LOWEST_LOGPROB
 from server.openai.protocol import CompletionRequest
 from server.openai.serving import Generation, Serving
@@ -31,7 +32,7 @@ async def begin(serving: Serving, request: CompletionRequest) -> Generation:
         renamed={},
     )
     prompts = await serving.in_thread(_encode_prompts, serving, request)
-    return serving.generate("cmpl", prompts, sampling, {})
+    return serving.generate("cmpl-", request.request_id, prompts, sampling, {})
 
 
 def _encode_prompts(serving: Serving, request: CompletionRequest) -> list[list[int]]:
@@ -53,7 +54,7 @@ def _echoes(serving: Serving, request: CompletionRequest, generation: Generation
     ]
 
 
-async def answer(serving: Serving, request: CompletionRequest, generation: Generation) -> bytes:
+async def answer(serving: Serving, request: CompletionRequest, generation: Generation, ignored: Ignored) -> bytes:
     """The response's JSON."""
     echoes = _echoes(serving, request, generation)
     texts = [[echoes[sample.prompt_index]] for sample in generation.samples]
@@ -74,7 +75,7 @@ async def answer(serving: Serving, request: CompletionRequest, generation: Gener
         }
         for index, collected in enumerate(logprobs)
     ]
-    return _encode(
+    body = _encode(
         {
             "id": generation.id,
             "object": "text_completion",
@@ -84,9 +85,12 @@ async def answer(serving: Serving, request: CompletionRequest, generation: Gener
             "usage": generation.usage.as_dict(),
         }
     )
+    return body[:-1] + ignored.member + b"}"
 
 
-async def events(serving: Serving, request: CompletionRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
+async def events(
+    serving: Serving, request: CompletionRequest, generation: Generation, ignored: Ignored
+) -> AsyncGenerator[bytes, None]:
     """The response's events; the echo of a prompt comes first."""
     options = request.stream_options
     with_usage = options is not None and bool(options.include_usage)
@@ -102,6 +106,7 @@ async def events(serving: Serving, request: CompletionRequest, generation: Gener
     echoes = _echoes(serving, request, generation)
     before = [echoes[sample.prompt_index] for sample in generation.samples]
     logprobs = [_logprobs(serving, request) for _ in generation.samples]
+    warnings = ignored.member
     async for sample, update in generation.updates():
         text, before[sample.index] = before[sample.index] + update.text, ""
         found = b"null"
@@ -119,7 +124,8 @@ async def events(serving: Serving, request: CompletionRequest, generation: Gener
             _encode(update.stop_reason),
         )
         usage = b',"usage":' + _encode(generation.usage.as_dict()) if usage_always else b""
-        yield event(chunk + usage + b"}")
+        yield event(chunk + usage + warnings + b"}")
+        warnings = b""
     if with_usage:
         yield event(head + b',"choices":[],"usage":' + _encode(generation.usage.as_dict()) + b"}")
 

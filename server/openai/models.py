@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.errors import APIError
-from server.openai.chat import encode_messages
+from server.openai.conversation import encode_messages
 from server.openai.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from server.openai.serving import Serving
 
@@ -52,7 +52,8 @@ async def tokenize(serving: Serving, request: TokenizeTextRequest | TokenizeChat
     serving.check_model(request.model)
     if isinstance(request, TokenizeChatRequest):
         special = bool(request.add_special_tokens)
-        ids = await serving.in_thread(encode_messages, serving, request.messages, request.template_options(), special)
+        options = request.template_options()
+        ids = (await serving.in_thread(encode_messages, serving, request.messages, options, special)).token_ids
     else:
         special = request.add_special_tokens is not False
         ids = await serving.in_thread(serving.tokenizer.encode, request.prompt, special)

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    WrapValidator,
-    create_model,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, create_model, model_validator
+
+from server.fields import Body, fields_without_effect, one_message, unsupported_fields, wrong
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000
-
-
-class _Strict(BaseModel):
-    """No conversions between types, and no unknown fields: what is not understood is said, never ignored."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
 
 # Fields of OpenAI's and vLLM's requests that change the answer and are not supported yet, with the values that leave the
 # answer as it is. `None` always does.
@@ -62,7 +44,7 @@ NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "web_search_options": (),
-    "reasoning_effort": (),
+    "moderation": (),
     "verbosity": ("medium",),
     "echo": (False,),
     "documents": ([],),
@@ -71,73 +53,46 @@ NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 NOT_YET_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "prompt_embeds": ()}
 
-# Fields that never change the answer.
-NO_EFFECT = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prediction",
-    "parallel_tool_calls",  # there are no tool calls
-    "include_reasoning",  # nor reasoning
-    "spaces_between_special_tokens",  # our decoding puts none there
-)
+# Fields that never change the answer, and the values of them that need no word. None: labels, which ask for nothing.
+NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    "user": None,
+    "metadata": None,
+    "safety_identifier": None,
+    "prompt_cache_key": None,  # prompts that begin alike share their KV anyway
+    "prompt_cache_retention": (),
+    "prompt_cache_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "prediction": (),
+    "spaces_between_special_tokens": None,  # our decoding puts none there
+}
 
 
-def _not_yet(neutral: tuple[Any, ...]) -> Any:
-    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
-        if value is None or any(
-            value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral
-        ):
-            return None
-        allowed = " or ".join(json.dumps(value) for value in (*neutral, None))
-        raise PydanticCustomError(
-            "unsupported", "is not supported yet (only {allowed}, which changes nothing)", {"allowed": allowed}
-        )
-
-    return Annotated[Any, WrapValidator(check)], Field(None, description="Not supported yet.")
+def _base(name: str, *tables: dict[str, tuple[Any, ...]]) -> type[Body]:
+    fields: dict[str, Any] = unsupported_fields(*tables) | fields_without_effect(NO_EFFECT)
+    return create_model(name, __base__=Body, **fields)
 
 
-def _fields(base: str, *tables: dict[str, tuple[Any, ...]]) -> Any:
-    fields: dict[str, Any] = {name: _not_yet(neutral) for table in tables for name, neutral in table.items()}
-    fields |= {name: (Any, Field(None, description="Accepted; has no effect.")) for name in NO_EFFECT}
-    return create_model(base, __base__=_Strict, **fields)
-
-
-_NotYetInChat: type[_Strict] = _fields("NotYetInChat", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
-_NotYetInCompletions: type[_Strict] = _fields("NotYetInCompletions", NOT_YET_IN_BOTH, NOT_YET_IN_COMPLETIONS)
-
-
-def _one_message(text: str) -> WrapValidator:
-    """For unions: one error in plain words instead of one for each member."""
-
-    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("wrong_value", "must be " + text) from None  # type: ignore[arg-type]
-
-    return WrapValidator(check)
-
+_ChatBase = _base("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
+_CompletionBase = _base("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_COMPLETIONS)
 
 TokenIds = list[int]
 Prompt = Annotated[
     str | TokenIds | list[str] | list[TokenIds],
-    _one_message("a text, a list of texts, a list of token ids, or a list of such lists"),
+    one_message("a text, a list of texts, a list of token ids, or a list of such lists"),
 ]
-Stop = Annotated[str | list[str], _one_message("a text or a list of texts")]
+Stop = Annotated[str | list[str], one_message("a text or a list of texts")]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="Send one more chunk at the end, with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted; has no effect.")
 
+    NO_EFFECT: ClassVar[Any] = {"include_obfuscation": (False,)}
 
-class _Sampling(_Strict):
+
+class _Sampling(Body):
     """What both kinds of request say about sampling. `None` takes the model's default, else OpenAI's."""
 
     model: str | None = Field(None, description="A name that /v1/models lists.")
@@ -157,62 +112,108 @@ class _Sampling(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    request_id: str | None = Field(
+        None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> _Sampling:
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options", "needs stream=true")
+            raise wrong("stream_options", "needs stream=true")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
-            raise _wrong("stop", f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters")
+            raise wrong("stop", f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters")
         return self
 
 
-def _wrong(field: str, message: str) -> PydanticCustomError:
-    """An error that a check of several fields finds in `field`."""
-    return PydanticCustomError("wrong_field", "{field}: {message}", {"field": field, "message": message})
-
-
-class TextPart(_Strict):
+class TextPart(Body):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Body):
     name: str
     arguments: Any = None  # a JSON object as text, as the API has it, or the object itself
 
 
-class ToolCall(_Strict):
+class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
 
 
-class Message(_Strict):
+class Message(Body):
     """One turn. Fields that the answer's message has and that say nothing may come back as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | list[TextPart] | None, _one_message("a text or a list of text parts; other parts are not supported")
+        str | list[TextPart] | None, one_message("a text or a list of text parts; other parts are not supported")
     ] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    annotations: list[None] | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
+    NO_EFFECT: ClassVar[Any] = {"annotations": ([],)}
 
-class _Conversation(_Strict):
+
+class Function(Body):
+    """What a tool is, for the model; further fields go to the chat template."""
+
+    name: str = Field(pattern=r'^[^\s"\\<>{}\[\]]{1,256}$')
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; none: there are no arguments.")
+    strict: bool | None = Field(None, description="Accepted; arguments always follow the schema.")
+
+
+class Tool(Body):
+    """Something that the model may call; further fields go to the chat template."""
+
+    type: Literal["function"]
+    function: Function
+
+    NAMES_UNKNOWN: ClassVar[bool] = False
+
+
+class ToolName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
+class ToolSubset(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    one_message(
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+    ),
+]
+
+
+class _Conversation(Body):
     """What goes into a chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -220,12 +221,16 @@ class _Conversation(_Strict):
     @model_validator(mode="after")
     def _check_conversation(self) -> _Conversation:
         if self.add_generation_prompt and self.continue_final_message:
-            raise _wrong("continue_final_message", "cannot be true together with add_generation_prompt")
+            raise wrong("continue_final_message", "cannot be true together with add_generation_prompt")
         if reserved := RESERVED_TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
-            raise _wrong("chat_template_kwargs", f"must not hold {min(reserved)}, which has its own field")
+            raise wrong("chat_template_kwargs", f"must not hold {min(reserved)}, which has its own field")
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
-                raise _wrong(f"messages[{index}].content", "is required")
+                raise wrong(f"messages[{index}].content", "is required")
+        names = [tool.function.name for tool in self.tools or ()]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise wrong(f"tools[{index}].function.name", f"there are two tools of the name {name!r}")
         return self
 
     @property
@@ -238,7 +243,7 @@ class _Conversation(_Strict):
         """Arguments for `ChatTemplate.render` beside the messages."""
         return {
             **(self.chat_template_kwargs or {}),
-            "tools": self.tools,
+            "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None,
             "add_generation_prompt": self.adds_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
         }
@@ -247,42 +252,93 @@ class _Conversation(_Strict):
 RESERVED_TEMPLATE_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "continue_final_message"])
 
 
-class ChatCompletionRequest(_Conversation, _Sampling, _NotYetInChat):  # type: ignore[misc, valid-type]
+class ChatCompletionRequest(_Conversation, _Sampling, _ChatBase):  # type: ignore[misc, valid-type]
     """A conversation to be continued."""
 
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice | None = Field(None, description='Without tools "none", else "auto".')
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one tool call.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description='For the chat template; "none" turns reasoning off.'
+    )
+    enable_thinking: bool | None = Field(None, description="For the chat template: whether to reason first.")
+    include_reasoning: bool | None = Field(None, description="False: leave the reasoning out of the answer.")
+
+    NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
-        if self.tool_choice not in (None, "none"):
-            raise _wrong("tool_choice", 'is not supported yet (only "none")')
-        if self.tools and self.tool_choice != "none":
-            raise _wrong("tools", 'is not supported yet (only with tool_choice="none")')
         if self.top_logprobs is not None and not self.logprobs:
-            raise _wrong("top_logprobs", "needs logprobs=true")
+            raise wrong("top_logprobs", "needs logprobs=true")
+        names = {tool.function.name for tool in self.tools or ()}
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise wrong("tool_choice", "needs tools")
+        if unknown := [name for name in self.chosen_tools if name not in names]:
+            raise wrong("tool_choice", f"there is no tool of the name {unknown[0]!r}")
         return self
 
+    @property
+    def call_mode(self) -> Literal["none", "auto", "required"]:
+        """Whether the answer may or must call tools."""
+        match self.tool_choice:
+            case _ if not self.tools:
+                return "none"
+            case None:
+                return "auto"
+            case NamedTool():
+                return "required"
+            case AllowedTools(allowed_tools=subset):
+                return subset.mode
+            case mode:
+                return mode
 
-class CompletionRequest(_Sampling, _NotYetInCompletions):  # type: ignore[misc, valid-type]
+    @property
+    def chosen_tools(self) -> list[str]:
+        """The tools that `tool_choice` names; none: all of them may be called."""
+        match self.tool_choice:
+            case NamedTool(function=tool):
+                return [tool.name]
+            case AllowedTools(allowed_tools=subset):
+                return [tool.function.name for tool in subset.tools]
+        return []
+
+    @property
+    def thinking_options(self) -> dict[str, Any]:
+        """Variables for the chat template, by the names that different families have for the same."""
+        options: dict[str, Any] = {}
+        thinks = self.enable_thinking
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+            thinks = self.reasoning_effort != "none" if thinks is None else thinks
+        if thinks is not None:
+            options |= {"enable_thinking": thinks, "thinking": thinks}
+        return options
+
+    def template_options(self) -> dict[str, Any]:
+        return self.thinking_options | super().template_options()
+
+
+class CompletionRequest(_Sampling, _CompletionBase):  # type: ignore[misc, valid-type]
     """Text to be continued."""
 
     prompt: Prompt
     logprobs: int | None = None
     echo: bool | None = None
 
+    NO_EFFECT: ClassVar[Any] = NO_EFFECT
+
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.prompt in ("", []) or (isinstance(self.prompt, list) and any(item in ("", []) for item in self.prompt)):
-            raise _wrong("prompt", "must not be empty")
+            raise wrong("prompt", "must not be empty")
         if self.echo and self.logprobs is not None:
-            raise _wrong("echo", "is not supported yet together with logprobs")
+            raise wrong("echo", "is not supported yet together with logprobs")
         return self
 
 
-class TokenizeTextRequest(_Strict):
+class TokenizeTextRequest(Body):
     """A text to be turned into token ids."""
 
     model: str | None = None
@@ -297,6 +353,7 @@ class TokenizeChatRequest(_Conversation):
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    prompt: Annotated[None, one_message("left out where there are messages")] = None
 
 
 TokenizeRequest = Annotated[
@@ -305,7 +362,7 @@ TokenizeRequest = Annotated[
 ]
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Body):
     """Token ids to be turned into text."""
 
     model: str | None = None

@@ -24,7 +24,9 @@ from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.errors import APIError, bad_value
 from server.metrics import Metrics, SampleWatch
 from server.openai.protocol import RESERVED_TEMPLATE_VARIABLES, ChatCompletionRequest, CompletionRequest
+from server.reasoning import find_reasoning_format
 from server.settings import ServerConfig
+from server.tools import find_tool_format
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -66,12 +68,14 @@ class EngineClient(Protocol):
     def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> AsyncGenerator[RequestUpdate, None]: ...
+    async def abort(self, request_id: str) -> None: ...
 
 
 @dataclass(slots=True)
 class Sample:
     """One answer that is being made."""
 
+    request_id: str  # to the engine
     index: int  # of its choice in the response
     prompt_index: int
     updates: AsyncGenerator[RequestUpdate, None]
@@ -85,14 +89,18 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: nobody looks for them
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "completion_tokens": self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 @dataclass(slots=True)
@@ -107,6 +115,7 @@ class Generation:
     samples: list[Sample]
     usage: Usage
     metrics: Metrics
+    running: dict[str, Generation]  # of all clients, by id
 
     async def updates(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
         """What the engine says of each sample until all have ended; closing this ends them.
@@ -114,6 +123,8 @@ class Generation:
         `APIError` when the engine fails. A reader that is slow gets fewer and longer updates.
         """
         ended: set[int] = set()
+        if self.running.setdefault(self.id, self) is not self:
+            raise APIError(400, f"request_id: {self.id} is being answered", "request_id")
         try:
             async with aclosing(self._merged()) as merged:
                 async for sample, update in merged:
@@ -129,6 +140,7 @@ class Generation:
         except EngineDeadError as error:
             raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
         finally:
+            del self.running[self.id]
             for sample in self.samples:
                 if sample.index not in ended:
                     sample.watch.abandoned()
@@ -182,6 +194,11 @@ class Serving:
         self.names = list(served_model_names)
         self.started = int(time.time())
         self.template, self.no_template = self._load_template()
+        source = self.template.source if self.template is not None else ""
+        self.tool_format = find_tool_format(settings.tool_call_parser, source)
+        self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
+        self.single_calls = "single tool-calls" in source  # the template refuses several calls in one message
+        self.running: dict[str, Generation] = {}
         self._threads = ThreadPoolExecutor(4, "text")
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
@@ -253,12 +270,24 @@ class Serving:
     # ---- to the engine ----
 
     def generate(
-        self, kind: str, prompts: list[list[int]], sampling: SamplingParams, renamed: Mapping[str, str]
+        self,
+        kind: str,
+        request_id: str | None,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        renamed: Mapping[str, str],
     ) -> Generation:
-        """Begin the answers to `prompts`. 400 when one does not fit the model, 503 when the engine takes no more."""
+        """Begin the answers to `prompts`. 400 when one does not fit the model, 503 when the engine takes no more.
+
+        The answer's id is `kind` and the client's `request_id`, or a new one.
+        """
         self._check_prompts(prompts, renamed.get("prompt", "prompt"))
         self._check_room(len(prompts) * sampling.n)
-        request_id = f"{kind}-{uuid.uuid4().hex}"
+        unique = uuid.uuid4().hex
+        public_id = f"{kind}{request_id or unique}"
+        if public_id in self.running:
+            raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
+        engine_id = f"{public_id}-{unique}" if request_id else public_id
         samples: list[Sample] = []
         for prompt_index, prompt in enumerate(prompts):
             room = self.engine.max_model_len - len(prompt)
@@ -266,20 +295,38 @@ class Serving:
             try:
                 for each in with_samples(sampling.clone(max_tokens=max_tokens)):
                     index = len(samples)
-                    sample_id = f"{request_id}-{index}" if len(prompts) * sampling.n > 1 else request_id
+                    sample_id = f"{engine_id}-{index}" if len(prompts) * sampling.n > 1 else engine_id
                     updates = self.engine.generate(sample_id, prompt, each)
-                    samples.append(Sample(index, prompt_index, updates, self.metrics.watch(len(prompt), each)))
+                    samples.append(
+                        Sample(sample_id, index, prompt_index, updates, self.metrics.watch(len(prompt), each))
+                    )
             except ValueError as error:
                 raise bad_value(error, renamed) from None
             except EngineDeadError as error:
                 raise APIError(503, f"the engine is not running: {error}") from None
         if self.settings.enable_log_requests:
             lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-            _log.info("request %s: %s prompt tokens, %s", request_id, lengths, sampling)
+            _log.info("request %s: %s prompt tokens, %s", public_id, lengths, sampling)
         usage = Usage(sum(map(len, prompts)))
         return Generation(
-            request_id, int(time.time()), self.names[0], sampling.n, prompts, samples, usage, self.metrics
+            public_id,
+            int(time.time()),
+            self.names[0],
+            sampling.n,
+            prompts,
+            samples,
+            usage,
+            self.metrics,
+            self.running,
         )
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its client gets what there is. 404 when there is none of this id."""
+        generation = self.running.get(request_id)
+        if generation is None:
+            raise APIError(404, f"no request {request_id!r} is being answered", "request_id")
+        for sample in generation.samples:
+            await self.engine.abort(sample.request_id)
 
     def _check_prompts(self, prompts: list[list[int]], prompt_field: str) -> None:
         most = self.engine.max_model_len

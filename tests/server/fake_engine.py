@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +26,13 @@ TEMPLATE = (
 ANSWER = "Grüße! Ein 👋 von mir. Zwei plus zwei ist vier.\n\nEnd"
 
 
-def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """One token for each byte, so that most characters outside ASCII are several tokens; 256 to 258 are special."""
+def make_tokenizer(template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    """One token for each byte, so that most characters outside ASCII are several tokens; from 256 they are special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    names = ["<|im_start|>", "<|im_end|>", "<|bos|>"]
+    names = ["<|im_start|>", "<|im_end|>", "<|bos|>", *special]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, template)
 
@@ -52,6 +52,7 @@ class FakeEngine:
         self.die_after: int | None = None  # tokens after which the engine dies
         self.max_running = 1000  # requests that its statistics say are running; the others are waiting
         self.active: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
@@ -68,6 +69,10 @@ class FakeEngine:
         if self.dead:
             raise EngineDeadError(self.death)
         return self._generate(request_id, prompt_token_ids, sampling)
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self.active:
+            self.aborted.add(request_id)
 
     def tokens(self, sampling: SamplingParams) -> list[int]:
         tokenizer = self.tokenizer or make_tokenizer()
@@ -94,6 +99,10 @@ class FakeEngine:
                     self.dead, self.death = True, "the engine process was killed by SIGKILL"
                 if self.dead:
                     raise EngineDeadError(self.death)
+                if request_id in self.aborted:
+                    stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
+                    yield stream.take()
+                    return
                 token = tokens[len(generated)]
                 generated.append(token)
                 self._generated += 1

@@ -248,3 +248,36 @@ def test_a_stream_that_waits_to_begin_can_be_left(live: Live) -> None:
         time.sleep(0.002)
     connection.close()
     live.wait_idle(3)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_requests_can_be_aborted_by_id(live: Live, path: str, stream: bool) -> None:
+    live.engine.delay = 0.01
+    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}
+    request_id = ("chatcmpl-" if path == CHAT else "cmpl-") + "mine.1"
+    found: list[Any] = []
+
+    def client() -> None:
+        options = {"stream": stream, "n": 2, "max_tokens": 400, "ignore_eos": True, "request_id": "mine.1"}
+        response = live.post(path, **body, **options)
+        found.extend(chunks(response.content) if stream else [response.json()])
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    while len(live.engine.active) < 2 or min(map(len, live.engine.active.values())) < 3:
+        time.sleep(0.002)
+    again = live.post(path, **body, request_id="mine.1")
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "request_id")
+    response = live.http.post(f"/v1/requests/{request_id}/abort")
+    assert (response.status_code, response.json()) == (200, {"id": request_id, "aborted": True})
+    thread.join()
+    ends = [choice["finish_reason"] for chunk in found for choice in chunk["choices"] if choice["finish_reason"]]
+    assert ends == ["abort", "abort"]
+    assert {chunk["id"] for chunk in found} == {request_id}
+    live.wait_idle()
+    assert all(tokens < 400 for tokens in live.engine.ended.values())
+    response = live.http.post(f"/v1/requests/{request_id}/abort")
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "NotFoundError")
+    live.engine.delay = 0
+    assert live.post(path, **body, request_id="mine.1").status_code == 200, "an id is free when its request has ended"

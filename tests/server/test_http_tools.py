@@ -1,0 +1,229 @@
+"""Tools and reasoning over HTTP: what goes into the prompt and what comes out, whole and streamed."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import FakeEngine, make_tokenizer
+from live_server import Live
+from templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
+
+from server.settings import ServerConfig
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Today's weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TOOLS = [WEATHER, {"type": "function", "function": {"name": "time"}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+THOUGHT = "<think>\nHm.\n</think>\n\nFour."
+
+Serve = Callable[..., Live]
+
+
+def start(serve: Serve, template: str, answer: str, settings: ServerConfig | None = None) -> Live:
+    live = serve(FakeEngine(template=template, max_model_len=2048), settings)
+    live.engine.answer = answer
+    return live
+
+
+def prompt_text(live: Live) -> str:
+    assert live.engine.tokenizer is not None
+    return live.engine.tokenizer.decode(live.engine.requests[-1][1], skip_special_tokens=False)
+
+
+def streamed(live: Live, **body: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The message that the deltas make up, and the chunks."""
+    lines = live.chat(stream=True, **body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    message: dict[str, Any] = {"calls": []}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            for name, value in choice["delta"].items():
+                if name != "tool_calls":
+                    message[name] = message.get(name, "") + value
+                    continue
+                (call,) = value
+                if "id" in call:
+                    assert call["index"] == len(message["calls"])
+                    assert call["type"] == "function"
+                    message["calls"].append([call["function"]["name"], ""])
+                else:
+                    assert list(call) == ["index", "function"]
+                    assert list(call["function"]) == ["arguments"]
+                message["calls"][call["index"]][1] += call["function"]["arguments"]
+    return message, chunks
+
+
+FORMS = [
+    (HERMES, f"I look.\n{CALL}\n{CALL}", "I look.", 2),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}]', None, 1),
+    (LLAMA3, '{"name": "weather", "parameters": {"city": "Köln"}}', None, 1),
+]
+
+
+@pytest.mark.parametrize(("template", "answer", "content", "num_calls"), FORMS, ids=["hermes", "mistral", "llama3"])
+def test_calls(serve: Serve, template: str, answer: str, content: str | None, num_calls: int) -> None:
+    live = start(serve, template, answer)
+    choice = live.chat(tools=TOOLS).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == content
+    assert len(message["tool_calls"]) == num_calls
+    assert len({call["id"] for call in message["tool_calls"]}) == num_calls
+    for call in message["tool_calls"]:
+        assert call["type"] == "function"
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+    parts, chunks = streamed(live, tools=TOOLS)
+    assert parts["calls"] == [["weather", '{"city": "Köln"}']] * num_calls
+    assert parts["content"] == (content or "")
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert len(chunks) > 15 * num_calls, "the arguments are streamed as they come"
+    # The call and its result go back into the prompt.
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        message | {"tool_calls": message["tool_calls"][:1]},
+        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"},
+    ]
+    assert live.post("/v1/chat/completions", messages=messages, tools=TOOLS).status_code == 200
+    assert '"city": "Köln"' in prompt_text(live)
+    assert "sunny" in prompt_text(live)
+
+
+def test_what_the_template_is_shown(serve: Serve) -> None:
+    live = start(serve, HERMES, "Hi")
+    tool = {**WEATHER, "function": {**WEATHER["function"], "strict": True, "x-note": [1]}, "cache": {}}  # type: ignore[dict-item]
+    response = live.chat(tools=[tool])
+    assert "warnings" not in response.json(), "the template may use what the server does not know"
+    assert json.dumps(tool, ensure_ascii=False) in prompt_text(live)
+
+
+def test_choices_of_tools(serve: Serve) -> None:
+    live = start(serve, HERMES, f"Hi {CALL}{CALL}")
+    choice = live.chat(tools=TOOLS, tool_choice="none").json()["choices"][0]
+    assert choice["message"]["content"] == f"Hi {CALL}{CALL}"
+    assert choice["finish_reason"] == "stop"
+    choice = live.chat(tools=TOOLS, tool_choice="auto", parallel_tool_calls=False).json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert len(streamed(live, tools=TOOLS, parallel_tool_calls=False)[0]["calls"]) == 1
+    assert live.chat().json()["choices"][0]["message"]["content"] == f"Hi {CALL}{CALL}", "without tools all is content"
+    choice = live.chat(tools=TOOLS, max_tokens=30).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+
+
+def test_auto_can_be_turned_off(serve: Serve) -> None:
+    live = start(serve, HERMES, CALL, ServerConfig(enable_auto_tool_choice=False))
+    error = live.chat(tools=TOOLS).json()["error"]
+    assert (error["code"], error["param"]) == (400, "tool_choice")
+    live = start(serve, HERMES, CALL, ServerConfig(tool_call_parser="none"))
+    assert live.chat(tools=TOOLS).json()["error"]["param"] == "tools"
+    live = start(serve, THINKER, CALL, ServerConfig(tool_call_parser="hermes", reasoning_parser="none"))
+    assert live.chat(tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
+
+
+def test_one_call_where_the_template_takes_no_more(serve: Serve) -> None:
+    call = '{"name": "weather", "parameters": {}}'
+    live = start(serve, LLAMA3, f"{call}; {call}")
+    assert len(live.chat(tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_ids_that_the_template_would_refuse(serve: Serve) -> None:
+    live = start(serve, MISTRAL, "Hi")
+    messages = [
+        {"role": "assistant", "tool_calls": [{"id": "call_1234", "function": {"name": "time", "arguments": ""}}]},
+        {"role": "tool", "tool_call_id": "call_1234", "content": "noon"},
+        {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "function": {"name": "time", "arguments": None}}]},
+    ]
+    assert live.post("/v1/chat/completions", messages=messages).status_code == 200
+    text = prompt_text(live)
+    short = text.partition('"id": "')[2][:9]
+    assert f'"call_id": "{short}"' in text
+    assert '"id": "abcdefghi"' in text
+    assert '"arguments": {}' in text
+
+
+def test_marks_that_are_special_tokens(serve: Serve) -> None:
+    live = start(serve, MISTRAL, '[TOOL_CALLS][{"name": "time", "arguments": {}}]')
+    live.engine.tokenizer = make_tokenizer(MISTRAL, ["[TOOL_CALLS]"])
+    assert live.chat(tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
+    assert live.chat().json()["choices"][0]["message"]["content"] == '[{"name": "time", "arguments": {}}]'
+
+
+def test_reasoning(serve: Serve) -> None:
+    for template, answer in ((QWEN3, THOUGHT), (THINKER, THOUGHT.removeprefix("<think>\n"))):
+        live = start(serve, template, answer)
+        body = live.chat().json()
+        message = body["choices"][0]["message"]
+        assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("Four.", "Hm.", "Hm.")
+        thought = answer.encode().index(b"</think>") + len("</think>")
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+        parts, chunks = streamed(live, stream_options={"include_usage": True})
+        assert (parts["content"], parts["reasoning"], parts["reasoning_content"]) == ("Four.", "Hm.", "Hm.")
+        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+        parts, _ = streamed(live, include_reasoning=False)
+        assert (parts["content"], "reasoning" in parts) == ("Four.", False)
+
+
+def test_reasoning_then_calls(serve: Serve) -> None:
+    live = start(serve, QWEN3, f"<think>\n{CALL}? Yes.\n</think>\n\n{CALL}")
+    message = live.chat(tools=TOOLS).json()["choices"][0]["message"]
+    assert message["reasoning"] == f"{CALL}? Yes."
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 1
+    history = [{"role": "user", "content": "a"}, message, {"role": "tool", "content": "b", "tool_call_id": "1"}]
+    assert live.post("/v1/chat/completions", messages=history).status_code == 200
+
+
+def test_thoughts_that_never_end(serve: Serve) -> None:
+    live = start(serve, THINKER, "Hm, let me see")
+    message = live.chat(max_tokens=10).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("", "Hm, let me")
+
+
+@pytest.mark.parametrize(
+    ("body", "thinks"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"enable_thinking": False}, False),
+        ({"reasoning_effort": "none", "enable_thinking": True}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+def test_reasoning_is_the_templates_matter(serve: Serve, body: dict[str, Any], thinks: bool) -> None:
+    live = start(serve, QWEN3, "Four.")
+    response = live.chat(**body).json()
+    assert prompt_text(live).endswith("</think>\n\n") is not thinks
+    assert "warnings" not in response
+    assert response["choices"][0]["message"]["content"] == "Four."
+
+
+def test_a_template_that_knows_no_reasoning(live: Live) -> None:
+    body = live.chat(reasoning_effort="low", enable_thinking=True).json()
+    assert [warning.partition(":")[0] for warning in body["warnings"]] == ["reasoning_effort", "enable_thinking"]
+    assert "completion_tokens_details" not in body["usage"]
+
+
+def test_the_official_client(serve: Serve) -> None:
+    live = start(serve, QWEN3, f"{THOUGHT} I look.\n{CALL}\n{CALL}")
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    tools: Any = TOOLS
+    with (
+        openai.OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(model="toy", messages=messages, tools=tools) as stream,
+    ):
+        for _ in stream:
+            pass
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Four. I look."
+    assert choice.message.tool_calls is not None
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Köln"}] * 2
