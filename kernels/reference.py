@@ -464,14 +464,16 @@ def sample(
         wide = torch.where(wide.isnan(), -math.inf, wide)
     filtered = ((top_k > 0) & (top_k < wide.shape[1])) | (top_p < 1) | (min_p > 0)
     random = temperature > 0
-    chosen = torch.empty(len(wide), dtype=torch.int64)
+    chosen = torch.empty(len(wide), dtype=torch.int64, device=wide.device)
     for kind, rows in enumerate((~random, random & ~filtered, random & filtered)):
         if not rows.any():
             continue
         x, t, seed, position = (y[rows] for y in (wide, temperature.unsqueeze(1), seeds, positions))
         if kind == 1:
             x /= t
-            x += gumbel(random_bits(seed.unsqueeze(1), position.unsqueeze(1), torch.arange(x.shape[1])))
+            x += gumbel(
+                random_bits(seed.unsqueeze(1), position.unsqueeze(1), torch.arange(x.shape[1], device=x.device))
+            )
         elif kind == 2:  # noise for the few tokens left
             thresholds = sampling_thresholds(x, temperature[rows], top_k[rows], top_p[rows], min_p[rows])
             row, token = (x >= thresholds.unsqueeze(1)).nonzero(as_tuple=True)

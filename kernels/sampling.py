@@ -144,7 +144,8 @@ def _threshold_kernel(
             if k <= BLOCK:
                 tl.store(mine + lane, best)
                 tl.debug_barrier()
-                key = _search(mine, BLOCK, LOWEST, highest, k, peak, t, NEG_INF, False, SHIFT, SEARCH_BLOCK)
+                lowest = tl.full([], LOWEST, tl.int64)
+                key = _search(mine, BLOCK, lowest, highest, k, peak, t, NEG_INF, False, SHIFT, SEARCH_BLOCK)
                 bound = _from_key(key, SHIFT)
                 tl.debug_barrier()
 

@@ -82,7 +82,7 @@ def attention(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, *
     query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=dtype)
     tables, slopes = tensor(4, 64, dtype=I32), tensor(num_heads, dtype=F32) if options.pop("alibi", False) else None
     plan = DecodePlan.allocate(4, num_heads, 2, head_dim, META, num_programs=264)
-    plan_decode(lens, plan)
+    plan_decode(lens, rows, plan)
     paged_attention_decode(
         query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, plan=plan, out=query, **options
     )

@@ -1,0 +1,235 @@
+"""Checks the Triton kernels against their torch twins on a real GPU, at real sizes, and times them.
+
+    python -m benchmarks.check_kernels
+
+Prints a line for each check: the error (relative to the twin in float64, or the share of tokens that differ), the time, and
+the time in which the device could move the bytes that the operation must move. Exits with 1 if an error is too large.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+import kernels
+from kernels import reference, sampling
+
+BANDWIDTH = 4.3e12  # bytes a second that an H200 copies
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+Result = tuple[str, float, bool]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    difference = torch.linalg.vector_norm(got.double() - want.double())
+    return float(difference / torch.linalg.vector_norm(want.double()).clamp(min=1e-30))
+
+
+@dataclass(slots=True)
+class Checks:
+    """Collects results and prints each as it comes."""
+
+    device: str
+    results: list[Result] = field(default_factory=list)
+
+    def add(
+        self, name: str, error: float, limit: float, call: Callable[[], object] | None = None, num_bytes: int = 0
+    ) -> None:
+        """`call` is timed and compared to moving `num_bytes`."""
+        ok = error <= limit  # False for NaN
+        self.results.append((name, error, ok))
+        name = name.replace("torch.", "")
+        line = f"{'ok  ' if ok else 'FAIL'} {name:58} error {error:.1e}"
+        if call is not None:
+            us, floor = 1e3 * do_bench(call, return_mode="median"), 1e6 * num_bytes / BANDWIDTH
+            line += f" {us:9.1f} us, floor {floor:8.1f} us ({100 * floor / us:3.0f} %)"
+        print(line, flush=True)
+
+    def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.device)
+
+
+def check_norms(checks: Checks) -> None:
+    for rows, hidden, dtype in (
+        (1, 1024, BF16), (1, 4096, BF16), (256, 1024, BF16), (256, 4096, BF16), (8192, 4096, BF16), (64, 5120, F16),
+        (64, 16384, BF16), (64, 2880, F32),
+    ):  # fmt: skip
+        x, residual = checks.random(rows, hidden, dtype=dtype), checks.random(rows, hidden, dtype=dtype)
+        weight = checks.random(hidden, dtype=dtype)
+        name = f"{rows} x {hidden} {dtype}"
+        call = partial(kernels.rms_norm, x, weight, 1e-6)
+        error = relative_error(call(), reference.rms_norm(x.double(), weight.double(), 1e-6))
+        checks.add(f"rms_norm {name}", error, TOLERANCE[dtype], call, 2 * x.nbytes)
+        call_add = partial(kernels.add_rms_norm, x, residual, weight, 1e-6)
+        normed, total = call_add()
+        want = reference.rms_norm(total.double(), weight.double(), 1e-6)
+        error = max(relative_error(normed, want), relative_error(total, x.double() + residual.double()))
+        checks.add(f"add_rms_norm {name}", error, TOLERANCE[dtype], call_add, 4 * x.nbytes)
+
+
+def check_activation(checks: Checks) -> None:
+    for rows, width, dtype in (
+        (1, 3072, BF16),
+        (256, 3072, BF16),
+        (256, 14336, BF16),
+        (8192, 14336, BF16),
+        (99, 8960, F32),
+    ):
+        x = checks.random(rows, 2 * width, dtype=dtype)
+        call = partial(kernels.silu_and_mul, x)
+        error = relative_error(call(), reference.silu_and_mul(x.double()))
+        checks.add(f"silu_and_mul {rows} x {width} {dtype}", error, TOLERANCE[dtype], call, 3 * x.nbytes // 2)
+
+
+def check_rotary(checks: Checks) -> None:
+    for tokens, heads, kv_heads, head_dim, normed, dtype, huge in (
+        (1, 16, 8, 128, True, BF16, False), (256, 16, 8, 128, True, BF16, True), (8192, 16, 8, 128, True, BF16, False),
+        (1, 32, 8, 128, False, BF16, False), (256, 32, 8, 128, False, BF16, True), (8192, 32, 8, 128, False, BF16, False),
+        (256, 32, 8, 64, False, F16, False), (256, 32, 32, 80, False, BF16, False), (256, 8, 4, 256, True, BF16, False),
+        (256, 24, 8, 128, True, F32, False),
+    ):  # fmt: skip
+        check_rotary_case(checks, tokens, heads, kv_heads, head_dim, normed, dtype, huge)
+
+
+def check_rotary_case(
+    checks: Checks, tokens: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, huge: bool
+) -> None:
+    """rope_and_store and store_kv; `huge`: into slots beyond 2^31 elements, where memory allows."""
+    block_size = 16
+    block = kv_heads * block_size * head_dim
+    num_blocks = 2**31 // block + 4096 if huge else max(tokens // block_size, 1) * 2
+    free = torch.cuda.mem_get_info()[0]
+    if huge and 4 * num_blocks * block * dtype.itemsize > free:
+        print(f"skip slots beyond 2^31 elements: {free / 2**30:.0f} GiB free")
+        huge, num_blocks = False, max(tokens // block_size, 1) * 2
+    key_cache, value_cache = torch.zeros(
+        2, num_blocks, kv_heads, block_size, head_dim, dtype=dtype, device=checks.device
+    )
+    slots = num_blocks * block_size - 1 - torch.randperm(2 * tokens, device=checks.device)[:tokens]
+    if tokens > 1:
+        slots[:: tokens // 4] = -1
+    qkv = checks.random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    positions = torch.randint(0, 40_000, (tokens,), device=checks.device, dtype=torch.int32)
+    angles = torch.rand(40_000, head_dim // 2, device=checks.device) * 6.28
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    q_norm, k_norm = (checks.random(head_dim, dtype=dtype) if normed else None for _ in "qk")
+    call = partial(
+        kernels.rope_and_store, qkv, positions, table, key_cache, value_cache, slots,
+        num_heads=heads, num_kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
+    )  # fmt: skip
+    query = call()
+
+    q, k, v = qkv.view(tokens, -1, head_dim).double().split((heads, kv_heads, kv_heads), 1)
+    q_exact, k_exact = (None if w is None else w.double() for w in (q_norm, k_norm))
+    q, k = reference.rope(q, k, positions, table, q_exact, k_exact)
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    errors = relative_error(query, q), relative_error(key_cache[blocks, :, offsets], k[kept])
+    error = max(*errors, relative_error(value_cache[blocks, :, offsets], v[kept]))
+    touched = sum(int((cache != 0).any(-1).any(1).sum()) for cache in (key_cache, value_cache))
+    error = error if touched == 2 * int(kept.sum()) else float("nan")  # nothing beside the slots
+    name = f"{tokens} x ({heads} + {kv_heads}) x {head_dim} {dtype}"
+    name += (" normed" if normed else "") + (" slots > 2^31" if huge else "")
+    checks.add(f"rope_and_store {name}", error, TOLERANCE[dtype], call, 2 * qkv.nbytes)
+
+    key, value = qkv.view(tokens, -1, head_dim)[:, heads:].split(kv_heads, 1)
+    key_cache[blocks, :, offsets] = value_cache[blocks, :, offsets] = 0
+    store = partial(kernels.store_kv, key, value, key_cache, value_cache, slots)
+    store()
+    got = key_cache[blocks, :, offsets], value_cache[blocks, :, offsets]
+    error = max(relative_error(got[0], key[kept]), relative_error(got[1], value[kept]))
+    checks.add(f"store_kv {name}", error, 0.0, store, 4 * key.numel() * dtype.itemsize)
+
+
+FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top_k, top_p, min_p
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature": (0.6, 0, 1.0, 0.0),
+    "top_k 20, top_p 0.95": (0.6, 20, 0.95, 0.0),
+    "top_k 1000": (1.0, 1000, 1.0, 0.0),
+    "top_k 50000": (1.0, 50_000, 1.0, 0.0),
+    "top_p 0.9": (1.0, 0, 0.9, 0.0),
+    "min_p 0.05": (1.0, 0, 1.0, 0.05),
+}
+
+
+def check_sampling(checks: Checks) -> None:
+    vocab_size = 151936
+    for batch, dtype, spread in ((256, BF16, 3.0), (256, BF16, 0.5), (256, F32, 3.0), (64, F16, 3.0), (1, BF16, 3.0)):
+        logits = (checks.random(batch, vocab_size, dtype=F32) * spread).to(dtype)
+        seeds = torch.randint(-(2**62), 2**62, (batch,), device=checks.device)
+        positions = torch.randint(0, 2**17, (batch,), device=checks.device)
+        for name, (temperature, top_k, top_p, min_p) in FILTERS.items():
+            filters = (
+                torch.full((batch,), temperature, device=checks.device),
+                torch.full((batch,), top_k, dtype=torch.int32, device=checks.device),
+                torch.full((batch,), top_p, device=checks.device),
+                torch.full((batch,), min_p, device=checks.device),
+            )
+            call = partial(kernels.sample, logits, *filters, seeds, positions)
+            error = float((call() != reference.sample(logits, *filters, seeds, positions)).float().mean())
+            checks.add(
+                f"sample {batch} x {vocab_size} {dtype} spread {spread} {name}", error, 0.02, call, logits.nbytes
+            )
+            if name not in ("greedy", "temperature"):
+                got = sampling.sampling_thresholds(logits, *filters)
+                want = reference.sampling_thresholds(logits.float(), *filters)
+                left, expected = ((logits.float() >= x.unsqueeze(1)).sum(1) for x in (got, want))
+                error = float(((left - expected).abs() / expected).max())
+                checks.add(f"  its thresholds leave {int(left.min())} to {int(left.max())} tokens", error, 1e-3)
+
+
+def check_distribution(checks: Checks) -> None:
+    """Chi-square of many draws of a small vocabulary, sampled inside a CUDA graph whose inputs change between replays."""
+    draws, logits = 1 << 17, torch.tensor([1.5, -0.5, 2.0, 0.0, 1.0, -2.0, 1.9, 0.3], device=checks.device)
+    rows = logits.expand(draws, -1).contiguous()
+    ones = torch.ones(draws, device=checks.device)
+    arguments = (ones, torch.zeros_like(ones, dtype=torch.int32), ones.clone(), torch.zeros_like(ones))
+    seeds, positions = (
+        torch.arange(draws, device=checks.device),
+        torch.zeros(draws, dtype=torch.int64, device=checks.device),
+    )
+    kernels.sample(rows, *arguments, seeds, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = kernels.sample(rows, *arguments, seeds, positions)
+    expected = draws * logits.softmax(0)
+    for position in range(3):
+        positions.fill_(position)
+        graph.replay()
+        counts = chosen.bincount(minlength=8)
+        checks.add(
+            f"sample in a graph, position {position}: chi-square",
+            float(((counts - expected) ** 2 / expected).sum()),
+            30,
+        )
+    arguments[0].zero_()
+    graph.replay()
+    checks.add("sample in a graph, then greedy", float((chosen != 2).float().mean()), 0.0)
+
+
+def check_elementwise(device: str = "cuda") -> list[Result]:
+    """Every kernel but attention: (name, error, whether the error is small enough) of each check."""
+    checks = Checks(device)
+    torch.manual_seed(0)
+    for part in (check_norms, check_activation, check_rotary, check_sampling, check_distribution):
+        part(checks)
+        torch.cuda.empty_cache()
+    return checks.results
+
+
+def main() -> int:
+    results = check_elementwise()
+    failed = [name for name, _, ok in results if not ok]
+    print(f"{len(results) - len(failed)} checks passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
