@@ -51,10 +51,10 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log.close()
 
 
-async def stream(client: httpx.AsyncClient, url: str, number: int, hang_up: bool) -> str:
+async def stream(client: httpx.AsyncClient, url: str, model: str, number: int, hang_up: bool) -> str:
     """One client's chat; the text it read. A client that hangs up closes its connection after a few events."""
     body = {
-        "model": "demo",
+        "model": model,
         "messages": [{"role": "user", "content": f"Tell me a story about cat number {number}."}],
         "max_tokens": 60,
         "ignore_eos": True,
@@ -80,10 +80,14 @@ async def stream(client: httpx.AsyncClient, url: str, number: int, hang_up: bool
 
 
 def test_two_hundred_clients_and_half_of_them_hang_up(server: str) -> None:
+    model = httpx.get(f"{server}/v1/models").json()["data"][0]["id"]
+
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=NUM_CLIENTS)
         async with httpx.AsyncClient(timeout=240, limits=limits) as client:
-            return await asyncio.gather(*(stream(client, server, i, hang_up=i % 2 == 1) for i in range(NUM_CLIENTS)))
+            return await asyncio.gather(
+                *(stream(client, server, model, i, hang_up=i % 2 == 1) for i in range(NUM_CLIENTS))
+            )
 
     texts = asyncio.run(run())
     assert all(texts[::2])
@@ -111,7 +115,9 @@ def test_the_official_client_chats(server: str) -> None:
     answer = client.chat.completions.create(model=model.id, messages=messages, temperature=0, max_tokens=100)
     assert answer.choices[0].finish_reason == "stop"
     assert "Quire" in answer.choices[0].message.content
-    chunks = client.chat.completions.create(model=model.id, messages=messages, temperature=0, max_tokens=100, stream=True)
+    chunks = client.chat.completions.create(
+        model=model.id, messages=messages, temperature=0, max_tokens=100, stream=True
+    )
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed == answer.choices[0].message.content
     client.close()
