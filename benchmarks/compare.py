@@ -30,6 +30,7 @@ from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"quire": "engine", "vllm": "vllm", "transformers": "transformers", "transformers-batching": "transformers"}
+DEFAULTS = {"models": ("qwen3-0.6b",), "work": ("latency1", "latency8", "nano")}
 EPILOG = """examples:
   quire bench engines --models qwen3-0.6b --work latency1,nano
   quire bench engines --engines quire,vllm --models qwen3-0.6b,llama-3.1-8b --time-limit 580 --output-json compare.json
@@ -45,12 +46,14 @@ longctx), prefix cache off but for prefix. Before the clock: a few short request
 class CompareFlags:
     """Comparison."""
 
-    engines: tuple[str, ...] = flag((), f"of {', '.join(MODULES)} (else the first three, if installed)")
+    engines: tuple[str, ...] = flag((), f"of {', '.join(MODULES)} (else the first three, if installed)", metavar="NAME")
     models: tuple[str, ...] = flag(
         ("qwen3-0.6b",), "names of benchmarks/model_shapes.py, or folders with a config.json"
     )
     work: tuple[str, ...] = flag(
-        ("latency1", "latency8", "nano"), f"of {', '.join(workloads.NAMED)}, or COUNTxINPUTxOUTPUT such as 16x128x64"
+        (),
+        f"of {', '.join(workloads.NAMED)}, or COUNTxINPUTxOUTPUT such as 16x128x64 (else latency1, latency8 and nano)",
+        metavar="NAME",
     )
     baseline: str | None = flag(None, "engine that the others are compared with (else vllm, else the last one)")
     rounds: int = flag(
@@ -75,9 +78,7 @@ class CompareFlags:
         check(self)
         for name in ("engines", "models", "work"):
             words = tuple(dict.fromkeys(word for item in getattr(self, name) for word in item.split(",") if word))
-            object.__setattr__(self, name, words)
-        if not self.models or not self.work:
-            raise ConfigError("models and work must name at least one each")
+            object.__setattr__(self, name, words or DEFAULTS.get(name, ()))
         for engine in (*self.engines, *(self.engine_args or {}), *filter(None, [self.baseline])):
             if engine not in MODULES:
                 raise ConfigError(f"engine {engine!r} must be one of {', '.join(MODULES)}{nearest(engine, MODULES)}")
@@ -157,8 +158,8 @@ def compare(flags: CompareFlags, path: Path) -> dict[str, Any]:
     """Run everything; the results are saved to `path` after every process. What cannot run is refused before any does."""
     deadline = time.time() + (flags.time_limit or float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
+        pairs = plan(flags, has_gpu=nvidia_smi("name") is not None)
         machine = describe_machine(Path(scratch))
-        pairs = plan(flags, machine.get("gpu") is not None)
         results = Results()
         durations: dict[str, float] = {}  # of each job, the last time it ran
         for number, pair in schedule(pairs, flags.rounds):
@@ -300,16 +301,22 @@ def last_words(log_path: Path) -> str:
     return lines[-1].strip()[:300] if lines else "it said nothing"
 
 
+def nvidia_smi(query: str) -> list[str] | None:
+    """What it says about the first GPU; None where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return shown.strip().split(", ")
+
+
 def wait_for_free_gpu(patience: float = 30.0) -> None:
     """Until the memory of the process before is given back; not at all where there is no GPU."""
     end = time.time() + patience
     while time.time() < end:
-        try:
-            query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
-            used = int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout)
-        except (OSError, subprocess.SubprocessError, ValueError):
-            return
-        if used < 2048:
+        used = nvidia_smi("memory.used")
+        if used is None or not used[0].isdigit() or int(used[0]) < 2048:
             return
         time.sleep(0.5)
 
@@ -350,16 +357,9 @@ def describe_machine(scratch: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot look at this machine: {(shown.stderr.strip().splitlines() or ['no output'])[-1]}")
     found: dict[str, Any] = json.loads(shown.stdout.splitlines()[-1])
     found["command"] = " ".join(["python", "-m", "benchmarks.compare", *sys.argv[1:]])
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        query = [
-            "nvidia-smi",
-            "--query-gpu=power.limit,clocks.max.sm,clocks.max.mem",
-            "--format=csv,noheader",
-            "-i",
-            "0",
-        ]
-        shown = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        found["gpu_power_limit"], found["gpu_clock"], found["gpu_memory_clock"] = shown.stdout.strip().split(", ")
+    if shown_by_driver := nvidia_smi("power.limit,clocks.max.sm,clocks.max.mem"):
+        keys = ("gpu_power_limit_W", "gpu_clock_MHz", "gpu_memory_clock_MHz")
+        found |= dict(zip(keys, shown_by_driver, strict=True))
     return found
 
 

@@ -5,10 +5,14 @@ All of it is the same for the same seed on every machine, so that engines can be
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from engine.config import nearest
 from engine.errors import ConfigError
@@ -18,9 +22,9 @@ MAX_TOKEN_ID = 10000  # of random prompts: every model has these tokens
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, as text or token ids, and the number of tokens to be made."""
+    """A prompt (a text, token ids, or the messages of a conversation), and the number of tokens to be made."""
 
-    prompt: str | list[int]
+    prompt: str | list[Any]
     output_len: int
 
 
@@ -95,3 +99,102 @@ def num_tokens(requests: Iterable[Request]) -> tuple[int, int]:
     """Of all prompts (which are token ids), and of all answers."""
     requests = list(requests)
     return sum(len(request.prompt) for request in requests), sum(request.output_len for request in requests)
+
+
+# Prompts for a server
+
+
+def random_requests(
+    count: int, *, input_len: int, output_len: int, range_ratio: float, prefix_len: int, vocab_size: int, seed: int
+) -> list[Request]:
+    """Random token ids; lengths are uniform within `range_ratio` of those given; `prefix_len` more ids are the same in all."""
+    ids = random.Random(seed)
+
+    def length(mean: int) -> int:
+        return max(1, ids.randint(math.floor(mean * (1 - range_ratio)), math.ceil(mean * (1 + range_ratio))))
+
+    prefix = ids.choices(range(vocab_size), k=prefix_len)
+    return [
+        Request(prefix + ids.choices(range(vocab_size), k=length(input_len)), length(output_len)) for _ in range(count)
+    ]
+
+
+def prefix_repetition(
+    count: int, *, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int, vocab_size: int, seed: int
+) -> list[Request]:
+    """`num_prefixes` random beginnings, each with equally many random ends; in random order."""
+    ids = random.Random(seed)
+    requests = []
+    for _ in range(num_prefixes):
+        prefix = ids.choices(range(vocab_size), k=prefix_len)
+        for _ in range(count // num_prefixes):
+            requests.append(Request(prefix + ids.choices(range(vocab_size), k=suffix_len), output_len))
+    ids.shuffle(requests)
+    return requests
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"dataset_path {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"dataset_path {path}: is not UTF-8 text") from None
+
+
+def read_prompts(path: Path, output_len: int) -> list[Request]:
+    """The prompts of a file: one on each line, or .jsonl with {"prompt": …, "output_len": …} (or "messages").
+
+    `output_len`: of those that do not say. `ConfigError` names the line that is wrong.
+    """
+    requests = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if line.strip():
+            request = _read_json_line(line, output_len) if path.suffix == ".jsonl" else Request(line, output_len)
+            if request is None:
+                raise ConfigError(
+                    f'{path}, line {number}: must be {{"prompt": "…", "output_len": 128}}, got {line[:80]}'
+                )
+            requests.append(request)
+    if not requests:
+        raise ConfigError(f"dataset_path {path}: holds no prompt")
+    return requests
+
+
+def _read_json_line(line: str, output_len: int) -> Request | None:
+    """None when it is no request."""
+    try:
+        entry = json.loads(line)
+        prompt, output_len = entry.get("prompt", entry.get("messages")), entry.get("output_len", output_len)
+    except (ValueError, AttributeError):
+        return None
+    if type(output_len) is not int or output_len < 1 or not prompt:
+        return None
+    if isinstance(prompt, str) or (
+        isinstance(prompt, list)
+        and (all(type(item) is int for item in prompt) or all(isinstance(item, dict) for item in prompt))
+    ):
+        return Request(prompt, output_len)
+    return None
+
+
+def read_sharegpt(path: Path, output_len: int | None, count_tokens: Callable[[str], int]) -> list[Request]:
+    """First questions of ShareGPT conversations, answers as long as those given; very short and long ones are left out."""
+    try:
+        entries = json.loads(read_text(path))
+        turns = [[turn["value"] for turn in entry.get("conversations") or []] for entry in entries]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"dataset_path {path}: is not ShareGPT's JSON") from None
+    requests = []
+    for question, answer in (texts[:2] for texts in turns if len(texts) >= 2):
+        input_len, length = count_tokens(question), output_len or count_tokens(answer)
+        if min(input_len, length) >= 4 and input_len <= 1024 and input_len + length <= 2048:
+            requests.append(Request(question, length))
+    if not requests:
+        raise ConfigError(f"dataset_path {path}: holds no conversation of fitting length")
+    return requests
+
+
+def repeated(requests: list[Request], count: int | None) -> list[Request]:
+    """`count` of them, from the beginning again when there are too few; None: all, once."""
+    return [requests[i % len(requests)] for i in range(count or len(requests))]

@@ -7,9 +7,13 @@ import importlib
 from typing import Any
 
 BENCHMARKS = {  # name → (module, what it is)
+    "serve": ("serve", "a running OpenAI-compatible server under load: latencies and throughput"),
     "throughput": ("throughput", "tokens a second offline, all requests given at once"),
+    "latency": ("latency", "one batch offline, from prompts to the last token"),
     "engines": ("compare", "the same work on every engine installed: quire, vllm, transformers"),
     "kernels": ("kernels", "the attention kernels alone, beside the device's limits (GPU)"),
+    "compare": ("results_compare", "two result files: ratios, better or worse, significance"),
+    "plot": ("plots", "result files as pictures (needs matplotlib: pip install 'quire[plot]')"),
 }
 
 
