@@ -89,8 +89,10 @@ class Frontend:
         if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
             wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
             raise ValueError(f"prompt token ids must be from 0 to {vocab_size - 1}, got {wrong}")
-        if sampling.logprobs is not None and sampling.logprobs > self.max_logprobs:
-            raise ValueError(f"logprobs must be at most max_logprobs={self.max_logprobs}, got {sampling.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, name) or 0) > self.max_logprobs:
+                got = getattr(sampling, name)
+                raise ValueError(f"{name} must be at most max_logprobs={self.max_logprobs}, got {got}")
         if sampling.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
         sampling = self._with_tokens(sampling)

@@ -26,7 +26,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineDeadError
 from engine.frontend import Frontend
-from engine.outputs import CompletionOutput, OutputStream, RequestOutput, logprobs_by_id, with_samples
+from engine.outputs import CompletionOutput, Logprob, OutputStream, RequestOutput, logprobs_by_id, with_samples
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 
@@ -253,6 +253,9 @@ class LLM:
             for index, answer in enumerate(job.answers)
         ]
         first = job.answers[0]
+        scores: list[dict[int, Logprob] | None] | None = None
+        if first.prompt_logprobs is not None:
+            scores = [None, *logprobs_by_id(job.token_ids[1:], first.prompt_logprobs, self._frontend.tokenizer)]
         return RequestOutput(
             job.request_id,
             job.text,
@@ -261,6 +264,7 @@ class LLM:
             True,
             None if self.config.disable_log_stats else first.stream.metrics,
             first.num_cached_tokens,
+            scores,
         )
 
 
@@ -277,6 +281,7 @@ class _Answer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     def __post_init__(self) -> None:
         self.has_stop_strings = bool(self.stream.sampling.stop_strings)
@@ -290,6 +295,8 @@ class _Answer:
             self.logprobs = (self.logprobs or []) + update.logprobs
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.num_cached_tokens = update.num_cached_tokens
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs = update.prompt_logprobs
         return update.finish_reason is not None
 
 

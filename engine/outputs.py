@@ -39,6 +39,7 @@ class RequestUpdate:
     stop_reason: int | str | None  # the stop token id or stop string that ended it
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: RequestMetrics  # goes on changing with the request
+    prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, when asked: of the prompt from its second
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None  # of the first answer; None with disable_log_stats
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each prompt token; None for the first
 
 
 @dataclass(slots=True, eq=False)
@@ -153,16 +155,24 @@ class OutputStream:
                 logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
         return RequestUpdate(
-            text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics
-        )
+            text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics,
+            news.prompt_logprobs,
+        )  # fmt: skip
 
 
 def with_samples(sampling: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of the `n` answers: alike, but for the seed."""
+    """The parameters of each of the `n` answers: alike, but for the seed. The first one's prompt is scored, for all."""
     if sampling.n == 1:
         return [sampling]
     seed = sampling.seed
-    return [sampling.clone(n=1, seed=None if seed is None else _wrap(seed + i)) for i in range(sampling.n)]
+    return [
+        sampling.clone(
+            n=1,
+            seed=None if seed is None else _wrap(seed + i),
+            prompt_logprobs=sampling.prompt_logprobs if i == 0 else None,
+        )
+        for i in range(sampling.n)
+    ]
 
 
 def _wrap(seed: int) -> int:

@@ -66,6 +66,7 @@ class StepResult:
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index in `scheduled` → logprobs
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt tokens start + 1, …
 
 
 @dataclass(slots=True)
@@ -81,6 +82,9 @@ class EngineOutput:
     num_preemptions: int = 0
     queued_time: float = 0.0  # monotonic seconds: arrived in the engine, first scheduled
     scheduled_time: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # with the first token, when asked: of the prompt from its second
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import InitVar, dataclass, field
 
+from engine.core.batch import TokenLogprobs
 from engine.core.sampling_params import SamplingParams
 
 
@@ -47,6 +48,9 @@ class Request:
 
     num_cached_tokens: int = field(init=False, default=0)  # prompt tokens found in the prefix cache when first admitted
     num_preemptions: int = field(init=False, default=0)
+    prompt_logprobs: list[TokenLogprobs] | None = field(
+        init=False
+    )  # of its second prompt token and on; None: not asked
     queued_time: float = field(init=False, default=0.0)  # monotonic seconds
     scheduled_time: float = field(init=False, default=0.0)  # monotonic seconds, first admission; 0: not yet
 
@@ -58,6 +62,17 @@ class Request:
         self.max_num_tokens = sys.maxsize if sampling.max_tokens is None else self.num_tokens + sampling.max_tokens
         ends_of_text = frozenset() if sampling.ignore_eos else self.eos_token_ids
         self.stop_ids = ends_of_text.union(sampling.stop_token_ids or ())
+        self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not all known: then all of it has to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def score(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Learn those of the prompt's tokens from `start` + 1 on, for the second time after a preemption."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
     def append(self, token_id: int) -> None:
         """Learn the oldest token in flight; when it is the last one of the request, say why in `finish_reason`."""

@@ -42,6 +42,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # 0: the sampled token's; n: and the n most likely
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt, the first excepted
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -101,12 +102,9 @@ class SamplingParams:
                 self.min_tokens,
                 f"at most max_tokens={self.max_tokens}",
             )
-        check(
-            self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= 20),
-            "logprobs",
-            self.logprobs,
-            "in [0, 20]",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(value is None or (is_int(value) and 0 <= value <= 20), name, value, "in [0, 20]")
         stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
         check(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "a non-empty string or a list of them")
         check(not stops or self.detokenize, "stop", self.stop, "unset when detokenize=False")

@@ -137,6 +137,8 @@ class Scheduler:
         assert step == output.step, "steps are read in the order they were launched"
         news: list[EngineOutput] = []
         logprobs = result.logprobs
+        for index, found in result.prompt_logprobs.items():
+            requests[index].score(output.scheduled[index].start, found)
         for index, (request, token_id) in enumerate(zip(requests, result.token_ids, strict=True)):
             if token_id < 0 or request.finish_reason is not None:
                 continue
@@ -156,6 +158,7 @@ class Scheduler:
                     request.num_preemptions,
                     request.queued_time,
                     request.scheduled_time,
+                    request.prompt_logprobs if len(request.token_ids) == request.num_prompt_tokens + 1 else None,
                 )
             )
         self._generation_tokens += len(news)
@@ -185,7 +188,7 @@ class Scheduler:
         chunk, and it leaves one for each running request, so that these do not preempt it in their next block.
         """
         assert len(request.token_ids) == request.num_tokens, "a waiting request has no token in flight"
-        cached_ids = self.blocks.match_prefix(request)
+        cached_ids = [] if request.is_scored else self.blocks.match_prefix(request)
         if self.blocks.grow(request, request.num_tokens, cached_ids, num_spare=len(self.running)) is None:
             return None
         del self.waiting[request.request_id]
@@ -194,7 +197,7 @@ class Scheduler:
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
             request.num_cached_tokens = request.num_computed_tokens
-            if self.blocks.enable_prefix_caching:
+            if self.blocks.enable_prefix_caching and not request.is_scored:
                 self._prefix_queries += request.num_prompt_tokens
                 self._prefix_hits += request.num_cached_tokens
         return Admission(

@@ -59,6 +59,7 @@ class InputBatch:
     history: TokenHistory = field(init=False)
     rows: dict[str, Row] = field(init=False, default_factory=dict)
     num_special: int = field(init=False, default=0)  # rows that are special, for a while at least
+    num_scored: int = field(init=False, default=0)  # rows that want log-probabilities of their prompt
     _free: list[int] = field(init=False)
     _ring: list[Tensor] = field(init=False)
     _turn: int = field(init=False, default=0)
@@ -76,6 +77,7 @@ class InputBatch:
             if row is not None:
                 self._free.append(row.index)
                 self.num_special -= row.special or row.min_context > 0
+                self.num_scored -= row.sampling.prompt_logprobs is not None
                 if row.slot >= 0:
                     self.history.release(row.slot)
         if output.admitted:
@@ -91,6 +93,7 @@ class InputBatch:
             slot = self.history.take(tokens) if p.looks_back else -1
             row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, min_context, slot)
             self.num_special += row.special or min_context > 0
+            self.num_scored += p.prompt_logprobs is not None
             self.rows[a.request_id] = row
         at = torch.tensor(indices)
         params = [a.sampling for a in admitted]

@@ -24,9 +24,10 @@ from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
 from engine.worker.logits_processor import LogitsProcessor
-from engine.worker.sampler import LogprobsRequest, sample
+from engine.worker.sampler import LogprobsRequest, PromptLogprobs, sample
 from kernels.step import StepTensors
 
+SCORED_ELEMENTS = 1 << 24  # logits of prompt tokens held at once
 GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
 
 
@@ -56,13 +57,15 @@ class StepHandle:
     tokens: Tensor  # [B] int64 on the CPU, filled when `done`
     done: torch.cuda.Event | None
     logprobs: LogprobsRequest | None
+    prompt_logprobs: PromptLogprobs | None
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         if self.done is not None:
             self.done.synchronize()
         ids = self.tokens.tolist()
         token_ids = [ids[i] if s.samples else -1 for i, s in enumerate(self.output.scheduled)]
-        return self.output, StepResult(token_ids, self.logprobs.read() if self.logprobs else {})
+        logprobs = self.logprobs.read() if self.logprobs else {}
+        return self.output, StepResult(token_ids, logprobs, self.prompt_logprobs.read() if self.prompt_logprobs else {})
 
 
 class ModelRunner:
@@ -140,30 +143,34 @@ class ModelRunner:
         """Queue one step; nothing waits for the device."""
         self._batch.apply(output)
         size = 0
-        if self._graphs is not None and output.num_decodes == len(output.scheduled):
+        scored = PromptLogprobs.shares(output, self._batch)
+        if self._graphs is not None and not scored and output.num_decodes == len(output.scheduled):
             size = self._graphs.padded_size(output.num_decodes)
         packed = self._batch.pack(output, size)
         if size:
             assert self._graphs is not None
             self._graph_input[: len(packed.packed)].copy_(packed.packed, non_blocking=True)
             logits, tokens = self._graphs.run(size)
+            prompt_logprobs = None
         else:
-            logits, tokens = self._compute(packed)
+            logits, tokens, prompt_logprobs = self._compute(output, packed, scored)
         real = len(output.scheduled)
         for group in self._processor.select(output, packed):
             self._processor.sample(logits, tokens, group)
         logprobs = LogprobsRequest.make(output, packed, logits, tokens)
         if not self._cuda:
-            return StepHandle(output, tokens[:real], None, logprobs)
+            return StepHandle(output, tokens[:real], None, logprobs, prompt_logprobs)
         self._launched += 1
         result = self._results[self._launched % len(self._results)][:real]
         result.copy_(tokens[:real], non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return StepHandle(output, result, done, logprobs)
+        return StepHandle(output, result, done, logprobs, prompt_logprobs)
 
-    def _compute(self, packed: PackedStep) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] and sampled tokens [B] of any step, eagerly."""
+    def _compute(
+        self, output: SchedulerOutput, packed: PackedStep, scored: list[int]
+    ) -> tuple[Tensor, Tensor, PromptLogprobs | None]:
+        """Logits [B, V] and sampled tokens [B] of any step, eagerly, and prompt log-probabilities of `scored` shares."""
         on_device = packed.packed.to(self.device, non_blocking=True)
         n = packed.num_decodes
         tiles = None
@@ -173,10 +180,17 @@ class ModelRunner:
         step, num_seqs = self._step, packed.num_seqs
         metadata = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
         hidden = self._forward(packed.num_tokens, metadata)
+        prompt_logprobs = PromptLogprobs(self._batch) if scored else None
+        for i in scored:
+            assert prompt_logprobs is not None
+            first, start = sum(packed.query_lens[:i]), output.scheduled[i].start
+            own = hidden[first : first + packed.query_lens[i]]
+            num_rows = max(SCORED_ELEMENTS // self.spec.vocab_size, 1)
+            prompt_logprobs.add(i, start, packed.rows[i], own, self.model.logits, num_rows)
         if packed.num_tokens > num_seqs:
             hidden = hidden[step.last_index[:num_seqs]]
         logits = self.model.logits(hidden)
-        return logits, self._sample(logits, greedy=packed.greedy)
+        return logits, self._sample(logits, greedy=packed.greedy), prompt_logprobs
 
     def _decode_on_device(self, size: int) -> tuple[Tensor, Tensor]:
         """The whole decode step of `size` sequences, from the graph's input buffer to sampled tokens; captured in a graph."""

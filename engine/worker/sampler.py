@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 import kernels
 from engine.core.batch import SchedulerOutput, TokenLogprobs
-from engine.worker.input_batch import PackedStep
+from engine.worker.input_batch import InputBatch, PackedStep, Row
 from kernels.step import StepTensors
 
 
@@ -49,14 +50,60 @@ class LogprobsRequest:
             return None
         at = torch.tensor(indices, device=logits.device)
         tensors = kernels.token_logprobs(logits[at], tokens[at], max(num_top))
-        return cls(indices, num_top, tuple(t.to("cpu", non_blocking=True) for t in tensors))  # type: ignore[arg-type]
+        return cls(indices, num_top, _to_cpu(tensors))
 
     def read(self) -> dict[int, TokenLogprobs]:
         """After the device is done: index in `scheduled` -> its log-probabilities."""
-        logprobs, ranks, top_ids, top_logprobs = (t.tolist() for t in self.tensors)
-        return {
-            index: TokenLogprobs(
-                logprobs[i], ranks[i], top_ids[i][: self.num_top[i]], top_logprobs[i][: self.num_top[i]]
-            )
-            for i, index in enumerate(self.indices)
-        }
+        return dict(zip(self.indices, _records(self.tensors, self.num_top), strict=True))
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens on their way: index in `scheduled`, how many most likely ones, the tensors."""
+
+    batch: InputBatch
+    parts: list[tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]] = field(default_factory=list)
+
+    @staticmethod
+    def shares(output: SchedulerOutput, batch: InputBatch) -> list[int]:
+        """The shares of the step after whose tokens a prompt token follows that is to be scored."""
+        if not batch.num_scored:
+            return []
+        return [
+            i
+            for i, share in enumerate(output.scheduled)
+            if (row := batch.rows[share.request_id]).sampling.prompt_logprobs is not None
+            and share.start + 1 < row.num_prompt_tokens
+        ]
+
+    def add(
+        self, index: int, start: int, row: Row, hidden: Tensor, to_logits: Callable[[Tensor], Tensor], num_rows: int
+    ) -> None:
+        """hidden [T, hidden]: of the tokens from `start` on that a share computes. Takes memory for `num_rows` logits."""
+        num_top = row.sampling.prompt_logprobs
+        assert num_top is not None
+        following = row.token_ids[start + 1 : min(start + 1 + len(hidden), row.num_prompt_tokens)]
+        tokens = self.batch.to_device(torch.from_numpy(following)).long()
+        for at in range(0, len(tokens), num_rows):
+            part = tokens[at : at + num_rows]
+            found = kernels.token_logprobs(to_logits(hidden[at : at + len(part)]), part, num_top)
+            self.parts.append((index, num_top, _to_cpu(found)))
+
+    def read(self) -> dict[int, list[TokenLogprobs]]:
+        """After the device is done: index in `scheduled` -> log-probabilities of the tokens that follow its own."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        for index, num_top, tensors in self.parts:
+            found.setdefault(index, []).extend(_records(tensors, [num_top] * len(tensors[0])))
+        return found
+
+
+def _to_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nothing waits: they are there when the device is done."""
+    return tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[return-value]
+
+
+def _records(tensors: tuple[Tensor, Tensor, Tensor, Tensor], num_top: list[int]) -> list[TokenLogprobs]:
+    logprobs, ranks, top_ids, top_logprobs = (t.tolist() for t in tensors)
+    return [
+        TokenLogprobs(logprobs[i], ranks[i], top_ids[i][:top], top_logprobs[i][:top]) for i, top in enumerate(num_top)
+    ]
