@@ -1,11 +1,11 @@
 """Tool calls: how families of models write them, and a reader of what a model writes. Knows text and JSON; no HTTP.
 
-Three families are known. A call is always a JSON object with the tool's name and its arguments; what stands around it
-differs:
+A call has the tool's name and its arguments, a JSON object; what stands around them differs:
 
     hermes       <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>           Hermes, Qwen
     llama3_json  {"name": "f", "parameters": {…}}, perhaps after <|python_tag|>        Llama 3.1, 3.2, 3.3
-    mistral      [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]; newer ones [TOOL_CALLS]f[ARGS]{…}
+    mistral      [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                      Mistral
+    mistral_args [TOOL_CALLS]f[ARGS]{…}                                               newer ones
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from server.pieces import CallArguments, CallStart, Content, Piece, begun
 
@@ -29,7 +30,7 @@ class ToolFormat:
     foreign: tuple[str, ...]  # none of these is
     begin: str  # a mark before one call, or before several
     end: str = ""  # a mark after each call
-    arguments: str = "arguments"  # the key of the arguments
+    written: tuple[str, str, str] = ("", "", "")  # a call, before its name, between that and the arguments, after them
     bare: bool = False  # an answer that is nothing but the object is a call, without a mark
     between: str = ""  # characters that may stand between calls, besides white space
     headed: bool = False  # newer models write the name before the object, which is the arguments
@@ -41,17 +42,33 @@ class ToolFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
+_MISTRAL: dict[str, Any] = {"headed": True, "between": "[,]", "short_ids": True}
 TOOL_FORMATS = {
     each.name: each
     for each in (
-        ToolFormat("hermes", ("<tool_call>",), ("<function=", "<arg_key>"), "<tool_call>", "</tool_call>"),
-        ToolFormat("mistral", ("[TOOL_CALLS]",), (), "[TOOL_CALLS]", between="[,]", headed=True, short_ids=True),
+        ToolFormat(
+            "hermes",
+            ("<tool_call>",),
+            ("<function=", "<arg_key>"),
+            "<tool_call>",
+            "</tool_call>",
+            written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+        ),
+        ToolFormat(
+            "mistral",
+            ("[TOOL_CALLS]",),
+            ("[ARGS]",),
+            "[TOOL_CALLS]",
+            written=('[TOOL_CALLS][{"name": "', '", "arguments": ', "}]"),
+            **_MISTRAL,
+        ),
+        ToolFormat("mistral_args", ("[ARGS]",), (), "[TOOL_CALLS]", written=("[TOOL_CALLS]", "[ARGS]", ""), **_MISTRAL),
         ToolFormat(
             "llama3_json",
             ("<|python_tag|>", '"parameters": dictionary of argument name'),
             (),
             "<|python_tag|>",
-            arguments="parameters",
+            written=('{"name": "', '", "parameters": ', "}"),
             bare=True,
             between=",;",
         ),
@@ -67,6 +84,36 @@ def find_tool_format(name: str, template: str) -> ToolFormat | None:
         if any(sign in template for sign in each.signs) and not any(sign in template for sign in each.foreign):
             return each
     return None
+
+
+def call_constraint(
+    format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, max_calls: int | None
+) -> dict[str, Any]:
+    """What a grammar has to see to so that every call is one of `tools`, with arguments by its JSON schema.
+
+    Text is free until a trigger is written; then one of the tags follows: its beginning, JSON by its schema, its end;
+    then text is free again. `at_least_one`: text must not end without a tag, nor anything stand before the first.
+    `stop_after_first`: the answer ends with the first tag.
+    """
+    before, between, after = format.written
+    listed = format.written[0].startswith(format.begin + "[")
+    if listed and max_calls != 1:
+        calls = [{"name": {"const": name}, "arguments": schema} for name, schema in tools]
+        items = [
+            {"type": "object", "properties": call, "required": [*call], "additionalProperties": False} for call in calls
+        ]
+        tags = [
+            {"begin": format.begin, "schema": {"type": "array", "items": {"anyOf": items}, "minItems": 1}, "end": ""}
+        ]
+    else:
+        tags = [{"begin": before + name + between, "schema": schema, "end": after} for name, schema in tools]
+    return {
+        "type": "structural_tag",
+        "triggers": [format.begin if before.startswith(format.begin) else before],
+        "tags": tags,
+        "at_least_one": required,
+        "stop_after_first": max_calls == 1 or listed,
+    }
 
 
 class ToolReader:

@@ -7,7 +7,7 @@ import pytest
 from templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 from server.pieces import Blocks, CallArguments, CallStart, Content
-from server.tools import TOOL_FORMATS, ToolReader, find_tool_format
+from server.tools import TOOL_FORMATS, ToolReader, call_constraint, find_tool_format
 
 Found = list[tuple[str, str]]  # ("", content) or (name, arguments)
 
@@ -131,6 +131,7 @@ def test_ids() -> None:
         (QWEN3, "hermes"),
         (LLAMA3, "llama3_json"),
         (MISTRAL, "mistral"),
+        (MISTRAL + "[ARGS]", "mistral_args"),
         (THINKER, None),
         ("<tool_call>\n<function=name>\n<parameter=x>", None),
         ("", None),
@@ -141,3 +142,26 @@ def test_the_template_tells_the_format(template: str, format: Any) -> None:
     assert (found.name if found else None) == format
     assert find_tool_format("none", template) is None
     assert find_tool_format("mistral", template) is TOOL_FORMATS["mistral"]
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+@pytest.mark.parametrize("max_calls", [1, None])
+def test_what_the_grammar_allows_is_read_as_calls(format: str, max_calls: int | None) -> None:
+    spec = call_constraint(TOOL_FORMATS[format], [("f", SCHEMA), ("g", {})], required=True, max_calls=max_calls)
+    assert (spec["type"], spec["at_least_one"]) == ("structural_tag", True)
+    (trigger,) = spec["triggers"]
+    assert all(tag["begin"].startswith(trigger) for tag in spec["tags"])
+    if format == "mistral" and max_calls is None:
+        (tag,) = spec["tags"]
+        call, other = tag["schema"]["items"]["anyOf"]
+        assert call["properties"] == {"name": {"const": "f"}, "arguments": SCHEMA}
+        assert other["required"] == ["name", "arguments"]
+        text = tag["begin"] + '[{"name":"f","arguments":{"x":1}}, {"name": "g", "arguments": {}}]' + tag["end"]
+        assert read(format, [text]) == [("f", '{"x":1}'), ("g", "{}")]
+    else:
+        assert [tag["schema"] for tag in spec["tags"]] == [SCHEMA, {}]
+        text = "".join(tag["begin"] + '{"x": 1}' + tag["end"] for tag in spec["tags"][:max_calls])
+        assert read(format, [text]) == [("f", '{"x": 1}'), ("g", '{"x": 1}')][:max_calls]
