@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
@@ -18,19 +17,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import engine as quire
-from server import sse
 from server.auth import APIKeyMiddleware
 from server.errors import add_error_handlers
-from server.fields import Body, Ignored
 from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
-from server.openai import chat, completions, models
-from server.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.openai.routes import add_routes as add_openai_routes
 from server.openai.serving import EngineClient, Serving
 from server.settings import ServerConfig
 
 STATIC = Path(__file__).resolve().parent / "static"
-_CLIENT_CLOSED = 499
-_T = TypeVar("_T")
 
 
 def create_app(
@@ -76,59 +70,10 @@ def create_app(
     if settings.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(HTTPMetricsMiddleware, metrics=metrics)
-    _add_api(app, serving)
+    add_openai_routes(app, serving)
     _add_service(app, serving)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
-
-
-def _add_api(app: FastAPI, serving: Serving) -> None:
-    def streamed(events: Any, ignored: Ignored) -> Response:
-        settings = serving.settings
-        response = sse.stream(
-            events, keep_alive=settings.sse_keep_alive_interval, shutdown_timeout=settings.shutdown_timeout
-        )
-        response.headers.update(ignored.headers)
-        return response
-
-    def ignored_in(body: Body) -> Ignored:
-        return Ignored(serving.settings.strict).add_fields(body)
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        working = await chat.begin(serving, body, ignored_in(body))
-        if body.stream:
-            return streamed(chat.events(serving, body, working), working.ignored)
-        return await _unless_gone(request, chat.answer(serving, body, working), working.ignored)
-
-    @app.post("/v1/completions", response_model=None)
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        ignored = ignored_in(body)
-        generation = await completions.begin(serving, body)
-        if body.stream:
-            return streamed(completions.events(serving, body, generation, ignored), ignored)
-        return await _unless_gone(request, completions.answer(serving, body, generation, ignored), ignored)
-
-    @app.post("/v1/requests/{request_id}/abort")
-    async def abort_request(request_id: str) -> dict[str, Any]:
-        await serving.abort(request_id)
-        return {"id": request_id, "aborted": True}
-
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": models.cards(serving)}
-
-    @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> dict[str, Any]:
-        return models.card(serving, name)
-
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        return await models.tokenize(serving, body)
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        return await models.detokenize(serving, body)
 
 
 def _add_service(app: FastAPI, serving: Serving) -> None:
@@ -151,26 +96,6 @@ def _add_service(app: FastAPI, serving: Serving) -> None:
     @app.get("/", response_model=None, include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html")
-
-
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, bytes], ignored: Ignored) -> Response:
-    """The answer, or its end when the client hangs up before it is complete."""
-    working = asyncio.create_task(answer)
-    watching = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return Response(working.result(), media_type="application/json", headers=ignored.headers)
-        return Response(status_code=_CLIENT_CLOSED)
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class RequestIdMiddleware:

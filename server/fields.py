@@ -99,17 +99,22 @@ class Ignored:
         """For the response: a JSON list in ASCII."""
         return {HEADER: json.dumps(self.warnings)} if self.warnings else {}
 
+    def as_dict(self) -> dict[str, list[str]]:
+        """For the response's JSON object."""
+        return {"warnings": self.warnings} if self.warnings else {}
+
     @property
     def member(self) -> bytes:
-        """For the response's JSON object: a comma and the list, or nothing."""
+        """The same as bytes: a comma and the list, or nothing."""
         return b',"warnings":' + msgspec.json.encode(self.warnings) if self.warnings else b""
 
 
 def _ignored_fields(body: Body, path: str) -> Iterator[tuple[str, str]]:
     if not body.NAMES_UNKNOWN:
         return
-    for name in body.model_extra or ():
-        yield path + name, "is not a field of this request; ignored"
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield path + name, "is not a field of this request; ignored"
     for name, silent in body.NO_EFFECT.items():
         value = getattr(body, name)
         if silent is not None and value is not None and value not in silent:

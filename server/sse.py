@@ -1,11 +1,12 @@
 """Server-sent events: JSON objects in, the bytes of a response out. Knows no model and no endpoint.
 
-An event is `data: {json}` and an empty line; the last one is `data: [DONE]`, after an error as well.
+An event is `data: {json}` and an empty line, after a line with its name if it has one. A stream ends the same way after
+an error, for OpenAI's older endpoints with `data: [DONE]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -16,18 +17,30 @@ DONE = b"data: [DONE]\n\n"
 _SHUTDOWN_MARGIN = 5.0  # seconds that a stream may take to say goodbye once its request has been ended
 
 
-def event(json: bytes) -> bytes:
-    return b"data: " + json + b"\n\n"
+def event(json: bytes, name: bytes = b"") -> bytes:
+    return (b"event: " + name + b"\n" if name else b"") + b"data: " + json + b"\n\n"
 
 
-def stream(events: AsyncGenerator[bytes, None], *, keep_alive: float, shutdown_timeout: float) -> EventSourceResponse:
-    """The response that sends `events` (each made by `event`), then `DONE`.
+def failure(error: APIError) -> bytes:
+    """The event of an error, as OpenAI's older endpoints have it."""
+    return event(error.body())
+
+
+def stream(
+    events: AsyncGenerator[bytes, None],
+    *,
+    failure: Callable[[APIError], bytes],
+    end: bytes,
+    keep_alive: float,
+    shutdown_timeout: float,
+) -> EventSourceResponse:
+    """The response that sends `events` (each made by `event`), then `end`. What fails becomes one more event.
 
     When the client hangs up the task that waits for the next event is cancelled. `keep_alive`: seconds between comments
     while nothing else is sent; 0: none. `shutdown_timeout`: how long it may go on while the server stops.
     """
     return EventSourceResponse(
-        _until_done(events),
+        _until_end(events, failure, end),
         media_type="text/event-stream; charset=utf-8",
         ping=keep_alive,
         ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
@@ -36,13 +49,16 @@ def stream(events: AsyncGenerator[bytes, None], *, keep_alive: float, shutdown_t
     )
 
 
-async def _until_done(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _until_end(
+    events: AsyncGenerator[bytes, None], failure: Callable[[APIError], bytes], end: bytes
+) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(events):
             async for data in events:
                 yield data
     except APIError as error:
-        yield event(error.body())
+        yield failure(error)
     except Exception as error:
-        yield event(unexpected(error).body())
-    yield DONE
+        yield failure(unexpected(error))
+    if end:
+        yield end

@@ -1,0 +1,58 @@
+"""OpenAI's endpoints: which path leads where. Knows paths and bodies; what is done with them is elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from server.fields import Ignored
+from server.openai import chat, completions, models
+from server.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.openai.serving import Serving
+from server.replies import streamed, whole
+
+
+def add_routes(app: FastAPI, serving: Serving) -> None:
+    settings = serving.settings
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        ignored = Ignored(settings.strict).add_fields(body)
+        working = await chat.begin(serving, body, ignored)
+        if body.stream:
+            return streamed(settings, chat.events(serving, body, working), ignored)
+        return await whole(request, chat.answer(serving, body, working), ignored)
+
+    @app.post("/v1/completions", response_model=None)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        ignored = Ignored(settings.strict).add_fields(body)
+        generation = await completions.begin(serving, body)
+        if body.stream:
+            return streamed(settings, completions.events(serving, body, generation, ignored), ignored)
+        return await whole(request, completions.answer(serving, body, generation, ignored), ignored)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": models.cards(serving)}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        return models.card(serving, name)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, response: Response) -> dict[str, Any]:
+        ignored = Ignored(settings.strict).add_fields(body)
+        response.headers.update(ignored.headers)
+        return await models.tokenize(serving, body) | ignored.as_dict()
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, response: Response) -> dict[str, Any]:
+        ignored = Ignored(settings.strict).add_fields(body)
+        response.headers.update(ignored.headers)
+        return await models.detokenize(serving, body) | ignored.as_dict()
+
+    @app.post("/v1/requests/{request_id}/abort")
+    async def abort_request(request_id: str) -> dict[str, Any]:
+        await serving.abort(request_id)
+        return {"id": request_id, "aborted": True}
