@@ -19,6 +19,11 @@ from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
 from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
 
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels import attention_prefill_hopper as hopper
+else:
+    hopper = None  # type: ignore[assignment]
+
 
 @triton.jit
 def _attend_tile(
@@ -139,7 +144,8 @@ def paged_attention_prefill(
 ) -> Tensor:
     """Attention of ragged chunks over their paged contexts. See `kernels.paged_attention_prefill` for shapes.
 
-    `tiles` [N, 2] int32 comes from `make_prefill_tiles`; without it the lengths are read back from the device.
+    `tiles` [N, 2] int32 comes from `make_prefill_tiles`; without it the lengths are read back from the device. Block shape,
+    stages and warps are for tuning the portable kernel, which runs where one of them is given.
     """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
@@ -154,6 +160,12 @@ def paged_attention_prefill(
         return out
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
+    plain = not window and not soft_cap and alibi_slopes is None and not (block_n or num_stages or num_warps)
+    if plain and hopper is not None and hopper.applies(query, key_cache, scale):
+        hopper.launch(
+            query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, scale
+        )  # fmt: skip
+        return out
     small = query.dtype == torch.float32 or head_dim > 128
     _prefill_kernel[(len(tiles) * num_kv_heads,)](
         query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens,

@@ -1,0 +1,74 @@
+"""The Hopper prefill kernel on the GPU it is for, against its torch twin in float64; run with TRITON_INTERPRET=0."""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels import attention_prefill, reference
+from kernels.plan import make_prefill_tiles
+
+hopper = attention_prefill.hopper
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter knows no Gluon"),
+    pytest.mark.skipif(hopper is None, reason="this Triton's Gluon is not known"),
+]
+
+SHAPES = [  # query heads for each KV head, KV heads, head_dim, page, dtype
+    (4, 2, 128, 16, torch.bfloat16),
+    (1, 2, 128, 16, torch.bfloat16),
+    (2, 8, 128, 8, torch.bfloat16),
+    (2, 2, 64, 16, torch.bfloat16),
+    (4, 2, 80, 32, torch.bfloat16),
+    (8, 1, 128, 64, torch.float16),
+    (16, 1, 128, 128, torch.float16),
+    (4, 2, 128, 256, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("group", "num_kv_heads", "head_dim", "page", "dtype"), SHAPES)
+def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype):
+    """Whole prompts and chunks on a context; slots outside the contexts hold NaN, table entries behind them a wrong block."""
+    torch.manual_seed(0)
+    lens, query_lens = [1, 300, 64, 1300, 17, 3000, 129, 128], [1, 70, 64, 500, 17, 129, 129, 1]
+    counts = [-(-n // page) for n in lens]
+    ids = random.Random(0).sample(range(sum(counts) + 3), sum(counts))
+    tables = torch.full((len(lens) + 1, max(counts) + 1), 2**30, dtype=torch.int32)
+    kv = torch.full((2, sum(counts) + 3, num_kv_heads, page, head_dim), float("nan"))
+    for i, (n, count) in enumerate(zip(lens, counts, strict=True)):
+        mine, ids = ids[:count], ids[count:]
+        tables[i + 1, :count] = torch.tensor(mine, dtype=torch.int32)
+        for j, block in enumerate(mine):
+            used = min(page, n - j * page)
+            kv[:, block, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
+    kv = kv.to(dtype)
+    starts = torch.tensor([3, *itertools.accumulate(query_lens, initial=3)][1:], dtype=torch.int32)
+    query = torch.randn(int(starts[-1]) + 2, group * num_kv_heads, head_dim).to(dtype)
+    rows, context_lens = torch.arange(1, len(lens) + 1, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
+    scale = head_dim**-0.5
+
+    expected = torch.full_like(query, 7.0).double()
+    reference.paged_attention_prefill(
+        query.double(), *kv.double(), tables, rows, starts, context_lens, scale=scale, out=expected
+    )
+    step = attention_prefill.prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)
+    tiles = torch.tensor(make_prefill_tiles(query_lens, lens, step), dtype=torch.int32)
+    cuda = [x.cuda() for x in (query, *kv, tables, rows, starts, context_lens)]
+    assert hopper.applies(cuda[0], cuda[1], scale)
+    first = None
+    for _ in range(3):
+        out = torch.full_like(cuda[0], 7.0)
+        attention_prefill.paged_attention_prefill(*cuda, scale=scale, tiles=tiles.cuda(), out=out)
+        first = out if first is None else first
+        assert out.equal(first)
+    got = first.double().cpu()
+    for begin, end in itertools.pairwise([0, *starts.tolist(), len(query)]):
+        error = (got[begin:end] - expected[begin:end]).norm() / expected[begin:end].norm()
+        assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
