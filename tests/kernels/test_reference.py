@@ -141,7 +141,9 @@ def test_norms_equal_hugging_face(norm, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul_equals_hugging_face(dtype):
     gate, up = torch.randn(2, 5, 40).to(dtype)
-    assert kernels.silu_and_mul(torch.cat((gate, up), -1)).equal(torch.nn.functional.silu(gate) * up)
+    want = torch.nn.functional.silu(gate) * up
+    # Equal but for the last bits of float32: exp's differ between rows with and without a stride.
+    torch.testing.assert_close(kernels.silu_and_mul(torch.cat((gate, up), -1)), want, rtol=1e-6, atol=1e-6)
 
 
 def test_rope_equals_hugging_face():
