@@ -20,6 +20,7 @@ import engine as quire
 from server.auth import APIKeyMiddleware
 from server.errors import add_error_handlers
 from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
+from server.openai.response_routes import add_routes as add_response_routes
 from server.openai.routes import add_routes as add_openai_routes
 from server.openai.serving import EngineClient, Serving
 from server.settings import ServerConfig
@@ -71,6 +72,7 @@ def create_app(
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(HTTPMetricsMiddleware, metrics=metrics)
     add_openai_routes(app, serving)
+    add_response_routes(app, serving)
     _add_service(app, serving)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import string
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,9 @@ _TYPES = {
 _INTERNAL = "The server failed at this request; its log says why."
 
 
+_IDENTIFIER = string.ascii_letters + string.digits + "_"
+
+
 class APIError(Exception):
     """An answer that is not a success. `param` names the request's field that is to blame, where there is one."""
 
@@ -44,6 +48,19 @@ class APIError(Exception):
         return msgspec.json.encode(
             {"error": {"message": self.message, "type": name, "param": self.param, "code": self.status}}
         )
+
+    def renamed(self, names: Mapping[str, str]) -> APIError:
+        """The same in the words of another API: `names` maps our fields to theirs."""
+        if self.param is None:
+            return self
+        name = self.param[: len(self.param) - len(self.param.lstrip(_IDENTIFIER))]
+        if name not in names:
+            return self
+        param = names[name] + self.param.removeprefix(name)
+        message = self.message
+        if message.startswith(self.param):
+            message = param + message.removeprefix(self.param)
+        return APIError(self.status, message, param)
 
     def response(self) -> Response:
         return Response(self.body(), self.status, media_type="application/json")
@@ -96,7 +113,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     """400 that names the first field which is wrong, in words."""
     error = errors[0]
     location = [part for part in error["loc"] if not str(part).startswith("<")]  # which member of a union it is
-    if location[:1] == ["body"]:
+    if location[:1] in (["body"], ["query"], ["path"]):
         del location[0]
     message, given = error["msg"].removeprefix("Value error, "), error.get("input")
     match error["type"]:

@@ -60,6 +60,9 @@ class ServerConfig:
     )
     strict: bool = flag(False, "refuse requests with fields that are unknown or have no effect, instead of saying so")
 
+    max_stored_responses: int = flag(
+        1000, "responses of /v1/responses that are kept in memory, to be asked for or continued", at_least=0
+    )
     max_num_queued_reqs: int | None = flag(
         None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0
     )

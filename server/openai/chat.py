@@ -66,9 +66,7 @@ async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignor
     sampling = serving.sampling(
         request, max_tokens=max_tokens, default_max_tokens=None, logprobs=logprobs, renamed=renamed
     )
-    prompt = await serving.in_thread(
-        encode_messages, serving, request.messages, request.template_options(), bool(request.add_special_tokens)
-    )
+    prompt = await encode(serving, request)
     sampling = _show_marks(serving, request, sampling)
     generation = serving.generate(kind, request.request_id, [prompt.token_ids], sampling, renamed)
     if serving.reasoning_format is not None:
@@ -76,6 +74,13 @@ async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignor
     readers = [_reader(serving, request, prompt) for _ in generation.samples]
     role = serving.settings.response_role if request.adds_generation_prompt else request.messages[-1].role
     return Chat(generation, readers, role, ignored)
+
+
+async def encode(serving: Serving, request: ChatCompletionRequest) -> Prompt:
+    """The prompt alone."""
+    return await serving.in_thread(
+        encode_messages, serving, request.messages, request.template_options(), bool(request.add_special_tokens)
+    )
 
 
 def _check_tools(serving: Serving, request: ChatCompletionRequest) -> None:
