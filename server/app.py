@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import engine as quire
+from server.anthropic.routes import add_routes as add_anthropic_routes
 from server.auth import APIKeyMiddleware
 from server.errors import add_error_handlers
 from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
@@ -73,6 +74,7 @@ def create_app(
     app.add_middleware(HTTPMetricsMiddleware, metrics=metrics)
     add_openai_routes(app, serving)
     add_response_routes(app, serving)
+    add_anthropic_routes(app, serving)
     _add_service(app, serving)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app

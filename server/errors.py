@@ -1,4 +1,4 @@
-"""What went wrong, as OpenAI's clients read it. Knows HTTP statuses and validation errors; no endpoints."""
+"""What went wrong, as OpenAI's and Anthropic's clients read it. Knows HTTP statuses and validation errors; no endpoints."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ _TYPES = {
     422: "UnprocessableEntityError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
 }
 _INTERNAL = "The server failed at this request; its log says why."
 
@@ -49,6 +56,11 @@ class APIError(Exception):
             {"error": {"message": self.message, "type": name, "param": self.param, "code": self.status}}
         )
 
+    def anthropic_body(self) -> bytes:
+        """The same in Anthropic's shape."""
+        name = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": name, "message": self.message}})
+
     def renamed(self, names: Mapping[str, str]) -> APIError:
         """The same in the words of another API: `names` maps our fields to theirs."""
         if self.param is None:
@@ -62,8 +74,15 @@ class APIError(Exception):
             message = param + message.removeprefix(self.param)
         return APIError(self.status, message, param)
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, media_type="application/json")
+    def response(self, path: str = "") -> Response:
+        """In the shape that clients of this path read."""
+        body = self.anthropic_body() if is_anthropic(path) else self.body()
+        return Response(body, self.status, media_type="application/json")
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's API."""
+    return path.rpartition("/v1/")[2].partition("/")[0] == "messages"
 
 
 def bad_value(error: ValueError, renamed: Mapping[str, str]) -> APIError:
@@ -89,24 +108,24 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(APIError)
     async def api_error(request: Request, error: APIError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
+        return from_validation(error.errors()).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = error.detail
         if error.status_code in (404, 405):
             message = f"{error.detail}: {request.method} {request.url.path}"
-        response = APIError(error.status_code, message).response()
+        response = APIError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return APIError(500, _INTERNAL).response()  # starlette logs it
+        return APIError(500, _INTERNAL).response(request.url.path)  # starlette logs it
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:
