@@ -82,7 +82,8 @@ def profile(llm: Any, requests: list[Request]) -> dict[str, Any]:
         "output_tokens_per_s": round(sum(output_lens) / seconds, 1),
         "gpu_idle": round(1 - active / span, 4),
         "kernels": [
-            {"name": name, "ms": round(us / 1e3, 2), "calls": int(n), "us_each": round(us / n, 2)} for name, (us, n) in kernels
+            {"name": name, "ms": round(us / 1e3, 2), "calls": int(n), "us_each": round(us / n, 2)}
+            for name, (us, n) in kernels
         ],
     }
 

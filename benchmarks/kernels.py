@@ -4,7 +4,8 @@
     quire bench kernels --sweep decode       context lengths, head sizes, batch sizes, dtypes and page sizes
 
 A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 · head_dim
-per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs), blocks in random order.
+per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs), blocks in
+random order.
 """
 
 from __future__ import annotations

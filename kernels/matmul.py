@@ -9,7 +9,6 @@ depend on nothing: its first chunk into registers, the rest into L2.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

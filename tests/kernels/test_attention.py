@@ -50,7 +50,15 @@ class Case:
         out = torch.full_like(query, NAN)
         for _ in range(2):  # the second run finds the workspace as the first left it
             attention_decode.paged_attention_decode(
-                query, self.kv[0], self.kv[1], self.block_tables, self.rows, self.context_lens, plan=plan, out=out, **options
+                query,
+                self.kv[0],
+                self.kv[1],
+                self.block_tables,
+                self.rows,
+                self.context_lens,
+                plan=plan,
+                out=out,
+                **options,
             )
         assert not plan.arrivals.any()
         return out, reference.paged_attention_decode(
