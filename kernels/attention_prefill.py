@@ -3,7 +3,8 @@
 One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV head, so
 that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
 need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
-which the caller orders longest first, so that the last programs to start are short ones.
+which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without window, cap
+and biases go to `kernels.attention_prefill_hopper` where it applies.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """

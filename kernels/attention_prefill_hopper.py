@@ -1,12 +1,13 @@
-"""Paged attention of prefill chunks on Hopper: warp-specialised, in Gluon. Causal only; knows nothing of windows or biases.
+"""Paged attention of prefill chunks on Hopper, warp-specialised, in Gluon: causal only, without windows, caps or biases.
 
-A program stays on its multiprocessor and takes one item after another: a tile of BLOCK_M rows (queries times the query heads
-of one KV head) and that KV head. One warp brings queries and keys, another values, by the tensor memory accelerator, one box
-for each page; two warpgroups of 64 rows each multiply. While a warpgroup takes the exponentials of one tile of keys, the
-matrix unit multiplies its previous probabilities with their values and the other warpgroup's queries with keys.
+A program stays on its multiprocessor and takes one item after another: a tile of 128 rows, which are queries times the query
+heads of one KV head, and that KV head. One warp brings the queries and keys, another the values, by the tensor memory
+accelerator; two warpgroups multiply, 64 rows each. While one takes the exponentials of a tile of keys, the matrix unit is busy
+with the values of its previous tile and with the other one's scores, since they multiply in turns.
 
-A page that the context fills only in part is brought by a box that begins before the page, so that the slots behind the context
-stay outside and its keys end with the box; slots outside are read as 0, whatever the cache holds there.
+Keys and values come in boxes, a page or a part of one. Where the context ends within a box, the box begins as many slots early,
+so that its last key is the context's last, and what lies before its page is read as 0, as is a box behind the context:
+whatever the cache holds in slots outside the context, none is read.
 
 Sources: FlashAttention-3 (Shah et al., arXiv 2407.08608).
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -96,11 +96,12 @@ def _load_tiles(
 def _load_queries_and_keys(
     query_desc, key_desc, q_smem, k_smem, q_full, q_empty, k_full, k_empty,
     block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    TILE_Q: gl.constexpr = 128 // GROUP_PAD
-    q_boxes = q_smem._reinterpret(q_smem.dtype, [4 * HALVES, TILE_Q // 2, GROUP_PAD, 64], query_desc.layout)
+    """The warp that brings every item's queries, one item ahead, and its keys."""
+    TILE_Q: gl.constexpr = 128 // GROUP
+    q_boxes = q_smem._reinterpret(q_smem.dtype, [4 * HALVES, TILE_Q // 2, GROUP, 64], query_desc.layout)
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
@@ -130,13 +131,8 @@ def _load_queries_and_keys(
         step = _load_tiles(
             key_desc, k_smem, k_full, k_empty, step, table, end, context_len, head, BLOCK_N, PAGE, STAGES, HALVES
         )
-        first_query, start, stop, context_len, row_of_table = (
-            first_after,
-            next_start,
-            next_stop,
-            next_context_len,
-            next_row,
-        )
+        first_query, start, stop = first_after, next_start, next_stop
+        context_len, row_of_table = next_context_len, next_row
         turn += 1
         index = _snake(turn, program, num_programs)
 
@@ -145,10 +141,11 @@ def _load_queries_and_keys(
 def _load_values(
     value_desc, v_smem, v_full, v_empty,
     block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    TILE_Q: gl.constexpr = 128 // GROUP_PAD
+    """The warp that brings every item's values."""
+    TILE_Q: gl.constexpr = 128 // GROUP
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
@@ -170,13 +167,8 @@ def _load_values(
         step = _load_tiles(
             value_desc, v_smem, v_full, v_empty, step, table, end, context_len, head, BLOCK_N, PAGE, STAGES, HALVES
         )
-        first_query, start, stop, context_len, row_of_table = (
-            first_after,
-            next_start,
-            next_stop,
-            next_context_len,
-            next_row,
-        )
+        first_query, start, stop = first_after, next_start, next_stop
+        context_len, row_of_table = next_context_len, next_row
         turn += 1
         index = _snake(turn, program, num_programs)
 
@@ -214,7 +206,7 @@ def _fold_tiles(
     begin, end, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, query_pos, context_len,
     scale_log2, WG: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Fold key tiles [begin, end): scores of each while the values of the one before it, whose probabilities are p, are added."""
+    """Fold key tiles [begin, end) into acc, m and l. Each adds the values of the tile before it, whose probabilities p are."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     P_LAYOUT: gl.constexpr = p.type.layout
     ACC_LAYOUT: gl.constexpr = acc.type.layout
@@ -247,10 +239,11 @@ def _fold_tiles(
 def _multiply(
     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
     rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
-    WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    TILE_Q: gl.constexpr = 128 // GROUP_PAD
+    """Warpgroup WG: rows [64 * WG, 64 * WG + 64) of every item."""
+    TILE_Q: gl.constexpr = 128 // GROUP
     D_PAD: gl.constexpr = HALVES * 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
@@ -282,7 +275,7 @@ def _multiply(
         first_after = next_first
         next_seq, next_first = _tile(_snake(turn + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-        query_pos = gl.minimum(first_pos + row // GROUP_PAD, context_len - 1)
+        query_pos = gl.minimum(first_pos + row // GROUP, context_len - 1)
         num_tiles = gl.cdiv(gl.minimum(first_pos + TILE_Q, context_len), BLOCK_N)
         num_whole = (first_pos + 1) // BLOCK_N
 
@@ -324,8 +317,8 @@ def _multiply(
         result = gl.convert_layout(acc.to(q.dtype), OUT_LAYOUT)
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
         d = gl.arange(0, D_PAD, layout=gl.SliceLayout(0, OUT_LAYOUT))
-        inside = (token + row // GROUP_PAD < stop) & (row % GROUP_PAD < GROUP)
-        base = (token + row // GROUP_PAD).to(gl.int64) * stride_ot + (head * GROUP + row % GROUP_PAD) * HEAD_DIM
+        inside = token + row // GROUP < stop
+        base = (token + row // GROUP).to(gl.int64) * stride_ot + (head * GROUP + row % GROUP) * HEAD_DIM
         gl.store(out + base[:, None] + d[None, :], result, mask=inside[:, None] & (d < HEAD_DIM)[None, :])
         s = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage))
@@ -339,9 +332,10 @@ def _multiply(
 def _hopper_prefill_kernel(
     query_desc, key_desc, value_desc, out, block_tables, rows, query_start, context_lens, tiles, num_items, scale_log2,
     stride_ot, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """Item i is tile i // NUM_KV_HEADS of `tiles` with KV head i % NUM_KV_HEADS. REGISTERS: of a multiplying thread."""
     HALVES: gl.constexpr = (HEAD_DIM + 63) // 64
     D_PAD: gl.constexpr = HALVES * 64
     DTYPE: gl.constexpr = key_desc.dtype
@@ -375,21 +369,21 @@ def _hopper_prefill_kernel(
             (_multiply, (
                 out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
-                gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
+                gl.constexpr(0), NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_multiply, (
                 out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
-                gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
+                gl.constexpr(1), NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_load_queries_and_keys, (
                 query_desc, key_desc, q_smem, k_smem, q_full, q_empty, k_full, k_empty, block_tables, rows, query_start,
                 context_lens, tiles, num_items, stride_table,
-                NUM_KV_HEADS, GROUP, GROUP_PAD, BLOCK_N, PAGE, STAGES, HALVES,
+                NUM_KV_HEADS, GROUP, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_load_values, (
                 value_desc, v_smem, v_full, v_empty, block_tables, rows, query_start, context_lens, tiles, num_items,
-                stride_table, NUM_KV_HEADS, GROUP_PAD, BLOCK_N, PAGE, STAGES, HALVES,
+                stride_table, NUM_KV_HEADS, GROUP, BLOCK_N, PAGE, STAGES, HALVES,
             )),
         ],
         [4, 1, 1], [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
@@ -452,13 +446,12 @@ def launch(
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
     group = num_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
     num_items = len(tiles) * num_kv_heads
     box = min(page, block_n)
     _hopper_prefill_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
-        _boxes(query, 64 // group_pad, group_pad, 64), _boxes(key_cache, 1, 1, box, 64),
+        _boxes(query, 64 // group, group, 64), _boxes(key_cache, 1, 1, box, 64),
         _boxes(value_cache, 1, 1, box, 64), out, block_tables, rows, query_start, context_lens, tiles, num_items,
         scale * LOG2E.value, out.stride(0), block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=group_pad, HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page,
         STAGES=stages, REGISTERS=registers, num_warps=4, **pdl_options(query.device),
     )  # fmt: skip
