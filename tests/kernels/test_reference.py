@@ -50,6 +50,10 @@ class Paged:
         return out
 
 
+def feature_names(options):
+    return "+".join(options) or "causal"
+
+
 FEATURES = [
     {},
     {"window": 9},
@@ -68,7 +72,7 @@ def slow(paged, queries, options):
 
 
 @pytest.mark.parametrize("gather", [1, 200, 1 << 20], ids=["by head", "small groups", "large groups"])
-@pytest.mark.parametrize("options", FEATURES, ids=str)
+@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
 def test_decode_attends_as_a_loop_does(options, gather, monkeypatch):
     monkeypatch.setattr(reference, "GATHER_ELEMENTS", gather)
     lens = [1, 37, 0, 8, 33, 38, 40, 3, 4, 17]
@@ -83,7 +87,7 @@ def test_decode_attends_as_a_loop_does(options, gather, monkeypatch):
 
 
 @pytest.mark.parametrize("elements", [1, 1 << 22], ids=["small tiles", "large tiles"])
-@pytest.mark.parametrize("options", FEATURES, ids=str)
+@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
 def test_prefill_attends_as_a_loop_does(options, elements, monkeypatch):
     monkeypatch.setattr(reference, "MASK_ELEMENTS", elements)
     lens, counts = [5, 40, 0, 40, 23, 1], [5, 1, 2, 33, 20, 1]  # whole prompts, one token, padding, chunks
@@ -107,7 +111,7 @@ def test_prefill_attends_as_a_loop_does(options, elements, monkeypatch):
             torch.testing.assert_close(out[mine], slow(paged, queries, options))
 
 
-@pytest.mark.parametrize("options", [FEATURES[0], FEATURES[-1]], ids=str)
+@pytest.mark.parametrize("options", [FEATURES[0], FEATURES[-1]], ids=feature_names)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_in_every_dtype(dtype, options):
     lens = [70, 3, 64]
