@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -24,6 +25,7 @@ from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
 from server.openai.response_routes import add_routes as add_response_routes
 from server.openai.routes import add_routes as add_openai_routes
 from server.openai.serving import EngineClient, Serving
+from server.reference import add_reference
 from server.settings import ServerConfig
 
 STATIC = Path(__file__).resolve().parent / "static"
@@ -61,7 +63,7 @@ def create_app(
             task.cancel()
             serving.close()
 
-    app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan)
+    app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     if settings.api_keys:
         app.add_middleware(APIKeyMiddleware, keys=settings.api_keys)
@@ -76,6 +78,7 @@ def create_app(
     add_response_routes(app, serving)
     add_anthropic_routes(app, serving)
     _add_service(app, serving)
+    add_reference(app, names[0])
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
 
@@ -88,6 +91,11 @@ def _add_service(app: FastAPI, serving: Serving) -> None:
     @app.post("/ping", response_model=None)
     async def health() -> Response:
         return Response(status_code=503 if serving.engine.dead else 200)
+
+    @app.get("/load")
+    @app.get("/v1/load")
+    async def load() -> dict[str, Any]:
+        return serving.load()
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -92,7 +92,7 @@ def _text_or_list(items: Any) -> Any:
     ]
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: _text_or_list(list[AnyBlock])  # type: ignore[valid-type]
 
@@ -101,7 +101,7 @@ class Message(Body):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     """Something that the model may call."""
 
     name: str
@@ -118,7 +118,7 @@ class Tool(Body):
     NO_EFFECT: ClassVar[Any] = {"input_examples": ([],)}
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -146,10 +146,10 @@ class _Conversation(Body):
     """What goes into the prompt."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: _text_or_list(list[TextBlock]) | None = None  # type: ignore[valid-type]
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = Field(None, description="Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
 
@@ -194,11 +194,11 @@ class MessagesRequest(_Conversation, _Base):  # type: ignore[misc, valid-type]
     """A conversation to be continued."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    stop_sequences: list[str] | None = Field(None, description="Texts that end the answer.")
+    stream: bool | None = Field(None, description="Send the answer as it comes.")
+    temperature: float | None = Field(None, description="0: always the likeliest token.")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens of this total probability.")
+    top_k: int | None = Field(None, description="Sample from this many likeliest tokens.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
@@ -213,7 +213,7 @@ class CountTokensRequest(_Conversation, _Base):  # type: ignore[misc, valid-type
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
 
-def _chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def _chat_messages(messages: list[AnthropicMessage]) -> list[dict[str, Any]]:
     """Results of tools become messages of their own, before the text that stands beside them."""
     chat: list[dict[str, Any]] = []
     for message in messages:
@@ -242,14 +242,14 @@ def _result(block: ToolResultBlock) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def _chat_tool(tool: Tool) -> dict[str, Any]:
+def _chat_tool(tool: AnthropicTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}
 
 
-def _chat_tool_choice(choice: ToolChoice) -> Any:
+def _chat_tool_choice(choice: AnthropicToolChoice) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return {"any": "required"}.get(choice.type, choice.type)

@@ -96,22 +96,22 @@ class _Sampling(Body):
     """What both kinds of request say about sampling. `None` takes the model's default, else OpenAI's."""
 
     model: str | None = Field(None, description="A name that /v1/models lists.")
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Stop | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    add_special_tokens: bool | None = None
+    temperature: float | None = Field(None, description="0: always the likeliest token; up to 100.")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens of this total probability.")
+    top_k: int | None = Field(None, description="Sample from this many likeliest tokens; 0 or -1: from all.")
+    min_p: float | None = Field(None, description="Leave out tokens less likely than this share of the likeliest's.")
+    n: int | None = Field(None, description="Number of answers, up to 128.")
+    seed: int | None = Field(None, description="The same seed gives the same tokens, whatever else is in the batch.")
+    max_tokens: int | None = Field(None, description="Most tokens of the answer.")
+    min_tokens: int | None = Field(None, description="No end before this many tokens.")
+    stop: Stop | None = Field(None, description="Texts that end the answer.")
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the answer, besides the model's own.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the text that ended the answer.")
+    ignore_eos: bool | None = Field(None, description="Go on after an end-of-text token.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; so by default.")
+    stream: bool | None = Field(None, description="Send the answer as it comes.")
+    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides.")
+    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
     request_id: str | None = Field(
         None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
     )
@@ -213,10 +213,10 @@ class _Conversation(Body):
     """What goes into a chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    add_generation_prompt: bool | None = Field(None, description="Let the chat template open an answer; so by default.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message instead of beginning one.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> _Conversation:
@@ -256,8 +256,8 @@ class ChatCompletionRequest(_Conversation, _Sampling, _ChatBase):  # type: ignor
     """A conversation to be continued."""
 
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: bool | None = Field(None, description="Give the log-probabilities of the sampled tokens.")
+    top_logprobs: int | None = Field(None, description="And those of so many likeliest tokens, up to 20.")
     tool_choice: ToolChoice | None = Field(None, description='Without tools "none", else "auto".')
     parallel_tool_calls: bool | None = Field(None, description="False: at most one tool call.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
@@ -324,8 +324,8 @@ class CompletionRequest(_Sampling, _CompletionBase):  # type: ignore[misc, valid
     """Text to be continued."""
 
     prompt: Prompt
-    logprobs: int | None = None
-    echo: bool | None = None
+    logprobs: int | None = Field(None, description="Log-probabilities, and those of so many likeliest tokens.")
+    echo: bool | None = Field(None, description="Begin the answer with the prompt.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
@@ -343,16 +343,16 @@ class TokenizeTextRequest(Body):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
+    return_token_strs: bool | None = Field(None, description="Give the vocabulary's spelling of each token too.")
 
 
 class TokenizeChatRequest(_Conversation):
     """A conversation to be turned into token ids."""
 
     model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
+    return_token_strs: bool | None = Field(None, description="Give the vocabulary's spelling of each token too.")
     prompt: Annotated[None, one_message("left out where there are messages")] = None
 
 

@@ -157,7 +157,7 @@ class ReasoningOptions(Body):
     NO_EFFECT: ClassVar[Any] = {"summary": ("auto",), "generate_summary": ("auto",)}
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
     NO_EFFECT: ClassVar[Any] = {"include_obfuscation": (False,)}
@@ -183,7 +183,7 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc, valid-type]
     include: list[str] | None = Field(None, description=f'"{LOGPROBS}" has an effect.')
     top_logprobs: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 

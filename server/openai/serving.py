@@ -320,6 +320,18 @@ class Serving:
             self.running,
         )
 
+    def load(self) -> dict[str, Any]:
+        """How busy the server is; what the engine has not said yet is 0."""
+        stats = self.engine.stats
+        return {
+            "server_load": len(self.running),
+            "num_requests_running": stats.num_running if stats is not None else 0,
+            "num_requests_waiting": stats.num_waiting if stats is not None else 0,
+            "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
+            "num_blocks": self.engine.num_blocks,
+            "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
+        }
+
     async def abort(self, request_id: str) -> None:
         """End a request: its client gets what there is. 404 when there is none of this id."""
         generation = self.running.get(request_id)
