@@ -9,13 +9,14 @@ from engine import __version__
 from engine.config import ConfigError, Parser
 from engine.errors import EngineError
 from engine.log import configure_logging, debugging
-from server.commands import bench, chat, generate, serve
+from server.commands import bench, chat, check, generate, serve
 
 EPILOG = """examples:
   quire serve                        serve the bundled demo model: API and chat page at http://127.0.0.1:8000
   quire serve Qwen/Qwen3-0.6B        serve a model of Hugging Face, downloaded once
   quire chat --model ./my-model      chat in the terminal
   quire generate "Once upon a time"  continue a text
+  quire check http://127.0.0.1:8000  test what a server of the OpenAI API can do
   quire bench throughput --help      measure speed
 
 QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for module in (serve, chat, generate, bench):
+    for module in (serve, chat, generate, check, bench):
         module.add_parser(commands)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:

@@ -1,0 +1,84 @@
+"""Checks through the official openai and anthropic clients, where they are installed. Knows the clients; no server."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from server.check.runner import AbsentError, Server, Suite, want
+
+HELLO: Any = [{"role": "user", "content": "Say hello."}]
+
+suite = Suite()
+check = suite.check
+
+
+def _openai(server: Server) -> Any:
+    try:
+        module = importlib.import_module("openai")
+    except ImportError:
+        raise AbsentError("not checked: pip install openai") from None
+    return module.OpenAI(
+        base_url=f"{server.url}/v1", api_key=server.api_key or "none", max_retries=0, timeout=server.timeout
+    )
+
+
+def _anthropic(server: Server) -> Any:
+    try:
+        module = importlib.import_module("anthropic")
+    except ImportError:
+        raise AbsentError("not checked: pip install anthropic") from None
+    return module.Anthropic(
+        base_url=server.url, api_key=server.api_key or "none", max_retries=0, timeout=server.timeout
+    )
+
+
+@check("openai client", "models")
+def models(server: Server) -> None:
+    with _openai(server) as client:
+        want(server.model in [model.id for model in client.models.list()], f"{server.model} is not in the list")
+
+
+@check("openai client", "chat, whole and streamed")
+def chat(server: Server) -> None:
+    with _openai(server) as client:
+        asked = {"model": server.model, "messages": HELLO, "max_tokens": 12}
+        whole = client.chat.completions.create(**asked)
+        want(whole.choices[0].message.role == "assistant", "it is no message of the assistant")
+        ends = [
+            choice.finish_reason
+            for chunk in client.chat.completions.create(**asked, stream=True)
+            for choice in chunk.choices
+        ]
+        want([end for end in ends if end] in (["stop"], ["length"]), "the stream has not one finish_reason")
+
+
+@check("openai client", "completions")
+def completions(server: Server) -> None:
+    with _openai(server) as client:
+        body = client.completions.create(model=server.model, prompt="Once", max_tokens=4)
+        want(isinstance(body.choices[0].text, str), "there is no text")
+
+
+@check("openai client", "responses, whole and streamed")
+def responses(server: Server) -> None:
+    with _openai(server) as client:
+        asked = {"model": server.model, "input": "Say hello."}
+        try:
+            want(client.responses.create(**asked).object == "response", "it is no response")
+        except importlib.import_module("openai").NotFoundError as error:
+            raise AbsentError(f"status 404: {error}") from None
+        with client.responses.stream(**asked) as stream:
+            want(next(iter(stream)).type == "response.created", "the first event is another")
+
+
+@check("anthropic client", "messages, whole and streamed")
+def messages(server: Server) -> None:
+    with _anthropic(server) as client:
+        asked = {"model": server.model, "max_tokens": 12, "messages": HELLO}
+        try:
+            want(client.messages.create(**asked).type == "message", "it is no message")
+        except importlib.import_module("anthropic").NotFoundError as error:
+            raise AbsentError(f"status 404: {error}") from None
+        with client.messages.stream(**asked) as stream:
+            want(stream.get_final_message().stop_reason, "the stream has no stop_reason")

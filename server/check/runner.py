@@ -1,0 +1,180 @@
+"""Runs checks against a server and says how each went. Knows HTTP, server-sent events and tables; no API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+Outcome = Literal["ok", "fails", "absent"]
+_ABSENT = (404, 405, 501)
+
+
+class FailedError(Exception):
+    """The server does something else than it should."""
+
+
+class AbsentError(Exception):
+    """The server does not offer this, and says so."""
+
+
+def want(condition: object, message: str) -> None:
+    """`FailedError` unless the condition holds."""
+    if not condition:
+        raise FailedError(message)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event."""
+
+    name: str
+    data: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+class Server:
+    """The server to be checked."""
+
+    def __init__(self, url: str, *, api_key: str | None, model: str, timeout: float) -> None:
+        self.url, self.api_key, self.model, self.timeout = url, api_key, model, timeout
+        headers = {"Authorization": f"Bearer {api_key}", "x-api-key": api_key} if api_key else {}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
+
+    def get(self, path: str) -> httpx.Response:
+        """A successful answer."""
+        return _successful(self.http.get(path))
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Any answer. The model is named if `body` does not."""
+        return self.http.post(path, json={"model": self.model, **body})
+
+    def ask(self, path: str, *, optional: bool = False, **body: Any) -> dict[str, Any]:
+        """The JSON of a successful answer. `optional`: the server may refuse to do this."""
+        answer: dict[str, Any] = _successful(self.post(path, body), optional).json()
+        return answer
+
+    def stream(self, path: str, *, optional: bool = False, **body: Any) -> list[Event]:
+        """The events of a successful stream, which is well-formed to the byte."""
+        body = {"model": self.model, "stream": True, **body}
+        with self.http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                _successful(response, optional)
+            kind = response.headers.get("content-type", "")
+            want(kind.startswith("text/event-stream"), f"the content type is {kind!r}, not text/event-stream")
+            text = b"".join(response.iter_raw()).decode()
+        want(text.endswith("\n\n"), "the last event does not end with an empty line")
+        events = []
+        for block in text.replace("\r\n", "\n").removesuffix("\n\n").split("\n\n"):
+            fields: dict[str, str] = {}
+            for line in block.split("\n"):
+                name, colon, value = line.partition(":")
+                want(colon and name in ("data", "event", "id", "retry", ""), f"no line of an event: {line[:80]!r}")
+                fields[name] = value.removeprefix(" ")
+            if "data" in fields:
+                events.append(Event(fields.get("event", ""), fields["data"]))
+        return events
+
+
+def _successful(response: httpx.Response, optional: bool = False) -> httpx.Response:
+    status = response.status_code
+    if status == 200:
+        return response
+    if status in _ABSENT or (optional and 400 <= status < 500):
+        raise AbsentError(f"status {status}{_message(response)}")
+    raise FailedError(f"status {status}{_message(response)}")
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        error = response.json()["error"]
+        return f": {error['message'] if isinstance(error, dict) else error}"
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a server may do. `essential`: without it ordinary clients do not work."""
+
+    group: str
+    name: str
+    essential: bool
+    run: Callable[[Server], None]
+
+
+class Suite:
+    """Checks in the order in which they are declared."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+
+    def check(
+        self, group: str, name: str, *, essential: bool = False
+    ) -> Callable[[Callable[[Server], None]], Callable[[Server], None]]:
+        def declare(run: Callable[[Server], None]) -> Callable[[Server], None]:
+            self.checks.append(Check(group, name, essential, run))
+            return run
+
+        return declare
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a check went; `note` says why, unless all is well."""
+
+    check: Check
+    outcome: Outcome
+    note: str
+    seconds: float
+
+    @property
+    def is_bad(self) -> bool:
+        return self.outcome == "fails" or (self.check.essential and self.outcome == "absent")
+
+    def as_dict(self) -> dict[str, Any]:
+        check = {"group": self.check.group, "check": self.check.name, "essential": self.check.essential}
+        return check | {"outcome": self.outcome, "note": self.note, "seconds": round(self.seconds, 3)}
+
+
+def run(check: Check, server: Server) -> Result:
+    """Never raises: whatever goes wrong in a check is the server's fault."""
+    start = time.perf_counter()
+    outcome: Outcome = "ok"
+    note = ""
+    try:
+        check.run(server)
+    except AbsentError as error:
+        outcome, note = "absent", str(error)
+    except FailedError as error:
+        outcome, note = "fails", str(error)
+    except httpx.TimeoutException:
+        outcome, note = "fails", f"no answer within {server.timeout:g} s"
+    except Exception as error:
+        outcome, note = "fails", f"{type(error).__name__}: {error}"
+    return Result(check, outcome, " ".join(note.split())[:200], time.perf_counter() - start)
+
+
+SIGNS = {"ok": "✓", "fails": "✗", "absent": "–"}
+
+
+def line(result: Result, width: int) -> str:
+    """A row of the table."""
+    note = f"  {result.note}" if result.note else ""
+    return f"  {SIGNS[result.outcome]} {result.check.name:<{width}}  {result.seconds:5.1f} s{note}"
+
+
+def summary(results: Iterable[Result]) -> str:
+    outcomes = [result.outcome for result in results]
+    return ", ".join(f"{outcomes.count(outcome)} {words}" for outcome, words in _WORDS.items())
+
+
+_WORDS: dict[Outcome, str] = {"ok": "work", "fails": "fail", "absent": "not offered"}

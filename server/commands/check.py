@@ -1,0 +1,114 @@
+"""`quire check URL`: which parts of the APIs a server speaks. Knows its options and the exit code; the checks are elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.config import add_flags, check, flag, load
+from engine.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from server.check.runner import Check, Result, Server
+
+EPILOG = """examples:
+  quire check http://127.0.0.1:8000
+  quire check http://127.0.0.1:8000 --only tools "structured output"
+  quire check https://example.org --api-key KEY --model NAME --json > result.json
+
+The server may be any that speaks OpenAI's or Anthropic's API. ✓ works, ✗ does not do what it should, – is not offered. With
+the packages openai and anthropic installed, the official clients are run too. The exit code is 0 if nothing that is
+offered fails and everything that ordinary clients need is there.
+"""
+
+
+@dataclass(frozen=True)
+class CheckFlags:
+    """Check."""
+
+    model: str | None = flag(None, "model to ask (else the server's first)", metavar="NAME")
+    api_key: str | None = flag(None, "key that the server asks for", metavar="KEY")
+    only: tuple[str, ...] = flag((), "groups of checks to run (else all)", metavar="GROUP")
+    timeout: float = flag(60.0, "seconds that an answer may take", above=0)
+    json: bool = flag(False, "print the results as JSON")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="test what a server of the OpenAI API can do",
+        description="Test which parts of OpenAI's and Anthropic's APIs a server speaks, and how well.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    add_flags(parser, CheckFlags)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when something that matters is wrong."""
+    from server.check import official_clients, openai_api, other_apis
+    from server.check.runner import Server, summary
+
+    given = vars(args).copy()
+    url = _base_url(given.pop("url"))
+    (flags,) = load(given, CheckFlags)
+    checks = openai_api.suite.checks + other_apis.suite.checks + official_clients.suite.checks
+    groups = list(dict.fromkeys(each.group for each in checks))
+    if unknown := [group for group in flags.only if group not in groups]:
+        raise ConfigError(f"only must be some of {', '.join(groups)}; got {unknown[0]!r}")
+    chosen = [each for each in checks if not flags.only or each.group in flags.only]
+    server = Server(url, api_key=flags.api_key, model=flags.model or "", timeout=flags.timeout)
+    with contextlib.closing(server.http):
+        server.model = server.model or _first_model(server)
+        results = _run(chosen, server, quiet=flags.json)
+    if flags.json:
+        rows = [result.as_dict() for result in results]
+        print(json.dumps({"url": url, "model": server.model, "results": rows}, indent=1, ensure_ascii=False))
+    else:
+        print(f"\n{summary(results)}")
+    return int(any(result.is_bad for result in results))
+
+
+def _run(checks: list[Check], server: Server, *, quiet: bool) -> list[Result]:
+    """One after the other, each shown when it is done unless `quiet`."""
+    from server.check.runner import line, run
+
+    results: list[Result] = []
+    width = max(len(check.name) for check in checks)
+    for group, members in itertools.groupby(checks, key=lambda check: check.group):
+        if not quiet:
+            print(f"\n{group}" if results else f"{server.url} · {server.model}\n\n{group}", flush=True)
+        for each in members:
+            results.append(run(each, server))
+            if not quiet:
+                print(line(results[-1], width), flush=True)
+    return results
+
+
+def _base_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"URL must begin with http:// or https://, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _first_model(server: Server) -> str:
+    import httpx
+
+    try:
+        response = server.http.get("/v1/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineError(f"no server answers at {server.url} ({error})") from None
+    if response.status_code == 401:
+        raise EngineError(f"{server.url} wants a key: --api-key KEY")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise EngineError(f"{server.url}/v1/models lists no model: name one with --model") from None
