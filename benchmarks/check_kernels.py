@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import kernels
+from benchmarks.check_attention import all_errors
 from kernels import reference, sampling
 
 BANDWIDTH = 4.3e12  # bytes a second that an H200 copies
@@ -224,8 +225,16 @@ def check_elementwise(device: str = "cuda") -> list[Result]:
     return checks.results
 
 
+def check_attention(device: str = "cuda") -> list[Result]:
+    """Attention and the products of small batches: as `check_elementwise`."""
+    checks = Checks(device)
+    for name, error in all_errors(device):
+        checks.add(name, error, TOLERANCE[BF16])
+    return checks.results
+
+
 def main() -> int:
-    results = check_elementwise()
+    results = check_attention() + check_elementwise()
     failed = [name for name, _, ok in results if not ok]
     print(f"{len(results) - len(failed)} checks passed, {len(failed)} failed")
     return 1 if failed else 0
