@@ -215,7 +215,7 @@ def _only_role(choice: dict[str, Any]) -> bool:
 
 
 class Client:
-    """Connections to one server. `post` and `get` never raise anything but `Failure`."""
+    """Connections to one server. Its methods raise `Failure` and nothing else."""
 
     def __init__(
         self,
@@ -273,15 +273,20 @@ class Client:
             answer.cause, answer.error = error.cause, str(error)
         return answer
 
-    async def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of an ordinary response; `Failure` unless its status is 200."""
+    async def fetch(self, method: str, path: str, body: Any = None) -> bytes:
+        """The body of an ordinary response; `Failure` unless its status is 200."""
         connection = await self._exchange(self.request(method, path, body), Answer(0), streamed=False)
         if connection.status != 200:
             raise _refusal(connection)
+        return connection.body
+
+    async def json(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of an ordinary response; `Failure` when there is none."""
+        data = await self.fetch(method, path, body)
         try:
-            return _decode(connection.body)
+            return _decode(data)
         except ValueError:
-            raise Failure("not JSON", repr(connection.body[:200])) from None
+            raise Failure("not JSON", repr(data[:200])) from None
 
     async def close(self) -> None:
         for connection in self._idle:

@@ -101,7 +101,7 @@ def _of_serve(result: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     runs = result.get("runs") or [result]
     for key, value in result.items():
         if isinstance(value, (int, float)) and (key in _SERVE or key.endswith("_ms")) and not key.startswith("std_"):
-            yield key, Figure(tuple(run[key] for run in runs), key in _SERVE)
+            yield key, Figure(tuple(run[key] for run in runs if key in run) or (value,), key in _SERVE)
 
 
 def _of_throughput(result: dict[str, Any]) -> Iterator[tuple[str, Figure]]:

@@ -6,6 +6,7 @@ The client is `openai_client`, the arithmetic `serve_metrics`, the prompts `work
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -17,7 +18,6 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from engine.errors import ConfigError
 
 RANDOM = ("random", "prefix_repetition")
 FILES = ("custom", "sharegpt")
+TEST_SEED, WARMUP_SEED = 2**40, 2**41  # far from the seeds of measured prompts; `random` ignores signs
 EPILOG = """examples:
   quire bench serve                                    random prompts, all at once, at http://127.0.0.1:8000
   quire bench serve --port 9000 --num-prompts 200 --random-input-len 256 --random-output-len 256 --max-concurrency 64
@@ -108,6 +109,12 @@ class TargetFlags:
         key = self.api_key or os.environ.get("OPENAI_API_KEY")
         given = dict(item.split("=", 1) for item in self.header)
         return ({"Authorization": f"Bearer {key}"} if key else {}) | given
+
+    @property
+    def secrets(self) -> list[str]:
+        """What must not be saved."""
+        given = [self.api_key or "", *(item.split("=", 1)[1] for item in self.header)]
+        return [secret for secret in given if len(secret) > 3]
 
 
 @dataclass(frozen=True)
@@ -290,7 +297,7 @@ def main(argv: list[str]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(benchmark.run())
     print(metrics.table(result, benchmark.report.report))
-    for line in benchmark.notes:
+    for line in [*benchmark.notes, *about_clients(benchmark.clients)]:
         print(line)
     if path := benchmark.save(result):
         print(f"saved {path}")
@@ -307,11 +314,12 @@ class Run:
 
 
 class Benchmark:
-    """One call of the command. `notes` are lines for the user, after the table."""
+    """One call of the command. `notes` are for the user, after the table."""
 
     def __init__(self, target: TargetFlags, dataset: DatasetFlags, traffic: TrafficFlags, report: ReportFlags) -> None:
         self.target, self.dataset, self.traffic, self.report = target, dataset, traffic, report
         self.notes: list[str] = []
+        self.clients: list[dict[str, float]] = []  # how busy we were ourselves, in each pass
         self.server: dict[str, Any] = {"url": target.url}
         self.model = target.served_model_name or target.model or ""
         self._vocab_size = dataset.random_vocab_size or workloads.MAX_TOKEN_ID
@@ -328,6 +336,12 @@ class Benchmark:
         """The result; nothing is sent to a server that does not answer the first request."""
         _raise_file_limit()
         try:
+            return await self._run()
+        finally:
+            await self._client.close()
+
+    async def _run(self) -> dict[str, Any]:
+        try:
             await self._look_at_server()
             requests = await self._first_requests()
         except Failure as error:
@@ -336,15 +350,12 @@ class Benchmark:
             return self._result([metrics.measure([failed], 1.0, self.report.report)]) | {"duration": 0.0}
         if self.traffic.num_warmups:
             print(f"Warming up with {self.traffic.num_warmups} requests...")
-            warmups = await self._encode(self._requests(seed=-2, count=self.traffic.num_warmups))
+            warmups = await self._encode(self._requests(seed=WARMUP_SEED, count=self.traffic.num_warmups))
             await self._pass(warmups, math.inf, seed=0, title="warming up")
         print("Starting main benchmark run...")
-        try:
-            if self.traffic.find_max_rate:
-                return await self._find_max_rate(requests)
-            return await self._repeat(requests)
-        finally:
-            await self._client.close()
+        if self.traffic.find_max_rate:
+            return await self._find_max_rate(requests)
+        return await self._repeat(requests)
 
     async def _repeat(self, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
         traffic = self.traffic
@@ -468,16 +479,25 @@ class Benchmark:
     async def _first_requests(self) -> list[tuple[bytes, int]]:
         """The prompts of the first pass, when a single one like them has been answered."""
         print("Starting initial single prompt test run...")
+        first: Failure | None = None
         while True:
-            (test,) = await self._encode(self._requests(seed=-1, count=1))
-            answer = await self._client.stream(*test)
-            if answer.ok:
-                break
-            smaller = self._vocab_size // 2
-            given = self.dataset.random_vocab_size is not None or self.target.chat or not self.dataset.is_random
-            if answer.cause not in ("HTTP 400", "HTTP 422") or given or smaller < 64:
+            try:
+                (like,) = self._requests(seed=TEST_SEED, count=1)
+                if self.dataset.is_random:
+                    assert isinstance(like.prompt, list)
+                    like.prompt[-1] = self._vocab_size - 1  # the largest id that may come
+                (test,) = await self._encode([like])
+                answer = await self._client.stream(*test)
+                if answer.ok:
+                    break
                 raise Failure(answer.cause, answer.error.removeprefix(f"{answer.cause}: "))
-            self._vocab_size = smaller  # perhaps the model has fewer tokens
+            except Failure as error:
+                first = first or error
+                smaller = self._vocab_size // 2
+                given = self.dataset.random_vocab_size is not None or not self.dataset.is_random
+                if error.cause not in ("HTTP 400", "HTTP 422") or given or smaller < 64:
+                    raise first from None
+                self._vocab_size = smaller  # perhaps the model has fewer tokens
         if self._vocab_size < workloads.MAX_TOKEN_ID and self.dataset.random_vocab_size is None:
             print(f"The server refuses larger token ids: random ones are below {self._vocab_size:,}.")
         print("Initial test run completed.")
@@ -518,7 +538,8 @@ class Benchmark:
                 body = {"model": self.model, "tokens": request.prompt}
                 texts.append((await self._client.json("POST", "/detokenize", body))["prompt"])
         except Failure as error:
-            raise Failure(error.cause, f"/detokenize: {error}; give --tokenizer, to make random texts here") from None
+            details = f"/detokenize, {error}; give --tokenizer, to make random texts here"
+            raise Failure(error.cause, details) from None
         return [Request(text, request.output_len) for text, request in zip(texts, requests, strict=True)]
 
     # Traffic
@@ -538,11 +559,12 @@ class Benchmark:
                 else:
                     raise
         self.server["models"] = models.get("data") if isinstance(models, dict) else None
-        for path in ("version", "get_server_info"):
-            try:
-                self.server[path] = await self._client.json("GET", f"/{path}")
-            except Failure:
-                continue
+        with contextlib.suppress(Failure):
+            self.server["version"] = await self._client.json("GET", "/version")
+        with contextlib.suppress(Failure):
+            text = (await self._client.fetch("GET", "/metrics")).decode(errors="replace")
+            if found := re.search(r"^\w+:cache_config_info\{(.*)\}", text, re.MULTILINE):
+                self.server["cache_config"] = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
         if not self.model:
             try:
                 self.model = self.server["models"][0]["id"]
@@ -587,10 +609,7 @@ class Benchmark:
         result = metrics.measure(run.answers, run.duration, report) | {"client": run.client}
         if self.report.save_detailed:
             result |= metrics.details(run.answers)
-        self.notes += bottleneck(run.client) or [
-            f"Client: {run.client['events_per_second']:,.0f} events/s with {run.client['cpu_share']:.0%} of a core; "
-            f"its own limit is about {run.client['max_events_per_second']:,.0f}."
-        ]
+        self.clients.append(run.client)
         errors = dict.fromkeys(answer.error for answer in run.answers if not answer.ok)
         self.notes += [f"Failed: {error}" for error in list(errors)[:10]]
         return result
@@ -604,8 +623,6 @@ class Benchmark:
         settings: dict[str, Any] = {}
         for group in (target, self.dataset, self.traffic, self.report):
             settings |= dataclasses.asdict(group)
-        for secret in ("api_key", "header"):
-            settings[secret] = "(not saved)" if settings[secret] else None
         return {
             "date": time.strftime("%Y%m%d-%H%M%S"),
             "endpoint_type": target.backend,
@@ -641,6 +658,8 @@ class Benchmark:
         path.parent.mkdir(parents=True, exist_ok=True)
         result = {key: value for key, value in result.items() if key != "configured_rate"}
         text = json.dumps({**result, "environment": environment()})
+        for secret in self.target.secrets:
+            text = text.replace(json.dumps(secret)[1:-1], "(not saved)")
         if report.append_result and path.exists() and (before := path.read_text(encoding="utf-8")):
             text = before.rstrip("\n") + "\n" + text
         path.write_text(text + "\n", encoding="utf-8")
@@ -656,7 +675,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return list(times * (count / rate / times[-1]))
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def watched() -> AsyncIterator[dict[str, float]]:
     """Measures this process in the block: its share of a core, and how late its event loop is. No garbage collection."""
     found: dict[str, float] = {}
@@ -683,15 +702,20 @@ async def watched() -> AsyncIterator[dict[str, float]]:
         found["loop_lag_max_ms"] = max(lags, default=0.0) * 1e3
 
 
-def bottleneck(client: dict[str, float]) -> list[str]:
-    """Warnings, when what was measured is this client rather than the server."""
-    found = []
+def about_clients(clients: list[dict[str, float]]) -> list[str]:
+    """How busy this client was in its busiest pass; warnings when it was measured rather than the server."""
+    if not clients:
+        return []
+    client = {key: max(other.get(key, 0.0) for other in clients) for key in set().union(*clients)}
+    limit = min(other["max_events_per_second"] for other in clients)
+    busy = (
+        f"{client['cpu_share']:.0%} of a core for {client['events_per_second']:,.0f} events/s; "
+        f"its own limit is about {limit:,.0f}."
+    )
     if client["cpu_share"] > 0.8:
-        found.append(
-            f"WARNING: this client took {client['cpu_share']:.0%} of a core for {client['events_per_second']:,.0f} "
-            f"events/s; it can do about {client['max_events_per_second']:,.0f}. The server may be faster than it looks."
-        )
-    if client["loop_lag_p99_ms"] > 10 and client["cpu_share"] <= 0.8:
+        return [f"WARNING: this client took {busy} The server may be faster than it looks."]
+    found = [f"Client: {busy}"]
+    if client["loop_lag_p99_ms"] > 10:
         found.append(
             f"WARNING: this client noticed events up to {client['loop_lag_p99_ms']:.0f} ms late (99th percentile): "
             "other processes take its core, so times look longer than they are."
