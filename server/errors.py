@@ -90,11 +90,12 @@ def bad_value(error: ValueError, renamed: Mapping[str, str]) -> APIError:
 
     `renamed`: what the request calls something that the engine calls otherwise.
     """
-    name, _, rest = str(error).partition(" ")
+    word, _, rest = str(error).partition(" ")
+    name = word.removesuffix(":")
     if not name.isidentifier() or not rest:
         return APIError(400, str(error))
     name = renamed.get(name, name)
-    return APIError(400, f"{name} {rest}", name)
+    return APIError(400, f"{name}{':' if word.endswith(':') else ''} {rest}", name)
 
 
 def unexpected(error: Exception) -> APIError:

@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 
-from engine.core.batch import TokenLogprobs
 from engine.core.sampling_params import SamplingParams
 from engine.outputs import RequestUpdate
-from engine.text.tokenizer import Tokenizer
 from server.answers import AnswerReader, TokenCounter
 from server.errors import APIError
 from server.fields import Ignored
 from server.openai.conversation import Prompt, encode_messages
+from server.openai.logprobs import logprobs_content, prompt_logprobs
 from server.openai.protocol import ChatCompletionRequest
 from server.openai.serving import Generation, Sample, Serving
 from server.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
@@ -26,7 +25,6 @@ from server.tools import ToolReader
 
 _encode = msgspec.json.encode
 _RENAMED = {"logprobs": "top_logprobs", "prompt": "messages", "max_tokens": "max_completion_tokens"}
-LOWEST_LOGPROB = -9999.0  # JSON knows no infinity
 
 
 @dataclass(slots=True)
@@ -64,11 +62,17 @@ async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignor
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     renamed = _RENAMED if request.max_completion_tokens is not None else {**_RENAMED, "max_tokens": "max_tokens"}
     sampling = serving.sampling(
-        request, max_tokens=max_tokens, default_max_tokens=None, logprobs=logprobs, renamed=renamed
+        request,
+        max_tokens=max_tokens,
+        default_max_tokens=None,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        renamed=renamed,
     )
     prompt = await encode(serving, request)
     sampling = _show_marks(serving, request, sampling)
-    generation = serving.generate(kind, request.request_id, [prompt.token_ids], sampling, renamed)
+    token_ids = serving.truncated(prompt.token_ids, request.truncate_prompt_tokens, sampling)
+    generation = serving.generate(kind, request, [token_ids], sampling, renamed)
     if serving.reasoning_format is not None:
         generation.usage.reasoning_tokens = 0
     readers = [_reader(serving, request, prompt) for _ in generation.samples]
@@ -132,11 +136,18 @@ async def answer(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
     generation = chat.generation
     blocks = [Blocks() for _ in generation.samples]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in generation.samples]
+    token_ids: list[list[int]] = [[] for _ in generation.samples]
     ends: dict[int, tuple[str | None, int | str | None]] = {}
+    scores: dict[str, Any] = {}
+    as_ids = bool(request.return_tokens_as_token_ids)
     async for sample, update, pieces in chat.updates():
         blocks[sample.index].extend(pieces)
+        token_ids[sample.index] += update.token_ids
         if update.logprobs is not None:
-            logprobs[sample.index] += logprobs_content(serving.tokenizer, update.token_ids, update.logprobs)
+            logprobs[sample.index] += logprobs_content(serving.tokenizer, update.token_ids, update.logprobs, as_ids)
+        if update.prompt_logprobs is not None:
+            prompt = generation.prompts[0]
+            scores = {"prompt_logprobs": prompt_logprobs(serving.tokenizer, prompt, update.prompt_logprobs)}
         ends[sample.index] = (chat.finish_reason(sample, update), update.stop_reason)
     choices = [
         {
@@ -146,8 +157,11 @@ async def answer(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
             "finish_reason": ends[index][0],
             "stop_reason": ends[index][1],
         }
+        | ({"token_ids": token_ids[index]} if request.return_token_ids else {})
         for index in range(len(generation.samples))
     ]
+    if request.return_token_ids:
+        scores["prompt_token_ids"] = generation.prompts[0]
     body = _encode(
         {
             "id": generation.id,
@@ -156,6 +170,8 @@ async def answer(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
             "model": generation.model,
             "choices": choices,
             "usage": generation.usage.as_dict(),
+            "metrics": generation.timings_as_dict(),
+            **scores,
         }
     )
     return body[:-1] + chat.ignored.member + b"}"
@@ -203,19 +219,23 @@ async def events(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
         return head + choice + usage
 
     first = b'{"role":%b,"content":""}' % _encode(chat.role)
+    as_ids = bool(request.return_tokens_as_token_ids)
     begun: set[int] = set()
     async for sample, update, pieces in chat.updates():
         index, data = sample.index, b""
         if index not in begun:
-            data = event(chunk(index, first, b"null", b"null") + (b"" if begun else chat.ignored.member) + b"}")
+            more = b"" if begun else chat.ignored.member
+            if request.return_token_ids and not begun:
+                more += b',"prompt_token_ids":' + _encode(generation.prompts[0])
+            data = event(chunk(index, first, b"null", b"null") + more + b"}")
             begun.add(index)
         deltas = _deltas(pieces)
         logprobs = b"null"
         if update.logprobs is not None:
-            content = logprobs_content(serving.tokenizer, update.token_ids, update.logprobs)
+            content = logprobs_content(serving.tokenizer, update.token_ids, update.logprobs, as_ids)
             logprobs = _encode({"content": content})
         finish_reason = chat.finish_reason(sample, update)
-        if not deltas and (finish_reason is not None or update.logprobs is not None):
+        if not deltas and (finish_reason is not None or update.logprobs is not None or request.return_token_ids):
             deltas = [b"{}" if finish_reason == "tool_calls" else b'{"content":""}']
         for delta in deltas[:-1]:
             data += event(chunk(index, delta, logprobs, b"null") + b"}")
@@ -224,11 +244,14 @@ async def events(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
             end = b"null"
             if finish_reason is not None:
                 end = b'%b,"stop_reason":%b' % (_encode(finish_reason), _encode(update.stop_reason))
+            if request.return_token_ids:
+                end += b',"token_ids":' + _encode(update.token_ids)
             data += event(chunk(index, deltas[-1], logprobs, end) + b"}")
         if data:
             yield data
     if with_usage:
-        yield event(head + b',"choices":[],"usage":' + _encode(generation.usage.as_dict()) + b"}")
+        usage, metrics = _encode(generation.usage.as_dict()), _encode(generation.timings_as_dict())
+        yield event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (head, usage, metrics))
 
 
 def _deltas(pieces: list[Piece]) -> list[bytes]:
@@ -247,20 +270,3 @@ def _deltas(pieces: list[Piece]) -> list[bytes]:
                 delta = _encode({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
         deltas.append(delta)
     return deltas
-
-
-def logprobs_content(tokenizer: Tokenizer, token_ids: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:
-    """OpenAI's log-probabilities of chat: one object for each token, with the most likely tokens at its place."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": max(logprob, LOWEST_LOGPROB),
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
-
-    return [
-        entry(token_id, at.logprob)
-        | {"top_logprobs": [entry(*top) for top in zip(at.top_ids, at.top_logprobs, strict=True)]}
-        for token_id, at in zip(token_ids, found, strict=True)
-    ]

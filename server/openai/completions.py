@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from engine.core.batch import TokenLogprobs
-from engine.text.tokenizer import Tokenizer
+from engine.outputs import RequestUpdate
 from server.fields import Ignored
-from server.openai.chat import LOWEST_LOGPROB
+from server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 from server.openai.protocol import CompletionRequest
 from server.openai.serving import Generation, Serving
 from server.sse import event
@@ -24,15 +22,18 @@ DEFAULT_MAX_TOKENS = 16
 async def begin(serving: Serving, request: CompletionRequest) -> Generation:
     """Check everything and start the answers."""
     serving.check_model(request.model)
+    scores = request.logprobs if request.scores_prompts and request.prompt_logprobs is None else request.prompt_logprobs
     sampling = serving.sampling(
         request,
-        max_tokens=request.max_tokens,
+        max_tokens=1 if request.only_echoes else request.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=request.logprobs,
+        prompt_logprobs=scores,
         renamed={},
     )
     prompts = await serving.in_thread(_encode_prompts, serving, request)
-    return serving.generate("cmpl-", request.request_id, prompts, sampling, {})
+    prompts = [serving.truncated(prompt, request.truncate_prompt_tokens, sampling) for prompt in prompts]
+    return serving.generate("cmpl-", request, prompts, sampling, {})
 
 
 def _encode_prompts(serving: Serving, request: CompletionRequest) -> list[list[int]]:
@@ -48,33 +49,84 @@ def _echoes(serving: Serving, request: CompletionRequest, generation: Generation
         return [""] * len(generation.prompts)
     given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     skip = request.skip_special_tokens is not False
+    whole = request.truncate_prompt_tokens is None
     return [
-        text if isinstance(text, str) else serving.tokenizer.decode(ids, skip)
+        text if isinstance(text, str) and whole else serving.tokenizer.decode(ids, skip)
         for text, ids in zip(given if isinstance(given[0], (str, list)) else [given], generation.prompts, strict=True)
     ]
 
 
+class _Choice:
+    """One answer while it is made."""
+
+    def __init__(self, serving: Serving, request: CompletionRequest, prompt: list[int]) -> None:
+        self._request, self._prompt = request, prompt
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: LegacyLogprobs | None = None
+        if request.logprobs is not None:
+            skip, as_ids = request.skip_special_tokens is not False, bool(request.return_tokens_as_token_ids)
+            self._logprobs = LegacyLogprobs(serving.tokenizer, skip, as_ids)
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def begin(self, echo: str, scores: list[TokenLogprobs] | None) -> None:
+        """The prompt's text, and the log-probabilities of its tokens."""
+        self._text.append(echo)
+        if scores is not None and self._logprobs is not None and self._request.echo:
+            self._logprobs.add_prompt(self._prompt, scores)
+
+    def add(self, update: RequestUpdate) -> None:
+        self._finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
+        if self._request.only_echoes:  # the one token that was generated is nobody's
+            self._finish_reason, self._stop_reason = update.finish_reason and "length", None
+            return
+        self._text.append(update.text)
+        if self._request.return_token_ids:
+            self._token_ids += update.token_ids
+        if self._logprobs is not None and update.logprobs is not None:
+            self._logprobs.add(update.token_ids, update.logprobs)
+
+    def take(self, index: int) -> dict[str, Any] | None:
+        """What is new, in the API's shape; None when there is nothing to say yet."""
+        text, self._text = "".join(self._text), []
+        logprobs = self._logprobs.take() if self._logprobs is not None else None
+        if not text and self._finish_reason is None and not (logprobs and logprobs["tokens"]):
+            return None
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason,
+            "stop_reason": self._stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"], self._token_ids = self._token_ids, []
+        return choice
+
+
 async def answer(serving: Serving, request: CompletionRequest, generation: Generation, ignored: Ignored) -> bytes:
     """The response's JSON."""
-    echoes = _echoes(serving, request, generation)
-    texts = [[echoes[sample.prompt_index]] for sample in generation.samples]
-    logprobs = [_logprobs(serving, request) for _ in generation.samples]
-    ends: dict[int, tuple[str | None, int | str | None]] = {}
+    updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
     async for sample, update in generation.updates():
-        texts[sample.index].append(update.text)
-        if (collected := logprobs[sample.index]) is not None and update.logprobs is not None:
-            collected.add(update.token_ids, update.logprobs)
-        ends[sample.index] = (update.finish_reason, update.stop_reason)
-    choices = [
-        {
-            "index": index,
-            "text": "".join(texts[index]),
-            "logprobs": collected.take() if collected is not None else None,
-            "finish_reason": ends[index][0],
-            "stop_reason": ends[index][1],
-        }
-        for index, collected in enumerate(logprobs)
-    ]
+        updates[sample.index].append(update)
+    if request.only_echoes:
+        generation.usage.completion_tokens = 0
+    scores = [updates[sample.index][0].prompt_logprobs for sample in generation.samples[:: generation.n]]
+    echoes = _echoes(serving, request, generation)
+    choices = []
+    for sample in generation.samples:
+        at = sample.prompt_index
+        choice = _Choice(serving, request, generation.prompts[at])
+        choice.begin(echoes[at], scores[at])
+        for update in updates[sample.index]:
+            choice.add(update)
+        taken = choice.take(sample.index) or {}
+        if request.return_token_ids:
+            taken["prompt_token_ids"] = generation.prompts[at]
+        if request.prompt_logprobs is not None and (found := scores[at]) is not None:
+            taken["prompt_logprobs"] = prompt_logprobs(serving.engine.tokenizer, generation.prompts[at], found)
+        choices.append(taken)
     body = _encode(
         {
             "id": generation.id,
@@ -83,6 +135,7 @@ async def answer(serving: Serving, request: CompletionRequest, generation: Gener
             "model": generation.model,
             "choices": choices,
             "usage": generation.usage.as_dict(),
+            "metrics": generation.timings_as_dict(),
         }
     )
     return body[:-1] + ignored.member + b"}"
@@ -104,77 +157,25 @@ async def events(
         }
     )[:-1]
     echoes = _echoes(serving, request, generation)
-    before = [echoes[sample.prompt_index] for sample in generation.samples]
-    logprobs = [_logprobs(serving, request) for _ in generation.samples]
+    choices: dict[int, _Choice] = {}
     warnings = ignored.member
     async for sample, update in generation.updates():
-        text, before[sample.index] = before[sample.index] + update.text, ""
-        found = b"null"
-        if (collected := logprobs[sample.index]) is not None and update.logprobs is not None:
-            collected.add(update.token_ids, update.logprobs)
-            found = _encode(collected.take())
-        elif not text and update.finish_reason is None:  # held back: it may begin a stop string
+        index, at = sample.index, sample.prompt_index
+        is_first = index not in choices
+        if is_first:
+            choices[index] = _Choice(serving, request, generation.prompts[at])
+            choices[index].begin(echoes[at], update.prompt_logprobs)
+        choices[index].add(update)
+        if request.only_echoes:
+            generation.usage.completion_tokens = 0
+        taken = choices[index].take(index)
+        if taken is None:  # held back: it may begin a stop string
             continue
-        chunk = b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]' % (
-            head,
-            sample.index,
-            _encode(text),
-            found,
-            _encode(update.finish_reason),
-            _encode(update.stop_reason),
-        )
+        if is_first and request.return_token_ids:
+            taken["prompt_token_ids"] = generation.prompts[at]
         usage = b',"usage":' + _encode(generation.usage.as_dict()) if usage_always else b""
-        yield event(chunk + usage + warnings + b"}")
+        yield event(b'%b,"choices":[%b]%b%b}' % (head, _encode(taken), usage, warnings))
         warnings = b""
     if with_usage:
-        yield event(head + b',"choices":[],"usage":' + _encode(generation.usage.as_dict()) + b"}")
-
-
-def _logprobs(serving: Serving, request: CompletionRequest) -> LegacyLogprobs | None:
-    if request.logprobs is None:
-        return None
-    return LegacyLogprobs(serving.tokenizer, request.skip_special_tokens is not False)
-
-
-@dataclass(slots=True)
-class LegacyLogprobs:
-    """OpenAI's log-probabilities of completions: parallel lists, and where in the text each token begins."""
-
-    tokenizer: Tokenizer
-    skip_special_tokens: bool
-    _length: int = 0
-    _utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    _tokens: list[str] = field(default_factory=list)
-    _logprobs: list[float] = field(default_factory=list)
-    _tops: list[dict[str, float]] = field(default_factory=list)
-    _offsets: list[int] = field(default_factory=list)
-
-    def add(self, token_ids: list[int], found: list[TokenLogprobs]) -> None:
-        for token_id, at in zip(token_ids, found, strict=True):
-            token, logprob = self._name(token_id), max(at.logprob, LOWEST_LOGPROB)
-            self._tokens.append(token)
-            self._logprobs.append(logprob)
-            self._offsets.append(self._length)
-            top = {self._name(i): max(p, LOWEST_LOGPROB) for i, p in zip(at.top_ids, at.top_logprobs, strict=True)}
-            top.setdefault(token, logprob)
-            self._tops.append(top)
-            if not (self.skip_special_tokens and token_id in self.tokenizer.special_ids):
-                self._length += len(self._utf8.decode(self.tokenizer.token_bytes(token_id)))
-
-    def take(self) -> dict[str, Any]:
-        """What was added since the last time."""
-        taken = {
-            "tokens": self._tokens,
-            "token_logprobs": self._logprobs,
-            "top_logprobs": self._tops,
-            "text_offset": self._offsets,
-        }
-        self._tokens, self._logprobs, self._tops, self._offsets = [], [], [], []
-        return taken
-
-    def _name(self, token_id: int) -> str:
-        """The token's text; a part of a character has none, and is written in hexadecimal as OpenAI does."""
-        text = self.tokenizer.token_text(token_id)
-        if "\ufffd" not in text:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token_id))
+        usage, metrics = _encode(generation.usage.as_dict()), _encode(generation.timings_as_dict())
+        yield event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (head, usage, metrics))

@@ -14,11 +14,7 @@ MAX_STOP_LENGTH = 1000
 # Fields of OpenAI's and vLLM's requests that change the answer and are not supported yet, with the values that leave the
 # answer as it is. `None` always does.
 NOT_YET_IN_BOTH: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -26,14 +22,7 @@ NOT_YET_IN_BOTH: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "priority": (0,),
-    "cache_salt": (),
     "logits_processors": ([],),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -47,7 +36,6 @@ NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "verbosity": ("medium",),
     "echo": (False,),
-    "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": ({},),
 }
@@ -81,6 +69,7 @@ Prompt = Annotated[
     str | TokenIds | list[str] | list[TokenIds],
     one_message("a text, a list of texts, a list of token ids, or a list of such lists"),
 ]
+LogitBias = Annotated[dict[str, float], one_message("an object of token ids, each with a number")]
 Stop = Annotated[str | list[str], one_message("a text or a list of texts")]
 
 
@@ -109,6 +98,37 @@ class _Sampling(Body):
     include_stop_str_in_output: bool | None = Field(None, description="Keep the text that ended the answer.")
     ignore_eos: bool | None = Field(None, description="Go on after an end-of-text token.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; so by default.")
+    presence_penalty: float | None = Field(None, description="Taken from the logit of every token that was generated.")
+    frequency_penalty: float | None = Field(None, description="The same, as often as it was generated.")
+    repetition_penalty: float | None = Field(
+        None, description="Divides the logits of tokens in prompt and answer; multiplies negative ones."
+    )
+    logit_bias: LogitBias | None = Field(None, description="Token id to what is added to its logit, from -100 to 100.")
+    allowed_token_ids: list[int] | None = Field(None, description="No other token is ever sampled.")
+    bad_words: list[str] | None = Field(None, description="Texts that are never generated.")
+    typical_p: float | None = Field(
+        None, description="Sample from the tokens whose surprise is nearest to the expected one, of this probability."
+    )
+    top_n_sigma: float | None = Field(
+        None, description="Leave out tokens whose logits are so many standard deviations below the highest."
+    )
+    dry_multiplier: float | None = Field(None, description="Don't repeat yourself: how strongly; 0 is off.")
+    dry_base: float | None = Field(None, description="How much stronger for each further token.")
+    dry_allowed_length: int | None = Field(None, description="Repetitions up to this length are free.")
+    dry_sequence_breakers: list[str | int] | None = Field(None, description="Texts or token ids that end a repetition.")
+    xtc_threshold: float | None = Field(None, description="Exclude top choices: tokens at least this likely ...")
+    xtc_probability: float | None = Field(None, description="... are dropped this often, all but the least likely.")
+    prompt_logprobs: int | None = Field(
+        None, description="Log-probabilities of the prompt's tokens too, and of so many likeliest ones."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as fit."
+    )
+    return_token_ids: bool | None = Field(None, description="Give the token ids of prompt and answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description='Log-probabilities name tokens "token_id:1".')
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Only prompts of the same salt share their KV cache."
+    )
     stream: bool | None = Field(None, description="Send the answer as it comes.")
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides.")
     add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
@@ -120,6 +140,8 @@ class _Sampling(Body):
     def _check_together(self) -> _Sampling:
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "needs stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "is not given in streams")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
             raise wrong("stop", f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters")
@@ -217,6 +239,7 @@ class _Conversation(Body):
     add_generation_prompt: bool | None = Field(None, description="Let the chat template open an answer; so by default.")
     continue_final_message: bool | None = Field(None, description="Continue the last message instead of beginning one.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that show documents.")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> _Conversation:
@@ -244,12 +267,15 @@ class _Conversation(Body):
         return {
             **(self.chat_template_kwargs or {}),
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None,
+            "documents": self.documents,
             "add_generation_prompt": self.adds_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
         }
 
 
-RESERVED_TEMPLATE_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "continue_final_message"])
+RESERVED_TEMPLATE_VARIABLES = frozenset(
+    ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"]
+)
 
 
 class ChatCompletionRequest(_Conversation, _Sampling, _ChatBase):  # type: ignore[misc, valid-type]
@@ -333,9 +359,19 @@ class CompletionRequest(_Sampling, _CompletionBase):  # type: ignore[misc, valid
     def _check_completion(self) -> CompletionRequest:
         if self.prompt in ("", []) or (isinstance(self.prompt, list) and any(item in ("", []) for item in self.prompt)):
             raise wrong("prompt", "must not be empty")
-        if self.echo and self.logprobs is not None:
-            raise wrong("echo", "is not supported yet together with logprobs")
+        if self.scores_prompts and self.stream and (self.n or 1) > 1:
+            raise wrong("echo", "with logprobs and several answers is not possible in a stream")
         return self
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the log-probabilities are those of the prompt too."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing is to be generated."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class TokenizeTextRequest(Body):

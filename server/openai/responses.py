@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from server.errors import APIError, unexpected
 from server.fields import Ignored
 from server.openai import chat as chats
+from server.openai.logprobs import logprobs_content
 from server.openai.response_events import ResponseBuilder
 from server.openai.response_store import ResponseStore, StoredResponse
 from server.openai.responses_protocol import LOGPROBS, RENAMED, Item, ItemReference, ResponsesRequest, chat_messages
@@ -162,7 +163,7 @@ async def _fill(serving: Serving, working: Working) -> AsyncGenerator[bytes, Non
     async with aclosing(chat.updates()) as updates:
         async for _, update, pieces in updates:
             if update.logprobs is not None:
-                builder.hold(chats.logprobs_content(serving.tokenizer, update.token_ids, update.logprobs))
+                builder.hold(logprobs_content(serving.tokenizer, update.token_ids, update.logprobs))
             reason = update.finish_reason
             if data := b"".join(map(builder.add, pieces)):
                 yield data

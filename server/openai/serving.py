@@ -12,13 +12,13 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from engine.core.batch import SchedulerStats
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError, EngineDeadError
-from engine.outputs import RequestUpdate, with_samples
+from engine.outputs import RequestMetrics, RequestUpdate, with_samples
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.errors import APIError, bad_value
@@ -45,6 +45,19 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "typical_p",
+    "top_n_sigma",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_sequence_breakers",
+    "xtc_threshold",
+    "xtc_probability",
 )
 
 
@@ -66,7 +79,7 @@ class EngineClient(Protocol):
     @property
     def default_sampling(self) -> dict[str, Any]: ...
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]: ...
     async def abort(self, request_id: str) -> None: ...
 
@@ -115,6 +128,7 @@ class Generation:
     samples: list[Sample]
     usage: Usage
     metrics: Metrics
+    timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     running: dict[str, Generation]  # of all clients, by id
 
     async def updates(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
@@ -129,6 +143,7 @@ class Generation:
             async with aclosing(self._merged()) as merged:
                 async for sample, update in merged:
                     sample.watch.see(update)
+                    self.timings = update.timings if sample.index == 0 else self.timings
                     self.usage.completion_tokens += len(update.token_ids)
                     if update.finish_reason is not None:
                         ended.add(sample.index)
@@ -147,6 +162,23 @@ class Generation:
         for first in range(0, len(self.samples), self.n):
             group = self.samples[first : first + self.n]
             self.metrics.request_ended(self.n, max(sample.watch.num_tokens for sample in group))
+
+    def timings_as_dict(self) -> dict[str, float]:
+        """How long the first answer took, under vLLM's names."""
+        times = self.timings
+        if times is None or not times.first_token_ts:
+            return {}
+        first, num_more = times.first_token_ts, times.num_generation_tokens - 1
+        decoding = times.last_token_ts - first
+        values = {
+            "queue_time_ms": 1000 * (times.scheduled_ts - times.queued_ts),
+            "prefill_time_ms": 1000 * (first - times.scheduled_ts),
+            "time_to_first_token_ms": 1000 * (first - times.arrival_time),
+            "generation_time_ms": 1000 * decoding,
+            "mean_itl_ms": 1000 * decoding / num_more if num_more > 0 else 0.0,
+            "tokens_per_second": num_more / decoding if num_more > 0 and decoding > 0 else 0.0,
+        }
+        return {name: round(value, 3) for name, value in values.items()}
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
         if len(self.samples) == 1:
@@ -181,6 +213,13 @@ async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseExceptio
         await queue.put(None)
     except Exception as error:
         await queue.put(error)
+
+
+def _by_token_id(given: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError:
+        raise APIError(400, f"logit_bias: token ids must be integers, got {[*given][:5]}", "logit_bias") from None
 
 
 class Serving:
@@ -252,6 +291,7 @@ class Serving:
         max_tokens: int | None,
         default_max_tokens: int | None,
         logprobs: int | None,
+        prompt_logprobs: int | None,
         renamed: Mapping[str, str],
     ) -> SamplingParams:
         """The request's values, else the model's defaults, else OpenAI's. 400 names a field that is out of range.
@@ -261,33 +301,43 @@ class Serving:
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
+        if request.logit_bias:
+            given["logit_bias"] = _by_token_id(request.logit_bias)
         defaults = {"max_tokens": default_max_tokens, **self.engine.default_sampling}
         try:
-            return SamplingParams(**{**defaults, **given, "logprobs": logprobs})
+            return SamplingParams(**{**defaults, **given, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs})
         except ValueError as error:
             raise bad_value(error, renamed) from None
+
+    def truncated(self, prompt: list[int], most: int | None, sampling: SamplingParams) -> list[int]:
+        """The last `most` tokens of the prompt; with -1 as many as leave room for the answer."""
+        if most is None:
+            return prompt
+        if most < 0:
+            most = max(self.engine.max_model_len - (sampling.max_tokens or 1), 1)
+        return prompt[max(len(prompt) - most, 0) :]
 
     # ---- to the engine ----
 
     def generate(
         self,
         kind: str,
-        request_id: str | None,
+        request: ChatCompletionRequest | CompletionRequest,
         prompts: list[list[int]],
         sampling: SamplingParams,
         renamed: Mapping[str, str],
     ) -> Generation:
         """Begin the answers to `prompts`. 400 when one does not fit the model, 503 when the engine takes no more.
 
-        The answer's id is `kind` and the client's `request_id`, or a new one.
+        The answer's id is `kind` and the request's own `request_id`, or a new one.
         """
         self._check_prompts(prompts, renamed.get("prompt", "prompt"))
         self._check_room(len(prompts) * sampling.n)
         unique = uuid.uuid4().hex
-        public_id = f"{kind}{request_id or unique}"
+        public_id = f"{kind}{request.request_id or unique}"
         if public_id in self.running:
             raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
-        engine_id = f"{public_id}-{unique}" if request_id else public_id
+        engine_id = f"{public_id}-{unique}" if request.request_id else public_id
         samples: list[Sample] = []
         for prompt_index, prompt in enumerate(prompts):
             room = self.engine.max_model_len - len(prompt)
@@ -296,7 +346,7 @@ class Serving:
                 for each in with_samples(sampling.clone(max_tokens=max_tokens)):
                     index = len(samples)
                     sample_id = f"{engine_id}-{index}" if len(prompts) * sampling.n > 1 else engine_id
-                    updates = self.engine.generate(sample_id, prompt, each)
+                    updates = self.engine.generate(sample_id, prompt, each, cache_salt=request.cache_salt or "")
                     samples.append(
                         Sample(sample_id, index, prompt_index, updates, self.metrics.watch(len(prompt), each))
                     )

@@ -54,6 +54,7 @@ class FakeEngine:
         self.active: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
+        self.salts: list[str] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
 
@@ -62,10 +63,12 @@ class FakeEngine:
         return len(self.active)
 
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
         spec: Any = SimpleNamespace(vocab_size=259)
-        Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5).check(prompt_token_ids, sampling)
+        frontend = Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
+        frontend.check(prompt_token_ids, sampling)
+        self.salts.append(cache_salt)
         if self.dead:
             raise EngineDeadError(self.death)
         return self._generate(request_id, prompt_token_ids, sampling)
@@ -129,12 +132,15 @@ class FakeEngine:
                     top = [token, 65, 66, 67, 68][: sampling.logprobs]
                     logprobs = [TokenLogprobs(-0.5, 1, top, [-0.5, -1.5, float("-inf"), -4.0, -5.0][: len(top)])]
                 stop_token = token if finish == "stop" and token != 257 else None
-                stream.add(
-                    EngineOutput(
-                        request_id, [token], finish, stop_token, logprobs, min(3, len(prompt) - 1), 0, now, now
-                    ),
-                    time.monotonic(),
+                output = EngineOutput(
+                    request_id, [token], finish, stop_token, logprobs, min(3, len(prompt) - 1), 0, now, now
                 )
+                if (most := sampling.prompt_logprobs) is not None and len(generated) == 1:
+                    tops = [67, 68, 69, 70, 71][:most]
+                    output.prompt_logprobs = [
+                        TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
+                    ]
+                stream.add(output, time.monotonic())
                 update = stream.take()
                 yield update
                 if update.finish_reason is not None:

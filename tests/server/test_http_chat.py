@@ -9,6 +9,15 @@ from live_server import Live
 
 from server.settings import ServerConfig
 
+TIMINGS = {
+    "queue_time_ms",
+    "prefill_time_ms",
+    "time_to_first_token_ms",
+    "generation_time_ms",
+    "mean_itl_ms",
+    "tokens_per_second",
+}
+
 
 def prompt_text(live: Live) -> str:
     """The newest prompt as the engine got it."""
@@ -23,6 +32,7 @@ def test_chat_answer(live: Live) -> None:
     body = response.json()
     assert body.pop("id").startswith("chatcmpl-")
     assert isinstance(body.pop("created"), int)
+    assert body.pop("metrics").keys() == TIMINGS
     num_prompt, num_answer = len("_user\nHi_\n_assistant\n"), len(ANSWER.encode()) + 1
     assert body == {
         "object": "chat.completion",
@@ -87,12 +97,32 @@ def test_every_sampling_field_arrives(live: Live) -> None:
         "include_stop_str_in_output": True,
         "ignore_eos": True,
         "skip_special_tokens": False,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "allowed_token_ids": [5, 6],
+        "typical_p": 0.5,
+        "top_n_sigma": 1.5,
+        "xtc_threshold": 0.25,
+        "xtc_probability": 0.5,
     }
     for send in (live.chat, live.complete):
         assert send(**fields).status_code == 200
         sampling = live.engine.requests[-1][2]
         assert {name: getattr(sampling, name) for name in fields} == fields
     assert live.chat(stop="x", temperature=1).status_code == 200
+    dry: dict[str, Any] = {
+        "dry_multiplier": 0.75,
+        "dry_base": 2,
+        "dry_allowed_length": 3,
+        "dry_sequence_breakers": ["x", 7],
+    }
+    assert live.chat(logit_bias={"5": -100, "6": 1.5}, bad_words=["ab"], **dry, cache_salt="me").status_code == 200
+    sampling = live.engine.requests[-1][2]
+    assert sampling.logit_bias == {5: -100, 6: 1.5}
+    assert sampling.bad_words == ["ab"]
+    assert (sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length) == (0.75, 2, 3)
+    assert live.engine.salts[-1] == "me"
 
 
 def test_null_means_the_default(live: Live) -> None:
@@ -198,6 +228,59 @@ def test_completion_logprobs(live: Live) -> None:
     assert logprobs["top_logprobs"][0] == {"G": -0.5, live.engine.tokenizer.token_text(65): -1.5}
     logprobs = live.complete(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]
     assert logprobs == {"tokens": ["G"], "token_logprobs": [-0.5], "top_logprobs": [{"G": -0.5}], "text_offset": [0]}
+
+
+def test_scores_of_prompts(live: Live) -> None:
+    body = live.chat("Hi", prompt_logprobs=1, max_tokens=2, n=2).json()
+    prompt = live.engine.requests[0][1]
+    scores = body["prompt_logprobs"]
+    assert len(scores) == len(prompt)
+    assert scores[0] is None
+    assert live.engine.tokenizer is not None
+    text = live.engine.tokenizer.token_text(prompt[2])
+    assert scores[2][str(prompt[2])] == {"logprob": -2.0, "rank": 2, "decoded_token": text}
+    assert scores[2]["67"]["rank"] == 1
+    body = live.complete(["ab", "cde"], prompt_logprobs=0, n=2, max_tokens=1).json()
+    assert [len(choice["prompt_logprobs"]) for choice in body["choices"]] == [2, 2, 3, 3]
+
+
+def test_echo_with_logprobs(live: Live) -> None:
+    """As evaluation harnesses score texts."""
+    choices = live.complete(["Hüt", "x"], echo=True, logprobs=1, max_tokens=1, n=2).json()["choices"]
+    for choice in choices[:2]:
+        logprobs = choice["logprobs"]
+        assert choice["text"] == "HütG"
+        assert logprobs["tokens"] == ["H", "bytes:\\xc3", "bytes:\\xbc", "t", "G"]
+        assert logprobs["token_logprobs"] == [None, -1, -2, -3, -0.5]
+        assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["top_logprobs"][3] == {"d": -0.25, "t": -3.0}
+    assert [choice["logprobs"]["tokens"] for choice in choices[2:]] == [["x", "G"]] * 2
+    body = live.complete("ab", echo=True, logprobs=1, max_tokens=0).json()
+    assert body["choices"][0]["text"] == "ab"
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1]
+    assert body["usage"]["completion_tokens"] == 0
+    assert live.complete("ab", echo=True, max_tokens=0).json()["choices"][0]["text"] == "ab"
+
+
+def test_token_ids_and_truncation(live: Live) -> None:
+    assert live.engine.tokenizer is not None
+    encode = live.engine.tokenizer.encode
+    for body in (live.complete("abc", return_token_ids=True, max_tokens=2).json(),):
+        (choice,) = body["choices"]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (encode("abc"), encode("Gr"))
+    body = live.chat("Hi", return_token_ids=True, max_tokens=2).json()
+    assert body["prompt_token_ids"] == live.engine.requests[-1][1]
+    assert body["choices"][0]["token_ids"] == encode("Gr")
+    choice = live.complete("a", logprobs=1, return_tokens_as_token_ids=True, max_tokens=1).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{encode('G')[0]}"]
+    content = live.chat(logprobs=True, return_tokens_as_token_ids=True, max_tokens=1).json()["choices"][0]["logprobs"]
+    assert content["content"][0]["token"] == f"token_id:{encode('G')[0]}"
+    body = live.complete("abcdef", truncate_prompt_tokens=2, echo=True, max_tokens=1).json()
+    assert (body["choices"][0]["text"], body["usage"]["prompt_tokens"]) == ("efG", 2)
+    assert live.complete("x" * 600, truncate_prompt_tokens=-1, max_tokens=12).json()["usage"]["prompt_tokens"] == 500
+    assert live.chat("x" * 600, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == 511
 
 
 def test_messages_as_the_template_sees_them(live: Live) -> None:

@@ -70,10 +70,22 @@ def check(response: httpx.Response, status: int, param: str | None, *words: str)
         ("stream", "yes", ["boolean"]),
         ("stream_options", {"include_usage": True}, ["stream=true"]),
         ("ignore_eos", 1, ["boolean"]),
-        ("presence_penalty", 0.5, ["not supported yet", "0"]),
-        ("frequency_penalty", -1, ["not supported yet"]),
-        ("repetition_penalty", 1.1, ["not supported yet", "1"]),
-        ("logit_bias", {"5": 10}, ["not supported yet"]),
+        ("presence_penalty", 2.5, ["[-2, 2]"]),
+        ("frequency_penalty", "high", ["number"]),
+        ("repetition_penalty", 0, ["(0, 100]"]),
+        ("logit_bias", {"5": 1000}, ["[-100, 100]"]),
+        ("logit_bias", {"five": 1}, ["integers", "'five'"]),
+        ("logit_bias", {"259": 1}, ["below 259"]),
+        ("logit_bias", [5], ["object"]),
+        ("bad_words", [""], ["texts"]),
+        ("allowed_token_ids", [], ["at least one"]),
+        ("typical_p", 0, ["(0, 1]"]),
+        ("dry_sequence_breakers", [""], ["texts"]),
+        ("xtc_probability", 2, ["[0, 1]"]),
+        ("prompt_logprobs", 6, ["max_logprobs=5"]),
+        ("prompt_logprobs", -1, ["[0, 20]"]),
+        ("truncate_prompt_tokens", -2, ["-1"]),
+        ("cache_salt", "", ["at least 1"]),
         ("response_format", {"type": "json_object"}, ["not supported yet", '{"type": "text"}']),
         ("guided_json", {"type": "object"}, ["not supported yet"]),
     ],
@@ -184,7 +196,9 @@ def test_completion_logprobs_limits(live: Live) -> None:
     check(live.complete(logprobs=21), 400, "logprobs", "[0, 20]")
     check(live.complete(logprobs=6), 400, "logprobs", "max_logprobs=5")
     check(live.complete(logprobs=True), 400, "logprobs", "integer")
-    check(live.complete(echo=True, logprobs=1), 400, "echo", "not supported yet")
+    check(live.complete(echo=True, logprobs=1, n=2, stream=True), 400, "echo", "several answers")
+    check(live.complete(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", "streams")
+    check(live.complete(max_tokens=0), 400, "max_tokens", "at least 1")
     check(live.complete(model="other"), 404, "model", "`other`")
 
 
@@ -281,7 +295,7 @@ def test_failing_request(live: Live) -> None:
 
 
 def test_own_mistakes_say_nothing_of_the_inside(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         raise KeyError("secret path")
 
     monkeypatch.setattr(live.engine, "generate", broken)

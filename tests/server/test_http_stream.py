@@ -20,13 +20,14 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def raw_stream(live: Live, path: str, **body: Any) -> bytes:
-    """All bytes of a streamed answer, its id and time replaced."""
+    """All bytes of a streamed answer, its id and times replaced."""
     body = {"stream": True, **({"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}), **body}
     response = live.post(path, **body)
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert len(set(re.findall(rb'"id":"[^"]*"', response.content))) <= 1, "one id in all chunks"
     data = re.sub(rb'"id":"((?:chat)?cmpl)-\w{32}"', rb'"id":"\1-X"', response.content)
+    data = re.sub(rb',"metrics":\{"queue_time_ms":[^{}]*\}', b',"metrics":{}', data)
     return re.sub(rb'"created":\d+', b'"created":1', data)
 
 
@@ -67,7 +68,7 @@ def test_completion_bytes(live: Live) -> None:
 def test_usage_chunk(live: Live) -> None:
     usage = '{"prompt_tokens":2,"total_tokens":4,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":1}}'
     data = raw_stream(live, COMPLETIONS, max_tokens=2, stream_options={"include_usage": True}).decode()
-    end = TEXT_HEAD.removesuffix("[") + '[],"usage":' + usage + "}\n\ndata: [DONE]\n\n"
+    end = TEXT_HEAD.removesuffix("[") + '[],"usage":' + usage + ',"metrics":{}}\n\ndata: [DONE]\n\n'
     assert data.endswith(end)
     assert data.count("usage") == 1
     assert "usage" not in raw_stream(live, CHAT, max_tokens=2, stream_options={"include_usage": False}).decode()
@@ -102,6 +103,32 @@ def test_stream_equals_whole(live: Live) -> None:
             )
 
 
+def test_token_ids_in_streams(live: Live) -> None:
+    for path in (CHAT, COMPLETIONS):
+        found = chunks(raw_stream(live, path, max_tokens=9, return_token_ids=True, stop="e!"))
+        choices = [chunk["choices"][0] for chunk in found]
+        prompts = [chunk["prompt_token_ids"] for chunk in found if "prompt_token_ids" in chunk]
+        prompts += [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
+        assert prompts == [live.engine.requests[-1][1]]
+        ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
+        assert live.engine.tokenizer is not None
+        assert live.engine.tokenizer.decode(ids) == "Grüße!"
+
+
+def test_scores_of_a_prompt_come_first(live: Live) -> None:
+    found = chunks(raw_stream(live, COMPLETIONS, prompt="abc", echo=True, logprobs=1, max_tokens=2))
+    first = found[0]["choices"][0]
+    assert (first["text"], first["logprobs"]["tokens"]) == ("abcG", ["a", "b", "c", "G"])
+    assert first["logprobs"]["token_logprobs"] == [None, -1, -2, -0.5]
+    options = {"include_usage": True}
+    found = chunks(
+        raw_stream(live, COMPLETIONS, prompt="abc", echo=True, logprobs=1, max_tokens=0, stream_options=options)
+    )
+    assert found[0]["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert found[0]["choices"][0]["finish_reason"] == "length"
+    assert found[-1]["usage"]["completion_tokens"] == 0
+
+
 def test_samples_are_interleaved(live: Live) -> None:
     live.engine.delay = 0.005
     found = chunks(raw_stream(live, CHAT, n=3, max_tokens=30, stream_options={"include_usage": True}))
@@ -127,8 +154,8 @@ def test_updates_that_wait_together_are_one_event(live: Live, monkeypatch: pytes
     """What the engine merges while a client is slow stays merged."""
     original = live.engine.generate
 
-    async def merged(*args: Any) -> Any:
-        held = [update async for update in original(*args)]
+    async def merged(*args: Any, **options: Any) -> Any:
+        held = [update async for update in original(*args, **options)]
         first, last = held[0], held[-1]
         yield type(first)(
             "".join(update.text for update in held),
@@ -160,7 +187,7 @@ def test_errors_inside(live: Live) -> None:
 
 
 def test_own_mistake_inside(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*args: Any) -> Any:
+    async def broken(*args: Any, **options: Any) -> Any:
         raise KeyError("secret")
         yield
 

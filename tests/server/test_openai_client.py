@@ -88,7 +88,7 @@ def test_errors(client: OpenAI, live: Live) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
         client.completions.create(model="toy", prompt="x" * 1000)
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1)
+        client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=3)
     assert bad.value.param == "frequency_penalty"
     live.engine.fail_after = 2
     stream = client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "Hi"}], stream=True)
