@@ -244,7 +244,9 @@ def run_job(job: Job, number: int, flags: CompareFlags, deadline: float, scratch
     ]
     wanted = {"engine": job.engine, "model": str(job.folder), "settings": job.settings, "works": works}
     job_path.write_text(json.dumps({**wanted, "started": time.time(), "deadline": min(deadline, 1e12)}))
-    with log_path.open("w") as log, _child(job, job_path, events_path, log) as process:
+    # -P: neither the benchmarks' folder nor the working folder hides modules of other engines
+    command = [sys.executable, "-P", str(ROOT / "benchmarks" / "offline.py"), str(job_path), str(events_path)]
+    with process_group(command, job.engine, log_path) as process:
         code = _wait(process, events_path, deadline)
     events = [json.loads(line) for line in events_path.read_text().splitlines()]
     measured = results.take(job, number, events)
@@ -274,26 +276,21 @@ def _wait(process: subprocess.Popen[bytes], events_path: Path, deadline: float, 
 
 
 @contextlib.contextmanager
-def _child(job: Job, job_path: Path, events_path: Path, log: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """The process and all that it starts; none of them outlives the block."""
+def process_group(command: list[str], engine: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of an engine and all that it starts; none of them outlives the block."""
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
-    if job.engine == "quire":
+    if engine == "quire":
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        # -P: neither the benchmarks' folder nor the working folder hides modules of other engines
-        [sys.executable, "-P", str(ROOT / "benchmarks" / "offline.py"), str(job_path), str(events_path)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def last_words(log_path: Path) -> str:

@@ -1,6 +1,6 @@
-"""Configurations of well-known models: a folder with a config.json is all that random weights need, so nothing is downloaded.
+"""Configurations of well-known models: random weights need no more than a config.json, so nothing is downloaded.
 
-Knows Hugging Face's field names; loads nothing.
+For servers there is a made-up tokenizer of the right size beside it. Knows Hugging Face's file formats; loads nothing.
 
     python -m benchmarks.model_shapes qwen3-0.6b out/models     # prints the folder
 """
@@ -123,8 +123,50 @@ def model_folder(name: str, root: Path) -> Path:
         )
     folder = root.resolve() / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1) + "\n", encoding="utf-8")
     return folder
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with the model's number of tokens: all bytes, then made-up words; none where there is one.
+
+    It turns token ids into text as fast as a real one does, and texts into one token for each byte.
+    """
+    if (folder / "tokenizer.json").exists():
+        return
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words = [*_byte_alphabet(), *("Ġ" + _word(i) for i in range(config["vocab_size"] - 256))]
+    special = {"<|begin|>": config["bos_token_id"], "<|end|>": config["eos_token_id"]}
+    for text, token_id in special.items():
+        words[token_id] = text
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": token_id, "content": text, **flags} for text, token_id in special.items()],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": []},
+    }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+def _byte_alphabet() -> list[str]:
+    """The characters that stand for the 256 bytes in byte-level tokenizers; all but the printable ones are shifted."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    shifted = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
+
+
+def _word(number: int) -> str:
+    """A different pronounceable word for each number."""
+    syllables: list[str] = []
+    while number or not syllables:
+        number, rest = divmod(number, 105)
+        syllables.append("bcdfghjklmnprstvwxyzq"[rest // 5] + "aeiou"[rest % 5])
+    return "".join(syllables)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from benchmarks.results_compare import read
 from engine.config import Parser
 from engine.errors import ConfigError
 
+COLORS = {"quire": "tab:blue", "vllm": "tab:orange", "flash_attention_3": "tab:orange", "transformers": "tab:gray"}
+
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="quire bench plot", description="Draw benchmark results.", epilog=__doc__)
@@ -85,12 +87,18 @@ def _draw_engines(result: dict[str, Any]) -> Any:
         for number, engine in enumerate(engines):
             ratios = {row["work"]: row["ratio"] for row in rows if row["engine"] == engine}
             places = [i + (number - (len(engines) - 1) / 2) * 0.8 / len(engines) for i in range(len(works))]
-            bars = ax.bar(places, [ratios.get(work, 0.0) for work in works], 0.8 / len(engines), label=engine)
+            bars = ax.bar(
+                places,
+                [ratios.get(work, 0.0) for work in works],
+                0.8 / len(engines),
+                label=engine,
+                color=COLORS.get(engine),
+            )
             ax.bar_label(bars, fmt="%.2f", fontsize=8)
         ax.axhline(1.0, color="black", linewidth=0.8)
         ax.set_xticks(range(len(works)), works)
         ax.set_title(model)
-        ax.legend()
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
@@ -107,7 +115,8 @@ def _draw_distributions(runs: list[dict[str, Any]]) -> Any:
         ax.set_ylim(0, 1)
         for share in (0.5, 0.99):
             value = ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
-            ax.annotate(f"p{share * 100:.0f} {value:.1f}", (value, share), fontsize=8)
+            ax.plot(value, share, ".", color="black")
+            ax.annotate(f" p{share * 100:.0f}: {value:.1f}", (value, share), fontsize=8, va="top")
     return figure
 
 
@@ -128,7 +137,7 @@ def _draw_rates(found: dict[str, Any]) -> Any:
         ax.axhline(float(limit), color="black", linewidth=0.8)
         ax.set_xlabel("requests/s")
         ax.set_ylabel(key)
-        ax.legend()
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
@@ -146,10 +155,10 @@ def _draw_kernels(result: dict[str, Any]) -> Any:
             limit = limits["copy_TB_s"] if by_bytes else limits["matmul_TFLOP_s"]
             shares.append(found["TB_s" if by_bytes else "TFLOP_s"] / limit)
         places = [i + (number - (len(engines) - 1) / 2) * 0.8 / len(engines) for i in range(len(cases))]
-        ax.barh(places, shares, 0.8 / len(engines), label=engine)
+        ax.barh(places, shares, 0.8 / len(engines), label=engine, color=COLORS.get(engine))
     ax.set_yticks(range(len(cases)), [case["name"] for case in cases], fontsize=8)
     ax.invert_yaxis()
-    ax.legend()
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

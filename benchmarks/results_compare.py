@@ -19,7 +19,7 @@ EPILOG = """examples:
   quire bench compare before.json after.json
   quire bench compare --threshold 5 before.json after.json     exit code 1 when a figure is more than 5 % worse
 
-The files are those of quire bench serve (vLLM's, too), throughput, latency, engines and kernels. Where a figure was
+The files are those of quire bench serve (vLLM's, too), throughput, latency, engines, servers and kernels. Where a figure was
 measured several times in both, "better" and "worse" mean that the means differ at the 95 % level (Welch's t-test); "same"
 means that they do not. With a single measurement, a difference of less than 2 % is "same", and a question mark follows
 what is not.
@@ -87,13 +87,11 @@ def read(path: Path) -> dict[str, Any]:
 def figures(result: dict[str, Any]) -> dict[str, Figure]:
     """Every figure of a result by its name. `ConfigError` when it is no result of ours."""
     kind = result.get("benchmark", "serve" if "request_throughput" in result else None)
-    reader = {"serve": _of_serve, "throughput": _of_throughput, "latency": _of_latency}.get(str(kind))
-    if kind == "engines":
-        return dict(_of_engines(result))
+    reader = READERS.get(str(kind))
     if "limits" in result:
-        return dict(_of_kernels(result))
+        reader = _of_kernels
     if reader is None:
-        raise ConfigError("not a result of quire bench serve, throughput, latency, engines or kernels")
+        raise ConfigError("not a result of quire bench serve, throughput, latency, engines, servers or kernels")
     return dict(reader(result))
 
 
@@ -139,6 +137,24 @@ def _of_kernels(result: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         for engine in ("quire", "flash_attention_3"):
             if engine in case:
                 yield f"{engine} {case['name']} us", Figure((case[engine]["us"],), False)
+
+
+def _of_servers(result: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    for model, engine in dict.fromkeys((row["model"], row["engine"]) for row in result["served"]):
+        rows = [row for row in result["served"] if (row["model"], row["engine"]) == (model, engine)]
+        runs = [run for row in rows for run in row.get("runs", [row])]
+        for name, figure in _of_serve(runs[0] | {"runs": runs}):
+            yield f"{engine} {model} {name}", figure
+        yield f"{engine} {model} start-up s", Figure(tuple(row["startup_seconds"] for row in rows), False)
+
+
+READERS = {
+    "serve": _of_serve,
+    "throughput": _of_throughput,
+    "latency": _of_latency,
+    "engines": _of_engines,
+    "servers": _of_servers,
+}
 
 
 def table(rows: list[tuple[str, Figure, Figure]]) -> str:

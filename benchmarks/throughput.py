@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import statistics
 import sys
 import time
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import workloads
+from benchmarks.workloads import Request
 from engine.config import EngineConfig, Parser, add_flags, check, flag, load
 from engine.errors import ConfigError
 
@@ -31,27 +32,21 @@ class WorkloadFlags:
 
     dataset_name: str = flag(
         "random",
-        "random: --input-len and --output-len; nano: both from 100 to 1024 (nano-vllm's published benchmark)",
-        choices=("random", "nano"),
+        "random: --input-len and --output-len; nano: both from 100 to 1024 (nano-vllm's published benchmark); or one of "
+        + ", ".join(name for name in workloads.NAMED if name != "nano"),
+        choices=("random", *workloads.NAMED),
+        metavar="NAME",
     )
     dataset_path: str | None = flag(None, "file with prompts, instead", metavar="FILE")
-    num_prompts: int | None = flag(None, "how many prompts (else 256, or all of the file)", at_least=1)
+    num_prompts: int | None = flag(None, "how many prompts (else 256 random ones, or all there are)", at_least=1)
     input_len: int = flag(1024, "prompt tokens of random prompts", at_least=1)
-    output_len: int = flag(128, "tokens of each answer, but for nano", at_least=1)
+    output_len: int = flag(128, "tokens of each answer, of random and of files", at_least=1)
     temperature: float = flag(0.6, "of sampling", at_least=0, at_most=100)
     num_runs: int = flag(3, "how often the workload is run", at_least=1)
     output_json: str | None = flag(None, "where to save the results (else under out/bench)", metavar="FILE")
 
     def __post_init__(self) -> None:
         check(self)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt and how long its answer is to be."""
-
-    prompt: str | list[int]
-    output_len: int
 
 
 def main(argv: list[str]) -> int:
@@ -80,10 +75,7 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     from engine.llm import LLM
 
     frontend = Frontend.load(config)
-    if workload.dataset_path is not None:
-        requests = read_requests(workload)
-    else:
-        requests = random_requests(workload, frontend.spec.vocab_size)
+    requests = requests_of(workload, frontend.spec.vocab_size)
     prompts = [frontend.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
     for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         if not prompt or len(prompt) + request.output_len > frontend.max_model_len:
@@ -137,48 +129,18 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def random_requests(workload: WorkloadFlags, vocab_size: int) -> list[Request]:
-    """Random token ids, the same every time."""
-    count, top = workload.num_prompts or 256, min(10000, vocab_size - 1)
+def requests_of(workload: WorkloadFlags, vocab_size: int) -> list[Request]:
+    """What is asked for. `ConfigError` names what is wrong with the file."""
+    if workload.dataset_path is not None:
+        path = Path(workload.dataset_path)
+        requests = workloads.read_prompts(path, workload.output_len)
+        if any(isinstance(request.prompt[0], dict) for request in requests):
+            raise ConfigError(f"dataset_path {path}: has messages, which only quire bench serve can send")
+        return workloads.repeated(requests, workload.num_prompts)
     if workload.dataset_name == "random":
-        random_ids = random.Random(1)
-        return [
-            Request([random_ids.randint(0, top) for _ in range(workload.input_len)], workload.output_len)
-            for _ in range(count)
-        ]
-    random_ids = random.Random(0)
-    prompts = [[random_ids.randint(0, top) for _ in range(random_ids.randint(100, 1024))] for _ in range(count)]
-    return [Request(prompt, random_ids.randint(100, 1024)) for prompt in prompts]
-
-
-def read_requests(workload: WorkloadFlags) -> list[Request]:
-    """The prompts of a file, from its beginning again when it has too few. `ConfigError` names the line that is wrong."""
-    assert workload.dataset_path is not None
-    path = Path(workload.dataset_path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"dataset_path {path}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt, output_len = line, workload.output_len
-        if path.suffix == ".jsonl":
-            try:
-                entry = json.loads(line)
-                prompt, output_len = entry["prompt"], entry.get("output_len", output_len)
-            except (ValueError, LookupError, TypeError, AttributeError):
-                prompt = ""
-            if not isinstance(prompt, str) or not prompt or type(output_len) is not int or output_len < 1:
-                raise ConfigError(
-                    f'{path}, line {number}: must be {{"prompt": "...", "output_len": 128}}, got {line[:80]}'
-                )
-        found.append(Request(prompt, output_len))
-    if not found:
-        raise ConfigError(f"dataset_path {path}: holds no prompt")
-    count = workload.num_prompts or len(found)
-    return [found[i % len(found)] for i in range(count)]
+        top = min(workloads.MAX_TOKEN_ID, vocab_size - 1)
+        return workloads.fixed(workload.num_prompts or 256, workload.input_len, workload.output_len, top)
+    return workloads.repeated(workloads.named(workload.dataset_name, vocab_size).requests, workload.num_prompts)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -148,7 +148,6 @@ def test_ratios_are_of_medians(tmp_path: Path) -> None:
 
 
 def test_a_real_comparison(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A start that fails is reported, and does not stop what comes after it."""
     path = tmp_path / "result.json"
     words = ["--engines", "quire", "--models", str(model), "--work", "2x8x4,1x5x1", "--rounds", "2", "--repeat", "2"]
     small = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 64, "device": "cpu"}
@@ -158,9 +157,14 @@ def test_a_real_comparison(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert len(result["starts"][0]["init_seconds"]) == 2
     assert result["environment"]["torch"]
     assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
-    wrong = json.dumps({"quire": {"block_size": 3}})
-    assert compare.main([*words, "--rounds", "1", "--output-json", str(path), "--engine-args", wrong]) == 1
-    (failure,) = json.loads(path.read_text())["failures"]
+
+
+def test_an_engine_that_cannot_start(model: Path, tmp_path: Path) -> None:
+    wanted = flags(engines=("quire",), models=(str(model),), work=("1x5x1",), engine_args={"quire": {"block_size": 3}})
+    ((job,),) = compare.plan(wanted, has_gpu=False)
+    results = Results()
+    compare.run_job(job, 0, wanted, time.time() + 60, tmp_path, results)
+    (failure,) = results.failures
     assert "ended with code 1 (at start-up): " in failure
     assert "block_size must be a power of two, got 3" in failure
 

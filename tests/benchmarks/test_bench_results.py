@@ -55,6 +55,13 @@ ENGINES = {
     ],
     "starts": [{"engine": "quire", "model": "m", "init_seconds": [3.0]}],
 }
+SERVERS = {
+    "benchmark": "servers",
+    "served": [
+        {"engine": "quire", "model": "m", "startup_seconds": 2.0, **serve_result(1.5, 9.0, (1.0, 8.0), (2.0, 10.0))},
+        {"engine": "quire", "model": "m", "startup_seconds": 3.0, **serve_result(3.0, 12.0)},
+    ],
+}
 THROUGHPUT = {
     "benchmark": "throughput",
     "elapsed_times": [1.0, 2.0],
@@ -120,6 +127,14 @@ def test_welch_by_hand() -> None:
             },
         ),
         (
+            SERVERS,
+            {
+                "quire m request_throughput": (1.0, 2.0, 3.0),
+                "quire m mean_ttft_ms": (8.0, 10.0, 12.0),
+                "quire m start-up s": (2.0, 3.0),
+            },
+        ),
+        (
             KERNELS,
             {
                 "quire decode 1 us": (10.0,),
@@ -129,7 +144,7 @@ def test_welch_by_hand() -> None:
             },
         ),
     ],
-    ids=["serve", "serve-runs", "throughput", "latency", "engines", "kernels"],
+    ids=["serve", "serve-runs", "throughput", "latency", "engines", "servers", "kernels"],
 )
 def test_figures_of_every_kind(result: dict[str, Any], expected: dict[str, tuple[float, ...]]) -> None:
     assert {name: figure.values for name, figure in figures(result).items()} == expected
