@@ -1,5 +1,6 @@
 """A runner whose next token follows from prompt and position alone, and which checks what it is asked to do."""
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class FakeRunner:
     kv_cache_bytes: int = 1 << 20
     prompts: dict[str, list[int]] = field(default_factory=dict)
     max_scheduled: int = 0
+    permits: threading.Semaphore | None = None  # each launch waits for one and takes it
     broken: bool = False
     closed: bool = False
 
@@ -42,6 +44,8 @@ class FakeRunner:
         return cls(options.num_gpu_blocks_override or 64, options.block_size, options.max_model_len, options)
 
     def launch(self, output: SchedulerOutput) -> FakeHandle:
+        if self.permits is not None:
+            assert self.permits.acquire(timeout=10), "nobody lets the runner go on"
         if self.broken:
             raise RuntimeError("the fake device is on fire")
         for request_id in output.removed:

@@ -47,13 +47,17 @@ class Front:
 
 
 @contextmanager
-def running_loop(model: Path, errors: list[BaseException] | None = None) -> Iterator[Front]:
+def running_loop(
+    model: Path, errors: list[BaseException] | None = None, permits: threading.Semaphore | None = None
+) -> Iterator[Front]:
+    """`permits`: each step waits for one."""
     engine = Engine(
         EngineConfig(model=str(model), device="cpu", max_model_len=256, max_num_seqs=4),
         build_runner=FakeRunner.build,
         progress=False,
     )
     assert isinstance(engine.runner, FakeRunner)
+    engine.runner.permits = permits
     with zmq.Context() as context:
         sockets = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL, zmq.PULL, zmq.PUSH)]
         front_commands, loop_commands, front_events, loop_events = sockets
@@ -102,10 +106,12 @@ def test_one_message_a_step_first_and_last_words_in_full(tiny_model: Path) -> No
 
 
 def test_abort_says_nothing_but_frees(tiny_model: Path) -> None:
-    with running_loop(tiny_model) as front:
+    steps = threading.Semaphore(1)
+    with running_loop(tiny_model, permits=steps) as front:
         front.send(add("a", [1], 200))
         assert front.receive().stats.num_running == 1
         front.send(Abort("a"), Abort("unknown"))
+        steps.release(200)
         while (step := front.receive()).stats.num_running:
             assert all(output.finish_reason is None for output in step.news)
         assert step.stats.num_free_blocks == step.stats.num_blocks
@@ -122,12 +128,15 @@ def test_request_that_cannot_run_is_answered(tiny_model: Path, caplog: pytest.Lo
 
 def test_failed_step_tells_every_request(tiny_model: Path) -> None:
     errors: list[BaseException] = []
-    with running_loop(tiny_model, errors) as front:
+    steps = threading.Semaphore(1)
+    with running_loop(tiny_model, errors, steps) as front:
         front.send(*(add(str(i), [i + 1], 250) for i in range(6)))
+        steps.release(2)  # whatever the first step came too early for waits for the second one's end
         while (stats := front.receive().stats).num_running + stats.num_waiting < 6:
             pass
         assert stats.num_waiting == 2
         front.runner.broken = True
+        steps.release()
         while not (finished := {o.request_id: o.finish_reason for o in front.receive().news if o.finish_reason}):
             pass
         assert finished == {str(i): "error" for i in range(6)}
