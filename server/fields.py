@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from server.errors import APIError
@@ -43,7 +43,8 @@ def unsupported(neutral: tuple[Any, ...]) -> Any:
             "unsupported", "is not supported yet (only {allowed}, which changes nothing)", {"allowed": allowed}
         )
 
-    return Annotated[Any, WrapValidator(check)], Field(None, description="Not supported yet.")
+    kind = WithJsonSchema({"enum": [*neutral, None]})
+    return Annotated[Any, WrapValidator(check), kind], Field(None, description="Not supported yet.")
 
 
 def unsupported_fields(*tables: Table) -> dict[str, Any]:

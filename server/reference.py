@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 
 from server.endpoints import ENDPOINTS, MODEL, Endpoint
 from server.errors import is_anthropic
+from server.openai.protocol import RANGES
 
 _STATUSES = {
     400: "The request is not valid.",
@@ -56,6 +57,12 @@ _ANTHROPIC_ERROR = {
             "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
         },
     },
+}
+_EVENT = {
+    "type": "object",
+    "description": "a server-sent event",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 _INTRODUCTION = (
     "Quire speaks the APIs of OpenAI (base URL `http://HOST:PORT/v1`) and Anthropic (`http://HOST:PORT`). Fields that are "
@@ -99,6 +106,11 @@ def _described(schema: dict[str, Any], model_name: str) -> dict[str, Any]:
             "description": "the same, as Anthropic has it",
         },
     }
+    for kind in components["schemas"].values():
+        for name, field in kind.get("properties", {}).items():
+            lowest, highest = RANGES.get(name, (None, None))
+            field |= {"minimum": lowest} if lowest is not None else {}
+            field |= {"maximum": highest} if highest is not None else {}
     for endpoint in ENDPOINTS:
         operation = schema["paths"][endpoint.path][endpoint.method.lower()]
         operation |= {"tags": [endpoint.tag], "summary": endpoint.summary}
@@ -131,7 +143,7 @@ def _answers(endpoint: Endpoint, model_name: str) -> dict[str, Any]:
         content["application/json"] = {"schema": kind, "example": _named(endpoint.answer, model_name)}
     if endpoint.events is not None:
         example = _named_text(endpoint.events, model_name)
-        content["text/event-stream"] = {"schema": {"type": "string"}, "example": example}
+        content["text/event-stream"] = {"schema": _EVENT, "example": example}
     if endpoint.text:
         content["text/plain"] = {"schema": {"type": "string"}, "example": _named_text(endpoint.text, model_name)}
     return {"200": {"description": "The answer.", **({"content": content} if content else {})}}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, create_model
 
-from server.errors import from_validation
+from server.errors import APIError, from_validation
 from server.fields import Body, fields_without_effect, one_message, unsupported_fields
 from server.openai.protocol import ChatCompletionRequest
 
@@ -156,6 +156,8 @@ class _Conversation(Body):
     def as_chat(self) -> ChatCompletionRequest:
         """The same as a chat request. `APIError` in the names of this request."""
         messages = _chat_messages(self.messages)
+        if not messages:
+            raise APIError(400, "messages: there is no text in them", "messages")
         if self.system:
             system = self.system if isinstance(self.system, str) else "\n".join(block.text for block in self.system)
             messages.insert(0, {"role": "system", "content": system})

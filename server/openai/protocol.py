@@ -8,6 +8,32 @@ from pydantic import Discriminator, Field, Tag, create_model, model_validator
 
 from server.fields import Body, fields_without_effect, one_message, unsupported_fields, wrong
 
+# For the API reference: where the engine finds a number out of range. None: no limit.
+RANGES: dict[str, tuple[float | None, float | None]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, None),
+    "min_p": (0, 1),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, None),
+    "max_completion_tokens": (1, None),
+    "max_output_tokens": (1, None),
+    "min_tokens": (0, None),
+    "top_logprobs": (0, 20),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 100),
+    "typical_p": (0, 1),
+    "top_n_sigma": (-1, 100),
+    "dry_multiplier": (0, 100),
+    "dry_base": (1, 100),
+    "dry_allowed_length": (1, 1000),
+    "xtc_threshold": (0, 1),
+    "xtc_probability": (0, 1),
+}
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000
 

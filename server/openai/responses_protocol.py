@@ -28,7 +28,7 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "truncation": ("disabled",),
     "max_tool_calls": (),  # there are no built-in tools
 }
-# Parameters that /v1/chat/completions has too and that are checked there.
+# Parameters that /v1/chat/completions has too.
 SAME_IN_CHAT = (
     "model",
     "parallel_tool_calls",
@@ -38,7 +38,11 @@ SAME_IN_CHAT = (
     "min_p",
     "seed",
     "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
     "chat_template_kwargs",
+    "cache_salt",
     "request_id",
 )
 # What a chat request calls something that /v1/responses calls otherwise.
@@ -164,7 +168,8 @@ class ResponseStreamOptions(Body):
 
 
 _tables: dict[str, Any] = unsupported_fields(NOT_YET_IN_RESPONSES) | fields_without_effect(NO_EFFECT)
-_same: dict[str, Any] = {name: (Any, Field(None, description="As in /v1/chat/completions.")) for name in SAME_IN_CHAT}
+_chat_fields = ChatCompletionRequest.model_fields
+_same: dict[str, Any] = {name: (_chat_fields[name].annotation, _chat_fields[name]) for name in SAME_IN_CHAT}
 _ResponsesBase: type[Body] = create_model("ResponsesBase", __base__=Body, **_tables, **_same)
 
 

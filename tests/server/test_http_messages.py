@@ -198,6 +198,10 @@ def test_counting(live: Live) -> None:
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: "),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: must be a block"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+            "messages: there is no text",
+        ),
         ({"temperature": -1}, "temperature must be"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]."),
