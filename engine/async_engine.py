@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from engine.frontend import Frontend
 from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
 from engine.models.spec import ModelSpec
 from engine.outputs import OutputStream, RequestUpdate
+from engine.structured.grammar import make_executor
 from engine.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+COMPILE_THREADS = 2
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
 LAST_WORDS_SECONDS = 0.2  # for what a dead process sent before it died to arrive
 
@@ -51,6 +54,7 @@ class AsyncEngine:
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
         self._closed = False
+        self._compile_threads: ThreadPoolExecutor | None = None
         self.dead = False  # the process is gone
         self.death = ""  # how it went
         self.stats: SchedulerStats | None = None  # the newest; None until `start` is done
@@ -116,10 +120,30 @@ class AsyncEngine:
         """Requests that somebody is waiting for."""
         return len(self._streams)
 
+    async def prepare(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters with their grammar checked, for `generate`: the one thing in it that may take a while.
+
+        `ValueError` when the grammar cannot be used. Others go on meanwhile.
+        """
+        if sampling.structured_outputs is None or sampling.structured_outputs.compiled is not None:
+            return sampling
+        if self._compile_threads is None:
+            self._compile_threads = make_executor(COMPILE_THREADS)
+        work = self._compile_threads.submit(self._frontend.with_grammar, sampling)
+        return await asyncio.wrap_future(work)
+
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestUpdate, None]:
         """One answer, as updates; the last one has a `finish_reason`. A slow reader gets fewer and longer updates.
+
+        Requests of lower `priority` come first; `cache_salt`: it shares cached blocks only with requests of the same.
 
         `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
         Closing the iterator, or cancelling the task that waits for it, ends the request.
@@ -128,18 +152,17 @@ class AsyncEngine:
             raise ValueError(f"n must be 1 for one answer (see engine.outputs.with_samples), got {sampling.n}")
         sampling = self._frontend.check(prompt_token_ids, sampling)
         self._check_alive()
-        return self._generate(request_id, prompt_token_ids, sampling, cache_salt)
+        return self._generate(Add(request_id, prompt_token_ids, sampling, cache_salt, priority))
 
-    async def _generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str
-    ) -> AsyncGenerator[RequestUpdate, None]:
+    async def _generate(self, request: Add) -> AsyncGenerator[RequestUpdate, None]:
+        request_id = request.request_id
         self._check_alive()
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        stream = _Stream(OutputStream(prompt_token_ids, sampling, self.tokenizer))
+        stream = _Stream(OutputStream(request.prompt_token_ids, request.sampling, self.tokenizer))
         self._streams[request_id] = stream
         try:
-            self._process.send(Add(request_id, prompt_token_ids, sampling, cache_salt))
+            self._process.send(request)
             finished = False
             while not finished:
                 if not await stream.wait():
@@ -179,6 +202,8 @@ class AsyncEngine:
         if self._closed:
             return
         self._closed = True
+        if self._compile_threads is not None:
+            self._compile_threads.shutdown(wait=False, cancel_futures=True)
         if not self.dead:
             self._die("the engine was closed")
         self._reader.cancel()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
@@ -17,13 +20,18 @@ from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.errors import ConfigError, EngineError
-from engine.frontend import context_length
+from engine.frontend import context_length, load_tokenizer, vocabulary_of
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.spec import ModelSpec
+from engine.structured.grammar import Compiler, Vocabulary
+from engine.structured.matching import Matching
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.model_runner import ModelRunner, RunnerOptions
 
+_log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.02  # to wait for a grammar when there is nothing else to do
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -34,8 +42,11 @@ DTYPES = {
 
 
 class Handle(Protocol):
-    """A launched step."""
+    """A launched step. Requests in `constrained` get their tokens by `constrain`, the others at once."""
 
+    constrained: list[str]
+
+    def constrain(self, masks: np.ndarray) -> None: ...
     def read(self) -> tuple[SchedulerOutput, StepResult]: ...
 
 
@@ -91,6 +102,8 @@ class Engine:
             config.enable_prefix_caching,
         )
         self.in_flight: Handle | None = None
+        self._matching = Matching(Compiler(partial(_load_vocabulary, config, folder, spec)))
+        self._held: dict[str, Request] = {}  # their grammars are being compiled
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._name = config.served_model_name[0] if config.served_model_name else folder.name
@@ -110,26 +123,82 @@ class Engine:
         )
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> None:
-        """Queue a request for one answer; `ValueError` when its id is in use or it can never run."""
+        """Queue a request for one answer; `ValueError` when its id is in use or it can never run.
+
+        Requests of lower `priority` come first; `cache_salt`: it shares cached blocks only with requests of the same.
+        """
+        if request_id in self._held:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        self.scheduler.add(Request(request_id, prompt_token_ids, sampling, self._eos_token_ids, seed, cache_salt))
+        request = Request(request_id, prompt_token_ids, sampling, self._eos_token_ids, seed, cache_salt, priority)
+        if (structured := sampling.structured_outputs) is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.check_new(request)
+            assert structured.compiled is not None, "front ends check grammars"
+            self._matching.add(request_id, structured.compiled)
+            self._held[request_id] = request
 
     def abort(self, request_id: str) -> bool:
         """End a request; nothing more is heard of it. False when there is none of this id."""
-        return self.scheduler.abort(request_id)
+        self._matching.forget(request_id)
+        return self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or bool(self._held)
 
     def step(self) -> list[EngineOutput]:
         """Launch the next step, then read the one before it, so that the device never waits for the CPU."""
+        outputs = self._take_compiled() if self._held else []
         output = self.scheduler.schedule()
         launched = self.runner.launch(output) if output else None
-        outputs = self.scheduler.update(*self.in_flight.read()) if self.in_flight else []
+        if self.in_flight:
+            outputs += self.scheduler.update(*self.in_flight.read())
+        if self._matching:
+            outputs += self._constrain(launched, outputs)
         self.in_flight = launched
         return outputs
+
+    def _take_compiled(self) -> list[EngineOutput]:
+        """Queue the requests whose grammars are ready; the news of those whose never will be."""
+        if not self.scheduler.has_work():
+            self._matching.wait(IDLE_SECONDS)
+        failed = []
+        for request_id, error in self._matching.take_ready():
+            request = self._held.pop(request_id)
+            if error:
+                _log.error("request %s: its grammar cannot be compiled: %s", request_id, error)
+                failed.append(EngineOutput(request_id, [], "error"))
+            else:
+                self.scheduler.add(request)
+        return failed
+
+    def _constrain(self, launched: Handle | None, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Follow grammars by what was read, and say what may come next to the step that waits for it on the device.
+
+        Returns the news of requests whose grammar has become too complex to go on with.
+        """
+        for output in outputs:
+            if output.finish_reason is None:
+                self._matching.advance(output.request_id, output.new_token_ids)
+            else:
+                self._matching.forget(output.request_id)
+        if launched is None or not launched.constrained:
+            return []
+        masks, errors = self._matching.masks(launched.constrained)
+        launched.constrain(masks)
+        for request_id, error in errors.items():
+            _log.error("request %s: its grammar cannot be followed any further: %s", request_id, error)
+            self.abort(request_id)
+        return [EngineOutput(request_id, [], "error") for request_id in errors]
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
@@ -141,6 +210,7 @@ class Engine:
     def close(self) -> None:
         """Give the device's memory back."""
         self.in_flight = None
+        self._matching.close()
         self.runner.close()
         gc.unfreeze()
 
@@ -170,6 +240,10 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
     )
+
+
+def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:
+    return vocabulary_of(load_tokenizer(config, folder), spec.vocab_size, spec.eos_token_ids)
 
 
 def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: bool) -> Runner:

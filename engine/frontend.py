@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,23 @@ from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
 from engine.models.spec import ModelSpec
+from engine.structured.grammar import (
+    Compiler,
+    Vocabulary,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from engine.text.tokenizer import Tokenizer
 
+GRAMMARS: dict[str, Callable[[Any], str]] = {  # field of StructuredOutputs → the grammar of its value
+    "json": json_grammar,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+    "json_object": lambda _: json_grammar({"type": "object"}),
+}
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
 
 
@@ -36,15 +52,7 @@ class Frontend:
         """Find the model, download it if need be, and read its small files. Raises `ModelError`, `TokenizerError`."""
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder)
-        tokenizer = None
-        if not config.skip_tokenizer_init:
-            tokenizer = Tokenizer.from_folder(
-                folder
-                if config.tokenizer is None
-                else resolve_model(
-                    config.tokenizer, revision=config.revision, download_dir=config.download_dir, weights=False
-                )
-            )
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
         return cls(
             folder,
             config.served_model_name[0] if config.served_model_name else config.model,
@@ -76,7 +84,8 @@ class Frontend:
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
         """The request's parameters as the engine takes them: texts that are meant for the sampler are token ids.
 
-        `ValueError` when the engine could not run this request; says what would be right.
+        `ValueError` when the engine could not run this request; says what would be right. A grammar that is not compiled
+        yet may take a second.
         """
         num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
         if not num_prompt:
@@ -95,7 +104,7 @@ class Frontend:
                 raise ValueError(f"{name} must be at most max_logprobs={self.max_logprobs}, got {got}")
         if sampling.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
-        sampling = self._with_tokens(sampling)
+        sampling = self.with_grammar(self._with_tokens(sampling))
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "dry_sequence_breakers"):
             if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
                 raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
@@ -118,6 +127,29 @@ class Frontend:
             changes["dry_sequence_breakers"] = list(dict.fromkeys(last))
         return sampling.clone(**changes) if changes else sampling
 
+    @cached_property
+    def _compiler(self) -> Compiler:
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, and there is none (skip_tokenizer_init)")
+        return Compiler(partial(vocabulary_of, self.tokenizer, self.spec.vocab_size, self.eos_token_ids))
+
+    def with_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """Check the grammar that is asked for, if it is not yet. `ValueError` names what cannot be done. Thread-safe."""
+        asked = sampling.structured_outputs
+        if asked is None or asked.compiled is not None:
+            return sampling
+        name, write, value = next(
+            (name, write, value)
+            for name, write in GRAMMARS.items()
+            if (value := getattr(asked, name)) is not None and value is not False
+        )
+        try:
+            compiled = write(value)
+            self._compiler.check(compiled)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{name}: {error}") from None
+        return sampling.clone(structured_outputs=replace(asked, compiled=compiled))
+
     def _spellings(self, word: str) -> list[list[int]]:
         """A word at the beginning of a text and after a space: many vocabularies have tokens of their own for the latter."""
         return [self._encode_part("bad_words", word), self._encode_part("bad_words", " " + word.lstrip())]
@@ -129,6 +161,24 @@ class Frontend:
         if not ids:
             raise ValueError(f"{name}: {text!r} is no token in this model's vocabulary")
         return ids
+
+
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    """The tokenizer that goes with the model in `folder`. Raises `TokenizerError`, `ModelError`."""
+    if config.tokenizer is None:
+        return Tokenizer.from_folder(folder)
+    return Tokenizer.from_folder(
+        resolve_model(config.tokenizer, revision=config.revision, download_dir=config.download_dir, weights=False)
+    )
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> Vocabulary:
+    special = tokenizer.special_ids.union(end_token_ids)
+    tokens = [
+        (tokenizer.id_to_token(i) or "").encode() if i in special else tokenizer.token_bytes(i)
+        for i in range(vocab_size)
+    ]
+    return Vocabulary(tokens, sorted(i for i in special if i < vocab_size), list(end_token_ids))
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

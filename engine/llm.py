@@ -65,14 +65,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
         `sampling_params`: for all of them, or a list with one for each; None: the model's own defaults. `use_tqdm`: a
-        progress bar, or what to make it with. `ValueError` names the prompt that cannot run; none is run then. Ctrl-C
-        ends the requests that run, and the LLM can be used on.
+        progress bar, or what to make it with. `priority`: one for each prompt, lower ones come first. `ValueError`
+        names the prompt that cannot run; none is run then. Ctrl-C ends the requests that run, and the LLM can be used
+        on.
         """
-        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=True)
+        return self._generate(prompts, sampling_params, use_tqdm, True, priority)
 
     def chat(
         self,
@@ -107,7 +109,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+        return self._generate(prompts, sampling_params, use_tqdm, False, None)
 
     def get_tokenizer(self) -> Tokenizer:
         """`ValueError` with skip_tokenizer_init."""
@@ -145,6 +147,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         add_special_tokens: bool,
+        priority: list[int] | None,
     ) -> list[RequestOutput]:
         if self._broken:
             raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
@@ -156,10 +159,14 @@ class LLM:
         )
         if len(each) != len(several):
             raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
+        if priority is not None and len(priority) != len(several):
+            raise ValueError(f"priority must be one for each prompt ({len(several)}), got {len(priority)}")
         jobs = []
         for index, (prompt, sampling) in enumerate(zip(several, each, strict=True)):
             try:
-                jobs.append(self._job(prompt, sampling, add_special_tokens))
+                job = self._job(prompt, sampling, add_special_tokens)
+                job.priority = priority[index] if priority is not None else 0
+                jobs.append(job)
             except (ValueError, TokenizerError) as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         bar = None
@@ -201,7 +208,11 @@ class LLM:
             for job in jobs:
                 for answer in job.answers:
                     engine.add_request(
-                        answer.request_id, job.token_ids, answer.stream.sampling, cache_salt=job.cache_salt
+                        answer.request_id,
+                        job.token_ids,
+                        answer.stream.sampling,
+                        cache_salt=job.cache_salt,
+                        priority=job.priority,
                     )
                     running[answer.request_id] = job, answer
             while running:
@@ -309,6 +320,7 @@ class _Job:
     token_ids: list[int]
     cache_salt: str
     answers: list[_Answer]
+    priority: int = 0
     num_unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:

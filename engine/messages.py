@@ -25,6 +25,7 @@ class Add(msgspec.Struct, tag=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):

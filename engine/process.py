@@ -31,7 +31,7 @@ class Steppable(Protocol):
     """An engine, as the loop uses it."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str, priority: int
     ) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
@@ -65,8 +65,8 @@ class EngineLoop:
                 return True
             wait = False
             match decode_command(message):
-                case Add(request_id, prompt_token_ids, sampling, cache_salt):
-                    self._add(request_id, prompt_token_ids, sampling, cache_salt)
+                case Add() as request:
+                    self._add(request)
                 case Abort(request_id):
                     self._active.pop(request_id, None)
                     self._engine.abort(request_id)
@@ -75,9 +75,16 @@ class EngineLoop:
                 case unexpected:
                     raise AssertionError(f"{unexpected!r} after the start")
 
-    def _add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
+    def _add(self, request: Add) -> None:
+        request_id = request.request_id
         try:
-            self._engine.add_request(request_id, prompt_token_ids, sampling, cache_salt=cache_salt)
+            self._engine.add_request(
+                request_id,
+                request.prompt_token_ids,
+                request.sampling,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+            )
         except ValueError as error:  # front ends check first, so this is about this engine's memory
             _log.error("request %s: %s", request_id, error)
             self._publish([EngineOutput(request_id, [], "error")])

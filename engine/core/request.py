@@ -29,6 +29,7 @@ class Request:
     eos_token_ids: frozenset[int]  # the model's ends of text
     seed: int  # 64-bit
     cache_salt: str = ""  # requests share cached blocks only with requests of the same salt
+    priority: int = 0  # lower ones first
 
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -51,6 +52,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = field(
         init=False
     )  # of its second prompt token and on; None: not asked
+    turn: tuple[int, int] = field(init=False, default=(0, 0))  # scheduler: priority, and number in the order of arrival
     queued_time: float = field(init=False, default=0.0)  # monotonic seconds
     scheduled_time: float = field(init=False, default=0.0)  # monotonic seconds, first admission; 0: not yet
 

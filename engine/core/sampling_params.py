@@ -3,6 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer has to be: exactly one of these. `ValueError` when it is not one, or of the wrong type."""
+
+    json: dict[str, Any] | str | None = None  # an instance of this JSON Schema
+    regex: str | None = None  # a match of this regular expression, as a whole
+    choice: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # a sentence of this context-free grammar, in Lark's notation or GBNF
+    json_object: bool = False  # any JSON object
+    compiled: str | None = None  # the same as one of the above, checked and in the engine's own words; by front ends
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise ValueError(
+                f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {got}"
+            )
+        for name, kinds in (("json", (dict, str)), ("regex", str), ("grammar", str), ("choice", list)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, kinds) and value):
+                raise ValueError(f"structured_outputs.{name} must not be empty, nor of type {type(value).__name__}")
+        if not all(isinstance(text, str) and text for text in self.choice or ()):
+            raise ValueError("structured_outputs.choice must be a list of non-empty texts")
+
 
 _RANGES = (
     ("presence_penalty", -2.0, 2.0),
@@ -23,10 +52,11 @@ class SamplingParams:
     `ValueError` names the field, its value and the range when a value is out of range.
 
     The sampler applies, in this order: `logit_bias`, `min_tokens` and `bad_words`, `repetition_penalty`,
-    `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `top_n_sigma`, `temperature`, `min_p`, `top_k`,
-    `top_p`, `typical_p`, XTC. `temperature=0` is greedy: the token of the highest logit once all up to
-    `allowed_token_ids` is done, whatever the rest says. With `seed`, the same request gives the same tokens whatever
-    else is in the batch. Log-probabilities are those of the model's own logits, before any of this.
+    `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, the grammar of `structured_outputs`,
+    `top_n_sigma`, `temperature`, `min_p`, `top_k`, `top_p`, `typical_p`, XTC. `temperature=0` is greedy: the token of
+    the highest logit once all up to the grammar is done, whatever the rest says. With `seed`, the same request gives
+    the same tokens whatever else is in the batch. Log-probabilities are those of the model's own logits, before any of
+    this.
     """
 
     n: int = 1
@@ -54,6 +84,7 @@ class SamplingParams:
     bad_words: list[str | list[int]] | None = None  # never generated: texts, which a front end makes into token ids
     typical_p: float = 1.0  # least mass of the tokens whose surprise is nearest to the expected one
     top_n_sigma: float = 0.0  # logits this many standard deviations below the highest are dropped; 0 or -1: none
+    structured_outputs: StructuredOutputs | None = None
     dry_multiplier: float = 0.0  # "don't repeat yourself": 0 is off
     dry_base: float = 1.75
     dry_allowed_length: int = 2  # a repeated sequence of `length` ≥ this: penalty multiplier * base ** (length - this)
@@ -119,6 +150,13 @@ class SamplingParams:
             check(is_number(value) and 0 < value <= highest, name, value, f"in (0, {highest}]")
         length = self.dry_allowed_length
         check(is_int(length) and 1 <= length <= 1000, "dry_allowed_length", length, "an integer from 1 to 1000")
+        grammar = self.structured_outputs
+        check(
+            grammar is None or isinstance(grammar, StructuredOutputs),
+            "structured_outputs",
+            grammar,
+            "StructuredOutputs",
+        )
         for token_id, bias in (self.logit_bias or {}).items():
             check(
                 is_id(token_id) and is_number(bias) and -100 <= bias <= 100,

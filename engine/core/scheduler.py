@@ -20,12 +20,16 @@ from engine.core.request import Request
 
 
 class Scheduler:
-    """First come, first served, under a budget of tokens and of sequences in each step.
+    """First come, first served among requests of one priority, under a budget of tokens and of sequences in each step.
 
-    `running` holds the requests that have a device row and blocks, `waiting` all others; both oldest first, and every
-    running request is older than every waiting one. When blocks run out the youngest running request is preempted: it
-    loses its blocks, returns to the head of `waiting`, and is computed anew later, mostly from the prefix cache. The
-    oldest request therefore always gets on, and all requests finish.
+    `running` holds the requests that have a device row and blocks, `waiting` all others; both in the order of their
+    turns: by priority, then the oldest first. Of one priority, every running request is older than every waiting one.
+    When blocks run out the running request whose turn is last is preempted: it loses its blocks, returns to `waiting`,
+    and is computed anew later, mostly from the prefix cache. The request whose turn is first therefore always gets on
+    once it runs, and all requests finish. Nobody is preempted for a request that waits, whatever its priority.
+
+    Answers to the same prompt need no word of their own here: each finds the blocks of the one before it published, in
+    the very step that fills them.
     """
 
     def __init__(
@@ -47,12 +51,12 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # running and waiting, by id
         self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the request of each share
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
-        self._step = 0
+        self._step = self._arrivals = 0
         self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prompt_tokens = self._generation_tokens = 0
 
-    def add(self, request: Request) -> None:
-        """Queue a new request. ValueError when its id is in use, or when it can never be run."""
+    def check_new(self, request: Request) -> None:
+        """ValueError when its id is in use, or when it can never be run. Sets how long it may get."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - 1
         num_slots = self.blocks.num_blocks * self.blocks.block_size
         if request.request_id in self._requests:
@@ -71,8 +75,20 @@ class Scheduler:
                 + (f"max_tokens={room} would fit" if room > 0 else f"a prompt of {num_slots} tokens would fit")
             )
         request.max_num_tokens = max_num_tokens
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. ValueError as `check_new`."""
+        self.check_new(request)
         request.queued_time = monotonic()
+        self._arrivals += 1
+        request.turn = (request.priority, self._arrivals)
+        last = next(reversed(self.waiting.values()), request)
         self._requests[request.request_id] = self.waiting[request.request_id] = request
+        if request.turn < last.turn:
+            self._sort_waiting()
+
+    def _sort_waiting(self) -> None:
+        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].turn))
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
@@ -192,7 +208,10 @@ class Scheduler:
         if self.blocks.grow(request, request.num_tokens, cached_ids, num_spare=len(self.running)) is None:
             return None
         del self.waiting[request.request_id]
+        last = self.running[-1] if self.running else request
         self.running.append(request)
+        if request.turn < last.turn:
+            self.running.sort(key=lambda each: each.turn)
         request.num_computed_tokens = len(cached_ids) * self.blocks.block_size
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
@@ -210,22 +229,25 @@ class Scheduler:
             request.seed,
         )
 
-    def _preempt_youngest(self) -> Request:
+    def _preempt_last(self) -> Request:
         request = self.running.pop()
         self.blocks.release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._removed.append(request.request_id)
+        first = next(iter(self.waiting.values()), request)
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
+        if first.turn < request.turn:
+            self._sort_waiting()
         return request
 
     def _grant(self, request: Request, budget: int) -> Scheduled | None:
         """Its share of the step, with all that follows from being launched.
 
-        It gets the blocks it lacks by preempting as many of the youngest as it takes. None when it came to be the
-        youngest itself, and is preempted too.
+        It gets the blocks it lacks by preempting as many of the last as it takes. None when it came to be the
+        last itself, and is preempted too.
         """
         start = request.num_computed_tokens
         num_tokens = request.num_tokens - start
@@ -236,7 +258,7 @@ class Scheduler:
         new_block_ids = NO_BLOCKS
         if end > request.num_slots:
             while (grown := self.blocks.grow(request, end)) is None:
-                if self._preempt_youngest() is request:
+                if self._preempt_last() is request:
                     return None
             new_block_ids = grown
         request.num_computed_tokens = end
@@ -265,7 +287,11 @@ class Scheduler:
         assert {request.request_id: request for request in queue} == self._requests
         assert len(queue) == len(self._requests), "a request is both running and waiting"
         assert len(self.running) <= self.max_num_seqs
-        assert [r.queued_time for r in queue] == sorted(r.queued_time for r in queue), "a request overtook an older one"
+        for line in (self.running, self.waiting.values()):
+            assert [r.turn for r in line] == sorted(r.turn for r in line), "a queue is out of order"
+        for priority in {r.priority for r in queue}:
+            turns = [r.turn for r in queue if r.priority == priority]
+            assert turns == sorted(turns), "a request overtook an older one"
         in_flight = [request for _, requests in self._in_flight for request in requests]
         for request in queue:
             num_known = len(request.token_ids)

@@ -26,7 +26,8 @@ class Row:
     num_blocks: int  # entries of its block table in use
     sampling: SamplingParams
     special: bool  # the sampling kernel alone cannot sample it
-    min_context: int  # nor can it in a context shorter than this
+    constrained: bool  # a grammar says what may come next
+    min_context: int  # the kernel alone cannot sample it either in a context shorter than this
     slot: int  # in the token history; -1: it needs none
     allowed: Tensor | None = None  # [V] bool on the device: its `allowed_token_ids`, once they were needed
 
@@ -76,7 +77,7 @@ class InputBatch:
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
-                self.num_special -= row.special or row.min_context > 0
+                self.num_special -= row.special or row.constrained or row.min_context > 0
                 self.num_scored -= row.sampling.prompt_logprobs is not None
                 if row.slot >= 0:
                     self.history.release(row.slot)
@@ -91,8 +92,9 @@ class InputBatch:
             tokens, p = np.array(a.token_ids, dtype=np.int32), a.sampling
             min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
             slot = self.history.take(tokens) if p.looks_back else -1
-            row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, min_context, slot)
-            self.num_special += row.special or min_context > 0
+            constrained = p.structured_outputs is not None
+            row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, constrained, min_context, slot)
+            self.num_special += row.special or constrained or min_context > 0
             self.num_scored += p.prompt_logprobs is not None
             self.rows[a.request_id] = row
         at = torch.tensor(indices)

@@ -67,23 +67,32 @@ class LogitsProcessor:
     vocab_size: int
     _last: list[Group] = field(init=False, default_factory=list)
 
-    def select(self, output: SchedulerOutput, packed: PackedStep) -> list[Group]:
-        """The sequences that are to be sampled again in this step; nothing to do while no request in the batch needs it."""
+    def select(self, output: SchedulerOutput, packed: PackedStep) -> tuple[list[Group], list[Group]]:
+        """The sequences that are to be sampled again in this step: those that can be now, and those that need masks.
+
+        Nothing to do while no request in the batch needs it.
+        """
         if not self.batch.num_special:
-            return []
+            return [], []
         lengths = packed.context_lens
-        places = [
-            i
-            for i, (row, share) in enumerate(zip(packed.rows, output.scheduled, strict=True))
-            if share.samples and (row.special or lengths[i] < row.min_context)
-        ]
-        size = max(MAX_ELEMENTS // self.vocab_size, 1)
+        free, constrained = [], []
+        for i, (row, share) in enumerate(zip(packed.rows, output.scheduled, strict=True)):
+            if share.samples:
+                if row.constrained:
+                    constrained.append(i)
+                elif row.special or lengths[i] < row.min_context:
+                    free.append(i)
+        groups = self._groups(free, packed), self._groups(constrained, packed)
+        self._last = [*groups[0], *groups[1]]
+        return groups
+
+    def _groups(self, places: list[int], packed: PackedStep) -> list[Group]:
         groups = []
+        size = max(MAX_ELEMENTS // self.vocab_size, 1)
         for start in range(0, len(places), size):
             part = places[start : start + size]
             groups.append(self._group(part, [packed.rows[i] for i in part]))
-            groups[-1].longest = max(lengths[i] for i in part)
-        self._last = groups
+            groups[-1].longest = max(packed.context_lens[i] for i in part)
         return groups
 
     def _group(self, places: list[int], members: list[Row]) -> Group:
@@ -92,8 +101,11 @@ class LogitsProcessor:
                 return group
         return _Builder(self, places, members).build()
 
-    def sample(self, logits: Tensor, tokens: Tensor, group: Group) -> None:
-        """Sample the group's sequences from the step's logits [B, V], into its tokens [B] and the device rows."""
+    def sample(self, logits: Tensor, tokens: Tensor, group: Group, masks: Tensor | None = None) -> None:
+        """Sample the group's sequences from the step's logits [B, V], into its tokens [B] and the device rows.
+
+        masks [n, (V + 31) // 32] int32: a bit for each token that may be sampled.
+        """
         state, at = self.batch.state, group.at
         now = Now(self.step.next_position[at], group.longest, state.seed[group.rows])
         own = logits[at].float()
@@ -101,6 +113,8 @@ class LogitsProcessor:
             edit(own, now)
         if group.allowed is not None:
             own = _restrict(own, group.allowed, logits[at])
+        if masks is not None:
+            own = _restrict(own, _unpack(masks, self.vocab_size), logits[at])
         for edit in group.filters:
             edit(own, now)
         sampled = kernels.sample(own, *group.params, now.seeds, now.lengths)
@@ -115,6 +129,12 @@ def _restrict(edited: Tensor, allowed: Tensor, raw: Tensor) -> Tensor:
     edited = edited.masked_fill(~allowed, -torch.inf)
     stuck = edited.amax(1, keepdim=True) == -torch.inf
     return torch.where(stuck & allowed, raw.float(), edited)
+
+
+def _unpack(masks: Tensor, vocab_size: int) -> Tensor:
+    """[n, W] int32 -> [n, V] bool, the lowest bit first."""
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    return ((masks.unsqueeze(2) >> bits) & 1).bool().view(len(masks), -1)[:, :vocab_size]
 
 
 class _Builder:

@@ -7,9 +7,12 @@ on the device, so the next step can be launched before this one is read.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +26,7 @@ from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
-from engine.worker.logits_processor import LogitsProcessor
+from engine.worker.logits_processor import Group, LogitsProcessor
 from engine.worker.sampler import LogprobsRequest, PromptLogprobs, sample
 from kernels.step import StepTensors
 
@@ -51,17 +54,28 @@ class RunnerOptions:
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step on its way. `read` may be called once."""
+    """A step on its way. `read` may be called once, and after `constrain` when that is due."""
 
     output: SchedulerOutput
-    tokens: Tensor  # [B] int64 on the CPU, filled when `done`
-    done: torch.cuda.Event | None
-    logprobs: LogprobsRequest | None
     prompt_logprobs: PromptLogprobs | None
+    constrained: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
+    sample_constrained: Callable[[Tensor], None] | None = None
+    tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
+    done: torch.cuda.Event | None = None
+    logprobs: LogprobsRequest | None = None
+
+    def constrain(self, masks: np.ndarray) -> None:
+        """Sample the `constrained` requests, before the next step is launched.
+
+        masks [len(constrained), (vocabulary + 31) // 32] int32: a bit for each token that may come next.
+        """
+        assert self.sample_constrained is not None
+        self.sample_constrained(torch.from_numpy(masks))
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         if self.done is not None:
             self.done.synchronize()
+        assert self.tokens is not None, "constrained requests are sampled first"
         ids = self.tokens.tolist()
         token_ids = [ids[i] if s.samples else -1 for i, s in enumerate(self.output.scheduled)]
         logprobs = self.logprobs.read() if self.logprobs else {}
@@ -154,18 +168,42 @@ class ModelRunner:
             prompt_logprobs = None
         else:
             logits, tokens, prompt_logprobs = self._compute(output, packed, scored)
-        real = len(output.scheduled)
-        for group in self._processor.select(output, packed):
+        handle = StepHandle(output, prompt_logprobs)
+        free, constrained = self._processor.select(output, packed)
+        for group in free:
             self._processor.sample(logits, tokens, group)
-        logprobs = LogprobsRequest.make(output, packed, logits, tokens)
-        if not self._cuda:
-            return StepHandle(output, tokens[:real], None, logprobs, prompt_logprobs)
-        self._launched += 1
-        result = self._results[self._launched % len(self._results)][:real]
-        result.copy_(tokens[:real], non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return StepHandle(output, result, done, logprobs, prompt_logprobs)
+        if constrained:
+            handle.constrained = [output.scheduled[i].request_id for group in constrained for i in group.places]
+            handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, constrained)
+        else:
+            self._finish(handle, packed, logits, tokens)
+        return handle
+
+    @torch.inference_mode()
+    def _constrain(
+        self,
+        handle: StepHandle,
+        packed: PackedStep,
+        logits: Tensor,
+        tokens: Tensor,
+        groups: list[Group],
+        masks: Tensor,
+    ) -> None:
+        for group, part in zip(groups, masks.split([len(group.places) for group in groups]), strict=True):
+            self._processor.sample(logits, tokens, group, self._batch.to_device(part))
+        self._finish(handle, packed, logits, tokens)
+
+    def _finish(self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor) -> None:
+        """All is sampled: send it to the CPU."""
+        real = len(handle.output.scheduled)
+        handle.logprobs = LogprobsRequest.make(handle.output, packed, logits, tokens)
+        handle.tokens = tokens[:real]
+        if self._cuda:
+            self._launched += 1
+            handle.tokens = self._results[self._launched % len(self._results)][:real]
+            handle.tokens.copy_(tokens[:real], non_blocking=True)
+            handle.done = torch.cuda.Event()
+            handle.done.record()
 
     def _compute(
         self, output: SchedulerOutput, packed: PackedStep, scored: list[int]

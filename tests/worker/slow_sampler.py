@@ -13,9 +13,14 @@ INF = math.inf
 
 
 def edited_logits(
-    raw: list[float], tokens: list[int], num_prompt: int, params: SamplingParams, eos: tuple[int, ...]
+    raw: list[float],
+    tokens: list[int],
+    num_prompt: int,
+    params: SamplingParams,
+    eos: tuple[int, ...],
+    mask: set[int] | None = None,
 ) -> list[float]:
-    """The logits that temperature and filters get to see."""
+    """The logits that temperature and filters get to see. `mask`: what a grammar allows."""
     logits = list(raw)
     answer = tokens[num_prompt:]
     for token, bias in (params.logit_bias or {}).items():
@@ -37,8 +42,9 @@ def edited_logits(
         for token, length in repetitions(tokens, breakers).items():
             if length >= params.dry_allowed_length:
                 logits[token] -= params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
-    if params.allowed_token_ids is not None:
-        allowed = set(params.allowed_token_ids)
+    for allowed in (set(params.allowed_token_ids) if params.allowed_token_ids else None, mask):
+        if allowed is None:
+            continue
         if all(logits[t] == -INF for t in allowed):
             logits = list(raw)
         logits = [x if t in allowed else -INF for t, x in enumerate(logits)]
@@ -128,9 +134,15 @@ def coin_of(seed: int, position: int) -> float:
 
 
 def next_token(
-    raw: list[float], tokens: list[int], num_prompt: int, params: SamplingParams, seed: int, eos: tuple[int, ...]
+    raw: list[float],
+    tokens: list[int],
+    num_prompt: int,
+    params: SamplingParams,
+    seed: int,
+    eos: tuple[int, ...],
+    mask: set[int] | None = None,
 ) -> int:
-    logits = edited_logits(raw, tokens, num_prompt, params, eos)
+    logits = edited_logits(raw, tokens, num_prompt, params, eos, mask)
     if params.temperature == 0:
         return logits.index(max(logits))
     position = len(tokens)

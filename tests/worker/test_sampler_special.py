@@ -11,7 +11,7 @@ import torch
 from slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
 from engine.core.batch import Admission, Scheduled, SchedulerOutput
-from engine.core.sampling_params import SamplingParams
+from engine.core.sampling_params import SamplingParams, StructuredOutputs
 from engine.worker import filters
 from engine.worker.input_batch import InputBatch
 from engine.worker.logits_processor import LogitsProcessor
@@ -38,6 +38,7 @@ class Sampler:
         admitted: dict[str, tuple[list[int], int, SamplingParams, int]],
         removed: list[str],
         chunks: set[str] = frozenset(),  # type: ignore[assignment]
+        masks: dict[str, set[int]] | None = None,
     ) -> dict[str, int]:
         """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
         self.number += 1
@@ -68,8 +69,14 @@ class Sampler:
         )  # fmt: skip
         self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
         before = table.clone()
-        for group in self.processor.select(output, packed):
+        free, constrained = self.processor.select(output, packed)
+        for group in free:
             self.processor.sample(table, tokens, group)
+        for group in constrained:
+            allowed = [(masks or {})[scheduled[i].request_id] for i in group.places]
+            words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
+            as_signed = torch.tensor(words).to(torch.int32)
+            self.processor.sample(table, tokens, group, as_signed)
         assert torch.equal(table, before), "log-probabilities are of raw logits"
         rows = torch.tensor([row.index for row in packed.rows])
         assert torch.equal(self.batch.state.last_token[rows], tokens)
@@ -92,6 +99,7 @@ def params_of(rng: random.Random) -> SamplingParams:
     chosen |= maybe(0.3, min_tokens=rng.randrange(1, 9), stop_token_ids=ids[:2], ignore_eos=rng.random() < 0.3)
     chosen |= maybe(0.3, dry_multiplier=rng.uniform(0.1, 3), dry_allowed_length=rng.randrange(1, 4), dry_base=1.5)
     chosen |= maybe(0.3, dry_sequence_breakers=ids[4:6])
+    chosen |= maybe(0.3, structured_outputs=StructuredOutputs(regex="x"))
     chosen |= maybe(0.2, top_n_sigma=rng.uniform(0.5, 3)) | maybe(0.2, typical_p=rng.uniform(0.1, 0.99))
     chosen |= maybe(0.3, xtc_threshold=rng.uniform(0.01, 0.3), xtc_probability=rng.choice([0.5, 1.0]))
     chosen |= maybe(0.2, top_k=rng.randrange(1, 30)) | maybe(0.2, top_p=rng.uniform(0.3, 1)) | maybe(0.2, min_p=0.05)
@@ -130,11 +138,14 @@ def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
         wide = rng.choice([1.0, 3.0])
         logits = {name: [rng.gauss(0, wide) + (3 * wide if t < 6 else 0) for t in range(VOCAB)] for name in running}
         lengths = {name: len(requests[name][0]) for name in running}
-        tokens = sampler.run(logits, lengths, {n: (list(r[0]), *r[1:]) for n, r in admitted.items()}, removed)
+        masks = {name: {rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 40]))} for name in running}
+        given = {n: (list(r[0]), *r[1:]) for n, r in admitted.items()}
+        tokens = sampler.run(logits, lengths, given, removed, masks=masks)
         for name, token in tokens.items():
             known, num_prompt, params, seed = requests[name]
             as_device = torch.tensor(logits[name]).tolist()
-            assert token == next_token(as_device, known, num_prompt, params, seed, EOS), (name, params)
+            mask = masks[name] if params.structured_outputs else None
+            assert token == next_token(as_device, known, num_prompt, params, seed, EOS, mask), (name, params)
             known.append(token)
             special += params.is_special
             if len(known) == MAX_LEN:

@@ -1,0 +1,168 @@
+"""Grammars for the library: written from what users ask for, compiled for a vocabulary, tried out. Knows no request.
+
+A compiled grammar is an `LLMatcher` at its beginning. Compiling and trying run outside Python's global lock, and what
+they may cost is bounded: the library counts its work, and the limits here keep it where that count is honest.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+
+from engine.structured.json_schema import MAX_TEXT_LENGTH, prepare
+from engine.structured.lark import bounded
+from engine.structured.regex import portable
+
+MAX_GBNF_LENGTH = 50_000
+MAX_CHOICES = 5000
+MAX_CHOICES_LENGTH = 100_000
+MAX_ERROR_LENGTH = 300
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # in JSON, wherever it may stand: a line break and an indentation
+TRIAL_STEPS = 24
+TRIAL_SECONDS = 0.3
+STACK_BYTES = 64 << 20  # for threads that compile: the library recurses as deep as a grammar is nested
+
+_LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+
+
+def json_grammar(schema: dict[str, Any] | str) -> str:
+    """All instances of a JSON Schema. This and the next ones: `ValueError` says what is wrong or not supported."""
+    return LLMatcher.grammar_from_json_schema(prepare(schema), overrides={"whitespace_pattern": WHITESPACE})
+
+
+def regex_grammar(pattern: str) -> str:
+    """All texts that match as a whole."""
+    return LLMatcher.grammar_from_regex(portable(pattern))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of these texts."""
+    if max(map(len, choices)) > MAX_TEXT_LENGTH:
+        raise ValueError(f"a choice may have at most {MAX_TEXT_LENGTH} characters")
+    if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHOICES_LENGTH:
+        raise ValueError(f"there may be at most {MAX_CHOICES} choices of {MAX_CHOICES_LENGTH} characters in all")
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
+
+
+def lark_grammar(grammar: str) -> str:
+    """All sentences of a context-free grammar in Lark's notation, or llama.cpp's (GBNF)."""
+    if "::=" in grammar and len(grammar) <= MAX_GBNF_LENGTH:
+        try:
+            grammar = any_to_lark(grammar)
+        except Exception as error:  # whatever its parser stumbles over
+            raise ValueError(f"the GBNF grammar cannot be read: {error}") from None
+    return LLMatcher.grammar_from_lark(bounded(grammar))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model's tokens write. `tokens[i]` is b"" for an id that writes nothing; the ends of text are special."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    end_token_ids: list[int]
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary. For several threads at once."""
+
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        """`load` is called by the first grammar: most servers never see one."""
+        self._load: Callable[[], Vocabulary] | None = load
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """`ValueError` when the library refuses it. Takes from a millisecond to a second."""
+        matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise ValueError(_explain(matcher.get_error()))
+        return matcher
+
+    def check(self, grammar: str) -> None:
+        """Compile it, and follow it a little way at random. `ValueError` when that fails."""
+        matcher = self.compile(grammar)
+        dice = random.Random(0)
+        until = time.monotonic() + TRIAL_SECONDS
+        for _ in range(TRIAL_STEPS):
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if allowed:
+                matcher.consume_token(_pick(allowed, dice))
+            if matcher.is_error():
+                raise ValueError(_explain(matcher.get_error()))
+            if matcher.is_stopped() or time.monotonic() > until:
+                break
+
+    def _tokenizer(self) -> LLTokenizer:
+        with self._lock:
+            if self._load is not None:
+                self._vocabulary = self._load()
+                self._made = _make_tokenizer(self._vocabulary)
+                self._load = None
+            return self._made
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer().vocab_size
+
+
+def make_executor(num_threads: int) -> ThreadPoolExecutor:
+    """Threads to compile in."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(num_threads, "grammar")
+        together = threading.Barrier(num_threads)
+        wait([executor.submit(together.wait) for _ in range(num_threads)])  # now all threads are there
+    finally:
+        threading.stack_size(before)
+    return executor
+
+
+class _Tokens:
+    """A vocabulary as the library asks for it. It is never asked to tokenize anything that matters."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens, self.special_token_ids = vocabulary.tokens, vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.end_token_ids[0]
+        self._byte_ids = {token: i for i, token in enumerate(vocabulary.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._byte_ids.get(bytes([byte]), 0) for byte in text]
+
+
+def _make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    if not vocabulary.end_token_ids:
+        raise ValueError("the model names no end of text, so nothing could end after the grammar")
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(vocabulary)), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.end_token_ids
+    )
+
+
+def _pick(bits: int, dice: random.Random) -> int:
+    """The place of a bit that is set: not all are equally likely to be picked."""
+    above = bits >> (start := dice.randrange(bits.bit_length()))
+    return start + (above & -above).bit_length() - 1
+
+
+def _explain(error: str) -> str:
+    """The library's message without what only its authors can read."""
+    if "oneOf constraints" in error:
+        return "oneOf is supported where at most one of its schemas can match; anyOf takes any"
+    if error.startswith(("NoExtension", "panic")):
+        return "the grammar matches nothing"
+    if "items; max is" in error:
+        return "too many things may come next at one place: fewer alternatives, or optional properties, would do"
+    if "is not present in a registry" in error or error.startswith("Pointer"):
+        return f"$ref leads nowhere: {error.partition(' and retrieving')[0]}"
+    error = error.partition("<non-verbose/>")[0].partition("\n<")[0].strip()
+    return " ".join(error.split())[:MAX_ERROR_LENGTH]

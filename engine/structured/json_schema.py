@@ -1,0 +1,305 @@
+"""JSON Schemas made ready for the grammar library: sound, bounded, portable. Knows JSON Schema; runs no grammar.
+
+The library refuses most of what it cannot do. Here is refused what it would do by halves, or only at great expense, and
+made stricter what readers check more strictly than it does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from engine.structured.regex import portable
+
+Schema: TypeAlias = dict[str, Any]
+
+MAX_LENGTH = 100_000  # characters of its JSON
+MAX_DEPTH = 64
+MAX_REFERENCES = 400
+MAX_PROPERTIES = 1000  # of one object: the library's time grows with their square
+MAX_ENUM_VALUES = 10_000  # in all
+MAX_TEXT_LENGTH = 10_000  # of one of them
+MAX_ROUNDS = 16  # in search of a recursion without end
+EXACT = 2**53  # integers up to here are exact as floats
+
+_SCHEMA = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
+_SCHEMA_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(_SCHEMA, ("a schema", lambda value: isinstance(value, dict | bool))),
+    "items": ("a schema", lambda value: isinstance(value, dict | bool) or _is_list_of(value, dict | bool)),
+    **dict.fromkeys(_SCHEMA_MAP, ("an object of schemas", lambda value: isinstance(value, dict))),
+    **dict.fromkeys(_SCHEMA_LIST[:-1], ("a list of schemas", lambda value: _is_list_of(value, dict | bool) and value)),
+    **dict.fromkeys((*_BOUNDS, "multipleOf"), ("a number", lambda value: isinstance(value, int | float))),
+    **dict.fromkeys(_COUNTS, ("a whole number", lambda value: type(value) is int and 0 <= value < 2**31)),
+    "required": ("a list of names", lambda value: _is_list_of(value, str)),
+    "type": ("a type or a list of types", lambda value: isinstance(value, str) or (_is_list_of(value, str) and value)),
+    "enum": ("a list", lambda value: isinstance(value, list)),
+    **dict.fromkeys(("pattern", "format", "$ref"), ("a text", lambda value: isinstance(value, str))),
+}
+
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {  # the library's know no leap years, and allow what many readers do not
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+}
+_FREE_FORMATS = ("float", "double", "int64", "password")  # OpenAPI's, which say nothing about the JSON
+
+
+def prepare(schema: Any) -> str:
+    """The schema (parsed, or its JSON) as JSON for the library. `ValueError` names the keyword that cannot be supported."""
+    text = schema if isinstance(schema, str) else _dump(schema)
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"a JSON Schema may have at most {MAX_LENGTH} characters, this one has {len(text)}")
+    try:
+        parsed = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"a JSON Schema may be at most {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ValueError(f"the JSON Schema is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict | bool):
+        raise ValueError(f"a JSON Schema must be an object, got {type(parsed).__name__}")
+    _check_depth(parsed, MAX_DEPTH)
+    if isinstance(parsed, dict):
+        parsed.pop("x-guidance", None)  # the library's own switches
+        _Preparation(parsed).run()
+        _check_recursion(parsed)
+    return _dump(parsed)
+
+
+def _dump(schema: Any) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the JSON Schema cannot be written as JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_depth(value: Any, room: int) -> None:
+    if not room:
+        raise ValueError(f"a JSON Schema may be at most {MAX_DEPTH} levels deep")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(inner, room - 1)
+
+
+def _subschemas(schema: Schema) -> Iterator[Any]:
+    for name in _SCHEMA:
+        if isinstance(schema.get(name), dict):
+            yield schema[name]
+    for name in _SCHEMA_MAP:
+        if isinstance(schema.get(name), dict):
+            yield from schema[name].values()
+    for name in _SCHEMA_LIST:
+        if isinstance(schema.get(name), list):
+            yield from schema[name]
+
+
+@dataclass
+class _Preparation:
+    """One pass over all schemas inside a schema, changing them in place."""
+
+    root: Schema
+    num_references: int = 0
+    num_enum_values: int = 0
+    rules: tuple[Callable[[Schema], None], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = (self.shapes, self.references, self.values, self.objects, self.arrays, self.numbers, self.strings)
+
+    def run(self) -> None:
+        stack: list[Any] = [self.root]
+        seen: set[int] = set()
+        while stack:
+            schema = stack.pop()
+            if id(schema) in seen:
+                continue
+            if isinstance(schema, dict):
+                seen.add(id(schema))
+                for rule in self.rules:
+                    rule(schema)
+                stack += _subschemas(schema)
+                if isinstance(target := _resolve(self.root, schema.get("$ref", "")), dict):
+                    stack.append(target)  # which may stand where no schema is looked for
+            elif not isinstance(schema, bool):
+                raise ValueError(f"a schema must be an object or a boolean, got {_dump(schema)[:80]}")
+
+    def shapes(self, schema: Schema) -> None:
+        for name in schema.keys() & _SHAPES.keys():
+            wanted, is_right = _SHAPES[name]
+            if not is_right(schema[name]):
+                raise ValueError(f"{name} must be {wanted}, got {_dump(schema[name])[:80]}")
+
+    def references(self, schema: Schema) -> None:
+        self.num_references += "$ref" in schema
+        if self.num_references > MAX_REFERENCES:
+            raise ValueError(f"$ref: a JSON Schema may have at most {MAX_REFERENCES} of them")
+
+    def values(self, schema: Schema) -> None:
+        given = [schema["const"]] if "const" in schema else []
+        given += schema.get("enum", [])
+        self.num_enum_values += len(given)
+        if self.num_enum_values > MAX_ENUM_VALUES:
+            raise ValueError(f"enum: a JSON Schema may have at most {MAX_ENUM_VALUES} values in all")
+        for value in given:
+            _check_value(value)
+
+    def objects(self, schema: Schema) -> None:
+        num_properties = len(schema.get("properties", {}))
+        if num_properties > MAX_PROPERTIES:
+            raise ValueError(f"properties: an object may have at most {MAX_PROPERTIES}, got {num_properties}")
+        if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1:  # a free name may come twice
+            raise ValueError("minProperties is supported up to one more than the number of required properties")
+        if "patternProperties" in schema:
+            schema["patternProperties"] = {
+                _portable("patternProperties", pattern): inner for pattern, inner in schema["patternProperties"].items()
+            }
+
+    def arrays(self, schema: Schema) -> None:
+        if schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1:
+            schema.pop("uniqueItems", None)
+
+    def numbers(self, schema: Schema) -> None:
+        for name in _BOUNDS:
+            bound = schema.get(name, 0)
+            if abs(bound) > EXACT:  # true and false, of older drafts, are 1 and 0
+                raise ValueError(f"{name} must be at most 2**53 away from 0, got {bound}")
+        step = schema.get("multipleOf", 1)
+        if not (0 < step <= 1000 and step * 64 % 1 == 0):  # readers divide floats, and the library counts remainders
+            raise ValueError(f"multipleOf must be at most 1000, and a multiple of 1/64, got {step}")
+
+    def strings(self, schema: Schema) -> None:
+        if "pattern" in schema:
+            schema["pattern"] = _portable("pattern", schema["pattern"])
+        name = schema.get("format")
+        if name in _FREE_FORMATS:
+            del schema["format"]
+        elif name == "int32":
+            del schema["format"]
+            _add(schema, {"minimum": -(2**31), "maximum": 2**31 - 1})
+        elif name in _FORMATS:
+            del schema["format"]
+            _add(schema, {"pattern": _FORMATS[name]})
+
+
+def _add(schema: Schema, also: Schema) -> None:
+    """Make the schema hold for what both it and `also` hold for."""
+    if schema.keys() & also.keys():
+        schema["allOf"] = [*schema.get("allOf", []), also]
+    else:
+        schema |= also
+
+
+def _portable(name: str, pattern: str) -> str:
+    try:
+        return portable(pattern)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _is_list_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+def _check_value(value: Any) -> None:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("enum, const: integers must be less than 2**63 away from 0")
+    if isinstance(value, str) and len(value) > MAX_TEXT_LENGTH:
+        raise ValueError(f"enum, const: texts may have at most {MAX_TEXT_LENGTH} characters")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_value(inner)
+
+
+def _check_recursion(root: Schema) -> None:
+    """`ValueError` for a `$ref` to something that has no finite instance: generation would never end.
+
+    Least fixed point: nothing is taken to be finite until shown. Doubt counts as finite.
+    """
+    targets: dict[str, Any] = {}
+    stack: list[Any] = [root]
+    while stack:
+        schema = stack.pop()
+        if isinstance(schema, dict):
+            stack += _subschemas(schema)
+            reference = schema.get("$ref")
+            if isinstance(reference, str) and reference not in targets:
+                targets[reference] = _resolve(root, reference)
+    finite = {reference: False for reference, target in targets.items() if isinstance(target, dict)}
+    unknown = list(finite)
+    for _ in range(MAX_ROUNDS):
+        before = len(unknown)
+        for reference in unknown:
+            finite[reference] = _is_finite(targets[reference], finite)
+        unknown = [reference for reference in reversed(unknown) if not finite[reference]]
+        if not unknown:
+            return
+        if len(unknown) == before:
+            raise ValueError(f"$ref: {unknown[0]!r} refers to itself without end, nothing can match it")
+
+
+def _resolve(root: Schema, reference: str) -> Any:
+    """What a pointer into this document points to; None for other references, and for those that lead nowhere."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    target: Any = root
+    for part in reference.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict) and name in target:
+            target = target[name]
+        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            return None
+    return target
+
+
+def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
+    """Whether something finite may match, given which references are known to be finite."""
+    if not isinstance(schema, dict):
+        return schema is not False
+    if "const" in schema or "enum" in schema:
+        return True
+
+    def every(schemas: Any) -> bool:
+        return all(_is_finite(each, finite) for each in schemas)
+
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not finite.get(reference, True):
+        return False
+    if not every(schema.get("allOf") or ()):
+        return False
+    for name in ("anyOf", "oneOf"):
+        if schema.get(name) and not any(_is_finite(each, finite) for each in schema[name]):
+            return False
+    types = schema.get("type")
+    kinds = {types} if isinstance(types, str) else set(types or ("null",))
+    return bool(kinds - {"object", "array"}) or any(_OF_KIND[kind](schema, every) for kind in kinds)
+
+
+def _finite_object(schema: Schema, every: Callable[[Any], bool]) -> bool:
+    properties = schema.get("properties") or {}
+    rest = schema.get("additionalProperties", True)
+    return every(properties.get(name, rest) for name in schema.get("required") or ())
+
+
+def _finite_array(schema: Schema, every: Callable[[Any], bool]) -> bool:
+    least, items = schema.get("minItems", 0), schema.get("items", True)
+    first = schema.get("prefixItems", items if isinstance(items, list) else [])
+    rest = schema.get("additionalItems", True) if isinstance(items, list) else items
+    return every(first[:least]) and (least <= len(first) or every([rest]))
+
+
+_OF_KIND = {"object": _finite_object, "array": _finite_array}

@@ -1,0 +1,115 @@
+"""The grammars of running requests: compiled beside the engine's loop, followed token by token. Knows ids and tokens only.
+
+One thread owns this. Only compiling happens in another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+from engine.structured.grammar import Compiler, make_executor
+
+MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time; the others wait
+MAX_THREADS = 8
+FEW = 4  # masks that one thread fills as fast as several
+
+
+class Matching:
+    """`add` a request, and when `take_ready` names it: `advance` by each of its tokens, and ask for `masks`."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._waiting: dict[str, str] = {}  # request id → grammar
+        self._compiling: dict[str, Future[LLMatcher]] = {}
+        self._matchers: dict[str, LLMatcher] = {}
+        self._weights: dict[str, int] = {}  # of those being compiled or compiled
+        self._compile_thread: ThreadPoolExecutor | None = None
+        self._mask_threads: LLExecutor | None = None
+
+    def __bool__(self) -> bool:
+        """Whether a request is being followed."""
+        return bool(self._matchers)
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._compiling)
+
+    def add(self, request_id: str, grammar: str) -> None:
+        self._waiting[request_id] = grammar
+        self._compile_waiting()
+
+    def _compile_waiting(self) -> None:
+        weight = sum(self._weights.values())
+        for request_id, grammar in list(self._waiting.items()):
+            if weight and weight + len(grammar) > MAX_WEIGHT:
+                break
+            if self._compile_thread is None:
+                self._compile_thread = make_executor(1)
+            del self._waiting[request_id]
+            self._weights[request_id] = len(grammar)
+            weight += len(grammar)
+            self._compiling[request_id] = self._compile_thread.submit(self._compiler.compile, grammar)
+
+    def wait(self, seconds: float) -> None:
+        """Until one of those being compiled is ready, but not for longer than this."""
+        wait(self._compiling.values(), seconds, FIRST_COMPLETED)
+
+    def take_ready(self) -> list[tuple[str, str]]:
+        """Requests that may begin, with "", and those that never will, with the reason."""
+        ready = []
+        for request_id, future in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[request_id]
+            error = future.exception()
+            if error is None:
+                self._matchers[request_id] = future.result()
+            else:
+                self.forget(request_id)
+            ready.append((request_id, "" if error is None else str(error)))
+        return ready
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended. Others are no concern of this."""
+        self._waiting.pop(request_id, None)
+        self._matchers.pop(request_id, None)
+        if (future := self._compiling.pop(request_id, None)) is not None:
+            future.cancel()
+        if self._weights.pop(request_id, None) is not None:
+            self._compile_waiting()
+
+    def advance(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """The request's next tokens. Others than the masks allow put it into an error that `masks` tells of.
+
+        After the end nothing but ends of text is allowed.
+        """
+        matcher = self._matchers.get(request_id)
+        if matcher is not None and not matcher.is_stopped():
+            matcher.consume_tokens(list(token_ids))
+
+    def masks(self, request_ids: Sequence[str]) -> tuple[np.ndarray, dict[str, str]]:
+        """The tokens that may come next [n, (vocabulary + 31) // 32] int32, a bit for each, and what went wrong with whom.
+
+        Whoever is not followed (any more) may go on as they like.
+        """
+        masks = np.full((len(request_ids), (self._compiler.vocab_size + 31) // 32), -1, dtype=np.int32)
+        found = [(self._matchers[name], i) for i, name in enumerate(request_ids) if name in self._matchers]
+        if len(found) < FEW:
+            for matcher, i in found:
+                fill_next_token_bitmask(matcher, masks, i)
+        else:
+            if self._mask_threads is None:
+                self._mask_threads = LLExecutor(max(min((os.cpu_count() or 1) - 1, MAX_THREADS), 1))
+            fill_next_token_bitmask_par(self._mask_threads, found, masks)
+        errors = {request_ids[i]: matcher.get_error() for matcher, i in found if matcher.is_error()}
+        return masks, errors
+
+    def close(self) -> None:
+        if self._compile_thread is not None:
+            self._compile_thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,142 @@
+"""Regular expressions as people write them (Python, JavaScript), in the dialect of the grammar library. Runs none.
+
+Where dialects differ, the result matches only what all of them match: `\\d` is 0 to 9 here, and `\\D` no digit of any
+script, so what is generated passes the reader's check whichever dialect that is in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+MAX_LENGTH = 10_000
+MAX_POSITIONS = 20_000  # with counted repetitions written out: what a matcher's states are made of
+
+_CLASSES = {  # the narrow and the wide reading, as members of a character class
+    "d": ("0-9", r"\p{Nd}"),
+    "w": ("0-9A-Za-z_", r"\p{L}\p{M}\p{N}\p{Pc}"),
+    "s": (r" \t\n\r\f\v", r"\s\x1c-\x1f\x{feff}"),
+}
+_COUNT = re.compile(r"\{(\d{1,9})?(,)?(\d{1,9})?\}")
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_GROUP = re.compile(r"\((?:\?(?:P?<\w+>|[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]))?")
+_BRACED = re.compile(r"\\[pPux]\{\w*\}")
+
+
+def portable(pattern: str) -> str:
+    """`pattern` for the library. `ValueError` says what cannot be done; errors of syntax are left to the library."""
+    return read(pattern)[0]
+
+
+def read(pattern: str) -> tuple[str, int]:
+    """`pattern` for the library, and its positions. `ValueError` as `portable`."""
+    if len(pattern) > MAX_LENGTH:
+        raise ValueError(f"a regular expression may have at most {MAX_LENGTH} characters, this one has {len(pattern)}")
+    out: list[str] = []
+    positions = Positions()
+    for piece, kind, times in _pieces(pattern):
+        out.append(piece)
+        if kind == "atom":
+            positions.atom(1)
+        elif kind == "open":
+            positions.open()
+        elif kind == "close":
+            positions.close()
+        elif kind == "count":
+            positions.repeat(times)
+        if positions.total > MAX_POSITIONS:
+            raise ValueError(
+                f"a regular expression may have at most {MAX_POSITIONS} positions, repetitions written out"
+            )
+    return "".join(out), max(positions.total, 1)
+
+
+@dataclass(slots=True)
+class Positions:
+    """Counts the positions of an expression that is read from left to right, with its repetitions written out."""
+
+    total: int = 0  # of the innermost open group
+    _last: int = 0  # of the last atom or group
+    _open: list[int] = field(default_factory=list)  # those before each open group, in its parent
+
+    def atom(self, size: int) -> None:
+        self._last = size
+        self.total += size
+
+    def open(self) -> None:
+        self._open.append(self.total)
+        self.total = self._last = 0
+
+    def close(self) -> None:
+        if self._open:
+            self._last = max(self.total, 1)
+            self.total = self._open.pop() + self._last
+
+    def repeat(self, times: int) -> None:
+        """What was last comes this often at most."""
+        self.total += self._last * max(times - 1, 0)
+        self._last *= max(times, 1)
+
+
+def _pieces(pattern: str) -> Iterator[tuple[str, str, int]]:
+    """Text for the library, its kind, and how often it repeats what is before it at most."""
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            piece, at = _escape(pattern, at, in_class=False, negated=False)
+            yield piece, "atom", 1
+        elif char == "[":
+            piece, at = _class(pattern, at)
+            yield piece, "atom", 1
+        elif char == "(":
+            if _LOOKAROUND.match(pattern, at):
+                raise ValueError("look-ahead and look-behind are not supported")
+            piece = match[0] if (match := _GROUP.match(pattern, at)) else "("
+            at += len(piece)
+            yield piece, "flags" if piece.endswith(")") else "open", 1
+        elif char == "{" and (match := _COUNT.match(pattern, at)) and (match[1] or match[3]):
+            at = match.end()
+            yield f"{{{match[1] or 0}{match[2] or ''}{match[3] or ''}}}", "count", int(match[3] or match[1])
+        else:
+            at += 1
+            kind = "close" if char == ")" else "sign" if char in "*+?|^$" else "atom"
+            yield char if kind != "atom" else _literal(char), kind, 1
+
+
+def _literal(char: str) -> str:
+    if char in "{}":
+        return "\\" + char
+    return char if char.isprintable() else rf"\x{{{ord(char):x}}}"
+
+
+def _escape(pattern: str, at: int, in_class: bool, negated: bool) -> tuple[str, int]:
+    """What stands at a backslash, and where it ends."""
+    if match := _BRACED.match(pattern, at):
+        return match[0], match.end()
+    char = pattern[at + 1 : at + 2]
+    if char.lower() not in _CLASSES:
+        literal = char in "<>" or not char.isprintable()  # which the library would take for more
+        return _literal(char) if literal else "\\" + char, at + 2
+    narrow, wide = _CLASSES[char.lower()]
+    if char.isupper():
+        return f"[^{narrow if negated else wide}]", at + 2
+    members = wide if negated else narrow
+    return members if in_class else f"[{members}]", at + 2
+
+
+def _class(pattern: str, at: int) -> tuple[str, int]:
+    """A character class, and where it ends; in it, `[`, `&&`, `--` and `~~` mean nothing but themselves."""
+    negated = pattern.startswith("^", at + 1)
+    out = ["[^" if negated else "["]
+    start = at = at + len(out[0])
+    while at < len(pattern) and (pattern[at] != "]" or at == start):
+        char = pattern[at]
+        if char == "\\":
+            piece, at = _escape(pattern, at, in_class=True, negated=negated)
+        else:
+            special = char in "[]&~" or (char == "-" and pattern.startswith("-", at + 1))
+            piece, at = "\\" + char if special else _literal(char), at + 1
+        out.append(piece)
+    return "".join(out) + pattern[at : at + 1], at + 1
