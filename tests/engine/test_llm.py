@@ -190,7 +190,7 @@ def test_interrupted_llm_can_be_used_on(llm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], long, use_tqdm=False)
     timer.join()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert signal.getsignal(signal.SIGINT) is before
     assert not llm._engine.has_work()
     assert len(llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12

@@ -34,7 +34,7 @@ class Live:
     def complete(self, prompt: Any = "Hi", **body: Any) -> httpx.Response:
         return self.post("/v1/completions", prompt=prompt, **body)
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
+    def wait_idle(self, seconds: float = 20.0) -> None:
         """Until the engine works on nothing."""
         deadline = time.monotonic() + seconds
         while self.engine.active and time.monotonic() < deadline:

@@ -237,7 +237,7 @@ def test_clients_that_hang_up_end_their_requests(live: Live, path: str, stream: 
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
-    live.wait_idle(3)
+    live.wait_idle()
     assert len(live.engine.ended) == n
     assert all(tokens < 400 for tokens in live.engine.ended.values())
 
@@ -274,7 +274,7 @@ def test_a_stream_that_waits_to_begin_can_be_left(live: Live) -> None:
     while not live.engine.active:
         time.sleep(0.002)
     connection.close()
-    live.wait_idle(3)
+    live.wait_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

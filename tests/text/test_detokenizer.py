@@ -133,11 +133,11 @@ def test_time_per_token_does_not_grow(tokenizer: Tokenizer, stop: list[str]) -> 
 
     def seconds(repeats: int) -> float:
         detokenizer = Detokenizer(tokenizer, [0] * 10_000, stop=stop)
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(repeats):
             for token_id in ids:
                 detokenizer.push([token_id])
-        return (time.perf_counter() - start) / repeats
+        return (time.process_time() - start) / repeats
 
     seconds(1)
     assert min(seconds(40) for _ in range(3)) < 4 * min(seconds(4) for _ in range(3))
