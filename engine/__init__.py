@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.config import EngineConfig
+    from engine.core.pooling_params import PoolingParams
     from engine.core.sampling_params import SamplingParams
     from engine.llm import LLM
-    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -27,7 +30,9 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.async_engine",
     "CompletionOutput": "engine.outputs",
+    "EmbeddingRequestOutput": "engine.outputs",
     "EngineConfig": "engine.config",
+    "PoolingParams": "engine.core.pooling_params",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.core.sampling_params",
 }

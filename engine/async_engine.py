@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError, EngineError
 from engine.frontend import Frontend
@@ -116,6 +117,10 @@ class AsyncEngine:
         return self._frontend.default_sampling
 
     @property
+    def default_pooling(self) -> str:
+        return self._frontend.default_pooling
+
+    @property
     def num_requests(self) -> int:
         """Requests that somebody is waiting for."""
         return len(self._streams)
@@ -153,6 +158,21 @@ class AsyncEngine:
         sampling = self._frontend.check(prompt_token_ids, sampling)
         self._check_alive()
         return self._generate(Add(request_id, prompt_token_ids, sampling, cache_salt, priority))
+
+    def embed(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        pooling: PoolingParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        """The prompt's embedding, in one update. None: as the model is pooled by default. All else as `generate`."""
+        pooling = pooling or PoolingParams(pooling=self.default_pooling)
+        self._frontend.check_pooling(prompt_token_ids, pooling)
+        self._check_alive()
+        return self._generate(Add(request_id, prompt_token_ids, UNSAMPLED, cache_salt, priority, pooling))
 
     async def _generate(self, request: Add) -> AsyncGenerator[RequestUpdate, None]:
         request_id = request.request_id

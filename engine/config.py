@@ -76,6 +76,11 @@ class EngineConfig:
     block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
     enforce_eager: bool = flag(False, "no CUDA graphs: slower steps, shorter start-up")
 
+    pooling: str = flag(
+        "auto",
+        "what makes embeddings: mean, of all tokens, or the last one; auto: as the model's 1_Pooling says, else last",
+        choices=("auto", "last", "mean"),
+    )
     max_logprobs: int = flag(
         20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
     )

@@ -16,6 +16,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, StepResult
+from engine.core.pooling_params import PoolingParams
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
@@ -130,15 +131,19 @@ class Engine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        pooling: PoolingParams | None = None,
     ) -> None:
         """Queue a request for one answer; `ValueError` when its id is in use or it can never run.
 
         Requests of lower `priority` come first; `cache_salt`: it shares cached blocks only with requests of the same.
+        With `pooling` it gets its prompt's embedding instead, and `sampling` is `UNSAMPLED`.
         """
         if request_id in self._held:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        request = Request(request_id, prompt_token_ids, sampling, self._eos_token_ids, seed, cache_salt, priority)
+        request = Request(
+            request_id, prompt_token_ids, sampling, self._eos_token_ids, seed, cache_salt, priority, pooling
+        )
         if (structured := sampling.structured_outputs) is None:
             self.scheduler.add(request)
         else:

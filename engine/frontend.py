@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
+from engine.models.pooling_config import read_pooling
 from engine.models.spec import ModelSpec
 from engine.structured.grammar import (
     Compiler,
@@ -46,6 +48,7 @@ class Frontend:
     default_sampling: dict[str, Any]  # fields of SamplingParams, from generation_config.json
     max_model_len: int
     max_logprobs: int
+    default_pooling: str = "last"
 
     @classmethod
     def load(cls, config: EngineConfig) -> Frontend:
@@ -61,6 +64,7 @@ class Frontend:
             _default_sampling(config, folder),
             context_length(config, spec),
             config.max_logprobs,
+            read_pooling(folder) if config.pooling == "auto" else config.pooling,
         )
 
     def local(self, config: EngineConfig) -> EngineConfig:
@@ -87,17 +91,8 @@ class Frontend:
         `ValueError` when the engine could not run this request; says what would be right. A grammar that is not compiled
         yet may take a second.
         """
-        num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
-        if not num_prompt:
-            raise ValueError("the prompt is empty: it must have at least one token")
-        if num_prompt >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens, but the context holds {self.max_model_len}, at least one of them "
-                "for the answer: shorten the prompt"
-            )
-        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
-            wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
-            raise ValueError(f"prompt token ids must be from 0 to {vocab_size - 1}, got {wrong}")
+        vocab_size = self.spec.vocab_size
+        self._check_prompt(prompt_token_ids, 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(sampling, name) or 0) > self.max_logprobs:
                 got = getattr(sampling, name)
@@ -112,6 +107,26 @@ class Frontend:
             if (highest := max(word)) >= vocab_size:  # type: ignore[operator]
                 raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
         return sampling
+
+    def check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
+        """`ValueError` when the engine could not make this embedding; says what would be right."""
+        self._check_prompt(prompt_token_ids, 0)
+        hidden_size = self.spec.hidden_size
+        if (pooling.dimensions or 0) > hidden_size:
+            raise ValueError(f"dimensions must be at most {hidden_size}, the model's own, got {pooling.dimensions}")
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int], num_answer: int) -> None:
+        num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
+        if not num_prompt:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        if num_prompt + num_answer > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens, but the context holds {self.max_model_len}"
+                f"{', at least one of them for the answer' if num_answer else ''}: shorten the prompt"
+            )
+        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
+            wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
+            raise ValueError(f"prompt token ids must be from 0 to {vocab_size - 1}, got {wrong}")
 
     def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
         changes: dict[str, Any] = {}

@@ -22,11 +22,21 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig, nearest, settings_of
 from engine.core.batch import TokenLogprobs
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineDeadError
 from engine.frontend import Frontend
-from engine.outputs import CompletionOutput, Logprob, OutputStream, RequestOutput, logprobs_by_id, with_samples
+from engine.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    OutputStream,
+    RequestOutput,
+    logprobs_by_id,
+    with_samples,
+)
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 
@@ -111,6 +121,39 @@ class LLM:
         ]
         return self._generate(prompts, sampling_params, use_tqdm, False, None)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: list[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embeddings of one prompt or many, in their order: of the model's final hidden states.
+
+        `pooling`: "last", the last token's, or "mean", of all; None: as the setting of that name says. `normalize`: to
+        length 1. `dimensions`: only so many first ones, for models that were trained for it. All else as `generate`.
+        """
+        params = PoolingParams(
+            pooling=pooling or self._frontend.default_pooling, normalize=normalize, dimensions=dimensions
+        )
+        several = _as_list(prompts)
+        jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params)
+        self._run_all(jobs, use_tqdm, "Embedding")
+        return [
+            EmbeddingRequestOutput(
+                job.request_id,
+                EmbeddingOutput.read(job.answers[0].embedding),
+                job.token_ids,
+                True,
+                job.text,
+                job.answers[0].num_cached_tokens,
+            )
+            for job in jobs
+        ]
+
     def get_tokenizer(self) -> Tokenizer:
         """`ValueError` with skip_tokenizer_init."""
         if self._frontend.tokenizer is None:
@@ -149,8 +192,6 @@ class LLM:
         add_special_tokens: bool,
         priority: list[int] | None,
     ) -> list[RequestOutput]:
-        if self._broken:
-            raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
         several = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -159,36 +200,57 @@ class LLM:
         )
         if len(each) != len(several):
             raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
-        if priority is not None and len(priority) != len(several):
-            raise ValueError(f"priority must be one for each prompt ({len(several)}), got {len(priority)}")
+        jobs = self._jobs(several, each, add_special_tokens, priority)
+        self._run_all(jobs, use_tqdm, "Generating")
+        return [self._result(job) for job in jobs]
+
+    def _jobs(
+        self,
+        prompts: list[Prompt],
+        sampling_params: list[SamplingParams],
+        add_special_tokens: bool,
+        priority: list[int] | None,
+        pooling: PoolingParams | None = None,
+    ) -> list[_Job]:
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"priority must be one for each prompt ({len(prompts)}), got {len(priority)}")
         jobs = []
-        for index, (prompt, sampling) in enumerate(zip(several, each, strict=True)):
+        for index, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
             try:
-                job = self._job(prompt, sampling, add_special_tokens)
+                job = self._job(prompt, sampling, add_special_tokens, pooling)
                 job.priority = priority[index] if priority is not None else 0
                 jobs.append(job)
             except (ValueError, TokenizerError) as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
+        return jobs
+
+    def _run_all(self, jobs: list[_Job], use_tqdm: bool | Callable[..., Any], title: str) -> None:
+        if self._broken:
+            raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
         bar = None
         if use_tqdm:
             make = use_tqdm if callable(use_tqdm) else tqdm
-            bar = make(total=len(jobs), desc="Generating", unit=" requests", dynamic_ncols=True)
+            bar = make(total=len(jobs), desc=title, unit=" requests", dynamic_ncols=True)
         try:
             with _interrupt_later() as interrupted:
                 self._run(jobs, bar, interrupted)
         finally:
             if bar is not None:
                 bar.close()
-        return [self._result(job) for job in jobs]
 
-    def _job(self, prompt: Prompt, sampling: SamplingParams, add_special_tokens: bool) -> _Job:
+    def _job(
+        self, prompt: Prompt, sampling: SamplingParams, add_special_tokens: bool, pooling: PoolingParams | None
+    ) -> _Job:
         text, token_ids, cache_salt = _read_prompt(prompt)
         if token_ids is None:
             assert text is not None
             if self._frontend.tokenizer is None:
                 raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
             token_ids = self._frontend.tokenizer.encode(text, add_special_tokens)
-        sampling = self._frontend.check(token_ids, sampling)
+        if pooling is None:
+            sampling = self._frontend.check(token_ids, sampling)
+        else:
+            self._frontend.check_pooling(token_ids, pooling)
         request_id = str(next(self._ids))
         answers = [
             _Answer(
@@ -197,13 +259,14 @@ class LLM:
             )
             for index, own in enumerate(with_samples(sampling))
         ]
-        return _Job(request_id, text, token_ids, cache_salt, answers)
+        return _Job(request_id, text, token_ids, cache_salt, answers, pooling)
 
     def _run(self, jobs: list[_Job], bar: Any, interrupted: list[int]) -> None:
         """Answer all jobs. After an exception nothing of them is left in the engine."""
         engine = self._engine
         running: dict[str, tuple[_Job, _Answer]] = {}
         progress = _Progress(bar)
+        generates = not any(job.pooling for job in jobs)
         try:
             for job in jobs:
                 for answer in job.answers:
@@ -213,6 +276,7 @@ class LLM:
                         answer.stream.sampling,
                         cache_salt=job.cache_salt,
                         priority=job.priority,
+                        pooling=job.pooling,
                     )
                     running[answer.request_id] = job, answer
             while running:
@@ -230,7 +294,7 @@ class LLM:
                         job.num_unfinished -= 1
                         progress.finished += not job.num_unfinished
                         progress.prompt_tokens += len(job.token_ids) if not job.num_unfinished else 0
-                progress.output_tokens += len(outputs)
+                progress.output_tokens += len(outputs) if generates else 0
                 progress.show(now)
                 if interrupted:
                     raise KeyboardInterrupt
@@ -293,6 +357,7 @@ class _Answer:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""
 
     def __post_init__(self) -> None:
         self.has_stop_strings = bool(self.stream.sampling.stop_strings)
@@ -308,6 +373,7 @@ class _Answer:
         self.num_cached_tokens = update.num_cached_tokens
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
+        self.embedding = update.embedding or b""
         return update.finish_reason is not None
 
 
@@ -320,6 +386,7 @@ class _Job:
     token_ids: list[int]
     cache_salt: str
     answers: list[_Answer]
+    pooling: PoolingParams | None = None
     priority: int = 0
     num_unfinished: int = field(init=False)
 

@@ -6,6 +6,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
 # Commands: front end → engine process
@@ -26,6 +27,7 @@ class Add(msgspec.Struct, tag=True):
     sampling: SamplingParams
     cache_salt: str
     priority: int = 0
+    pooling: PoolingParams | None = None
 
 
 class Abort(msgspec.Struct, tag=True):

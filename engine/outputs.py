@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 
 from engine.core.batch import EngineOutput, TokenLogprobs
@@ -18,7 +19,7 @@ class RequestMetrics:
     arrival_time: float  # at the front end
     queued_ts: float = 0.0  # in the engine
     scheduled_ts: float = 0.0  # first
-    first_token_ts: float = 0.0  # at the front end
+    first_token_ts: float = 0.0  # at the front end; or that of the embedding
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
@@ -40,6 +41,7 @@ class RequestUpdate:
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: RequestMetrics  # goes on changing with the request
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, when asked: of the prompt from its second
+    embedding: bytes | None = None  # float32 values, when that was asked for instead of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,34 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each prompt token; None for the first
 
 
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+    @classmethod
+    def read(cls, data: bytes) -> EmbeddingOutput:
+        """From float32 values, as the engine gives them."""
+        return cls(array("f", data).tolist())
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    prompt: str | None = None  # None when it was given as token ids
+    num_cached_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class OutputStream:
     """Collects what the engine says of one request until somebody takes it: cheap to feed, text is made when taken.
@@ -116,7 +146,7 @@ class OutputStream:
     def add(self, output: EngineOutput, now: float) -> None:
         """Take in what a step gave; `output` is the stream's own from now on."""
         metrics = self.metrics
-        if output.new_token_ids:
+        if output.new_token_ids or output.embedding is not None:
             metrics.first_token_ts = metrics.first_token_ts or now
             metrics.last_token_ts = now
             metrics.num_generation_tokens += len(output.new_token_ids)
@@ -156,7 +186,7 @@ class OutputStream:
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
         return RequestUpdate(
             text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics,
-            news.prompt_logprobs,
+            news.prompt_logprobs, news.embedding,
         )  # fmt: skip
 
 

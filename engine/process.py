@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
@@ -31,7 +32,14 @@ class Steppable(Protocol):
     """An engine, as the loop uses it."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str, priority: int
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str,
+        priority: int,
+        pooling: PoolingParams | None,
     ) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
@@ -84,6 +92,7 @@ class EngineLoop:
                 request.sampling,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                pooling=request.pooling,
             )
         except ValueError as error:  # front ends check first, so this is about this engine's memory
             _log.error("request %s: %s", request_id, error)

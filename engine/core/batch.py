@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
 
@@ -22,6 +23,7 @@ class Admission:
     block_ids: list[int]  # every block it holds now, in order
     sampling: SamplingParams
     seed: int  # 64-bit, always set: the request's own, or drawn by the engine
+    pooling: PoolingParams | None = None  # it wants its prompt's embedding, and no token
 
 
 @dataclass(slots=True)  # made for every request of every step: freezing would make that four times as slow
@@ -32,7 +34,7 @@ class Scheduled:
     start: int
     num_tokens: int
     new_block_ids: list[int]  # appended to its block table before this step; for an admission of this step: empty
-    samples: bool  # the share reaches the request's last token, so the step yields its next one
+    samples: bool  # the share reaches the request's last token, so the step yields its next one, or its embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class StepResult:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index in `scheduled` → logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt tokens start + 1, …
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # index in `scheduled` → float32 values
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class EngineOutput:
     prompt_logprobs: list[TokenLogprobs] | None = (
         None  # with the first token, when asked: of the prompt from its second
     )
+    embedding: bytes | None = None  # float32 values; all that a request for it is told
 
 
 @dataclass(frozen=True, slots=True)

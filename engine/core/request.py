@@ -6,6 +6,7 @@ import sys
 from dataclasses import InitVar, dataclass, field
 
 from engine.core.batch import TokenLogprobs
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
 
@@ -30,6 +31,7 @@ class Request:
     seed: int  # 64-bit
     cache_salt: str = ""  # requests share cached blocks only with requests of the same salt
     priority: int = 0  # lower ones first
+    pooling: PoolingParams | None = None  # it ends with its prompt's embedding; the one token it may get never comes
 
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -70,6 +72,11 @@ class Request:
     def is_scored(self) -> bool:
         """Whether log-probabilities of its prompt are wanted and not all known: then all of it has to be computed."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether tokens in the prefix cache are as good as computed ones: not where each has a result of its own."""
+        return not self.is_scored and (self.pooling is None or self.pooling.pooling == "last")
 
     def score(self, start: int, logprobs: list[TokenLogprobs]) -> None:
         """Learn those of the prompt's tokens from `start` + 1 on, for the second time after a preemption."""

@@ -57,16 +57,16 @@ class Scheduler:
 
     def check_new(self, request: Request) -> None:
         """ValueError when its id is in use, or when it can never be run. Sets how long it may get."""
-        num_prompt, longest = request.num_prompt_tokens, self.max_model_len - 1
+        num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
         num_slots = self.blocks.num_blocks * self.blocks.block_size
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if not 1 <= num_prompt <= longest:
             raise ValueError(
-                f"the prompt has {num_prompt} tokens; it may have from 1 to {longest}, "
-                f"one less than max_model_len={self.max_model_len}"
+                f"the prompt has {num_prompt} tokens; "
+                f"it may have from 1 to {longest} with max_model_len={self.max_model_len}"
             )
-        max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+        max_num_tokens = min(request.max_num_tokens, longest + 1)
         if max_num_tokens - 1 > num_slots:
             room = num_slots - num_prompt + 1
             raise ValueError(
@@ -178,6 +178,29 @@ class Scheduler:
                 )
             )
         self._generation_tokens += len(news)
+        if result.embeddings:
+            news += self._finish_pooled(requests, result.embeddings)
+        return news
+
+    def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
+        news = []
+        for index, embedding in embeddings.items():
+            request = requests[index]
+            if request.finish_reason is None:
+                request.finish_reason = "stop"
+                self._forget(request)
+                news.append(
+                    EngineOutput(
+                        request.request_id,
+                        [],
+                        request.finish_reason,
+                        num_cached_tokens=request.num_cached_tokens,
+                        num_preemptions=request.num_preemptions,
+                        queued_time=request.queued_time,
+                        scheduled_time=request.scheduled_time,
+                        embedding=embedding,
+                    )
+                )
         return news
 
     def reset_prefix_cache(self) -> bool:
@@ -204,7 +227,7 @@ class Scheduler:
         chunk, and it leaves one for each running request, so that these do not preempt it in their next block.
         """
         assert len(request.token_ids) == request.num_tokens, "a waiting request has no token in flight"
-        cached_ids = [] if request.is_scored else self.blocks.match_prefix(request)
+        cached_ids = self.blocks.match_prefix(request) if request.reads_cache else []
         if self.blocks.grow(request, request.num_tokens, cached_ids, num_spare=len(self.running)) is None:
             return None
         del self.waiting[request.request_id]
@@ -216,7 +239,7 @@ class Scheduler:
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
             request.num_cached_tokens = request.num_computed_tokens
-            if self.blocks.enable_prefix_caching and not request.is_scored:
+            if self.blocks.enable_prefix_caching and request.reads_cache:
                 self._prefix_queries += request.num_prompt_tokens
                 self._prefix_hits += request.num_cached_tokens
         return Admission(
@@ -227,6 +250,7 @@ class Scheduler:
             request.block_ids.copy(),
             request.sampling,
             request.seed,
+            request.pooling,
         )
 
     def _preempt_last(self) -> Request:

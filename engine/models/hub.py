@@ -20,7 +20,10 @@ from engine.models.errors import ModelError
 from engine.models.files import listing
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
-OTHER_FORMATS = ["*/*", "consolidated*"]  # exports in subfolders, and Mistral's second copy of the weights
+OTHER_FORMATS = [
+    "[!1]*/*",
+    "consolidated*",
+]  # exports in subfolders (not 1_Pooling), Mistral's second copy of the weights
 
 
 def resolve_model(

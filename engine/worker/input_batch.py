@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import Admission, SchedulerOutput
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.worker.token_history import TokenHistory
 from kernels.step import RowState
@@ -29,6 +30,7 @@ class Row:
     constrained: bool  # a grammar says what may come next
     min_context: int  # the kernel alone cannot sample it either in a context shorter than this
     slot: int  # in the token history; -1: it needs none
+    pooling: PoolingParams | None  # its prompt's embedding is wanted, and no token
     allowed: Tensor | None = None  # [V] bool on the device: its `allowed_token_ids`, once they were needed
 
 
@@ -61,6 +63,7 @@ class InputBatch:
     rows: dict[str, Row] = field(init=False, default_factory=dict)
     num_special: int = field(init=False, default=0)  # rows that are special, for a while at least
     num_scored: int = field(init=False, default=0)  # rows that want log-probabilities of their prompt
+    num_pooled: int = field(init=False, default=0)  # rows that want an embedding
     _free: list[int] = field(init=False)
     _ring: list[Tensor] = field(init=False)
     _turn: int = field(init=False, default=0)
@@ -79,6 +82,7 @@ class InputBatch:
                 self._free.append(row.index)
                 self.num_special -= row.special or row.constrained or row.min_context > 0
                 self.num_scored -= row.sampling.prompt_logprobs is not None
+                self.num_pooled -= row.pooling is not None
                 if row.slot >= 0:
                     self.history.release(row.slot)
         if output.admitted:
@@ -93,9 +97,10 @@ class InputBatch:
             min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
             slot = self.history.take(tokens) if p.looks_back else -1
             constrained = p.structured_outputs is not None
-            row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, constrained, min_context, slot)
+            row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, constrained, min_context, slot, a.pooling)
             self.num_special += row.special or constrained or min_context > 0
             self.num_scored += p.prompt_logprobs is not None
+            self.num_pooled += a.pooling is not None
             self.rows[a.request_id] = row
         at = torch.tensor(indices)
         params = [a.sampling for a in admitted]

@@ -27,6 +27,7 @@ from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
 from engine.worker.logits_processor import Group, LogitsProcessor
+from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.sampler import LogprobsRequest, PromptLogprobs, sample
 from kernels.step import StepTensors
 
@@ -57,7 +58,8 @@ class StepHandle:
     """A step on its way. `read` may be called once, and after `constrain` when that is due."""
 
     output: SchedulerOutput
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
+    embeddings: Embeddings | None = None
     constrained: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
     sample_constrained: Callable[[Tensor], None] | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
@@ -79,7 +81,11 @@ class StepHandle:
         ids = self.tokens.tolist()
         token_ids = [ids[i] if s.samples else -1 for i, s in enumerate(self.output.scheduled)]
         logprobs = self.logprobs.read() if self.logprobs else {}
-        return self.output, StepResult(token_ids, logprobs, self.prompt_logprobs.read() if self.prompt_logprobs else {})
+        prompt_logprobs = self.prompt_logprobs.read() if self.prompt_logprobs else {}
+        embeddings = self.embeddings.read() if self.embeddings else {}
+        for i in embeddings:
+            token_ids[i] = -1
+        return self.output, StepResult(token_ids, logprobs, prompt_logprobs, embeddings)
 
 
 class ModelRunner:
@@ -100,6 +106,7 @@ class ModelRunner:
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
         self._processor = LogitsProcessor(self._batch, self._step, spec.eos_token_ids, spec.vocab_size)
+        self._pooler = Pooler(self._batch, model.norm, spec.hidden_size)
         self._shape = KVCacheShape.of(spec, options.block_size, options.dtype)
         self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
         self._tile_queries = 0
@@ -157,18 +164,17 @@ class ModelRunner:
         """Queue one step; nothing waits for the device."""
         self._batch.apply(output)
         size = 0
-        scored = PromptLogprobs.shares(output, self._batch)
-        if self._graphs is not None and not scored and output.num_decodes == len(output.scheduled):
+        scored, pooled = PromptLogprobs.shares(output, self._batch), self._pooler.shares(output)
+        if self._graphs is not None and not scored and not pooled and output.num_decodes == len(output.scheduled):
             size = self._graphs.padded_size(output.num_decodes)
         packed = self._batch.pack(output, size)
+        handle = StepHandle(output)
         if size:
             assert self._graphs is not None
             self._graph_input[: len(packed.packed)].copy_(packed.packed, non_blocking=True)
             logits, tokens = self._graphs.run(size)
-            prompt_logprobs = None
         else:
-            logits, tokens, prompt_logprobs = self._compute(output, packed, scored)
-        handle = StepHandle(output, prompt_logprobs)
+            logits, tokens = self._compute(handle, packed, scored, pooled)
         free, constrained = self._processor.select(output, packed)
         for group in free:
             self._processor.sample(logits, tokens, group)
@@ -206,9 +212,12 @@ class ModelRunner:
             handle.done.record()
 
     def _compute(
-        self, output: SchedulerOutput, packed: PackedStep, scored: list[int]
-    ) -> tuple[Tensor, Tensor, PromptLogprobs | None]:
-        """Logits [B, V] and sampled tokens [B] of any step, eagerly, and prompt log-probabilities of `scored` shares."""
+        self, handle: StepHandle, packed: PackedStep, scored: list[int], pooled: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] and sampled tokens [B] of any step, eagerly.
+
+        Prompt log-probabilities of `scored` shares and embeddings of `pooled` ones go to `handle`.
+        """
         on_device = packed.packed.to(self.device, non_blocking=True)
         n = packed.num_decodes
         tiles = None
@@ -218,17 +227,25 @@ class ModelRunner:
         step, num_seqs = self._step, packed.num_seqs
         metadata = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
         hidden = self._forward(packed.num_tokens, metadata)
-        prompt_logprobs = PromptLogprobs(self._batch) if scored else None
-        for i in scored:
-            assert prompt_logprobs is not None
-            first, start = sum(packed.query_lens[:i]), output.scheduled[i].start
-            own = hidden[first : first + packed.query_lens[i]]
-            num_rows = max(SCORED_ELEMENTS // self.spec.vocab_size, 1)
-            prompt_logprobs.add(i, start, packed.rows[i], own, self.model.logits, num_rows)
+        if scored:
+            handle.prompt_logprobs = self._score(handle.output, packed, scored, hidden)
+        if pooled:
+            handle.embeddings = self._pooler.pool(handle.output, packed, pooled, hidden)
+            if len(pooled) == num_seqs:  # nothing is to be sampled
+                return hidden[:0], torch.full((num_seqs,), -1, device=self.device)
         if packed.num_tokens > num_seqs:
             hidden = hidden[step.last_index[:num_seqs]]
         logits = self.model.logits(hidden)
-        return logits, self._sample(logits, greedy=packed.greedy), prompt_logprobs
+        return logits, self._sample(logits, greedy=packed.greedy)
+
+    def _score(self, output: SchedulerOutput, packed: PackedStep, scored: list[int], hidden: Tensor) -> PromptLogprobs:
+        prompt_logprobs = PromptLogprobs(self._batch)
+        num_rows = max(SCORED_ELEMENTS // self.spec.vocab_size, 1)
+        for i in scored:
+            first, start = sum(packed.query_lens[:i]), output.scheduled[i].start
+            own = hidden[first : first + packed.query_lens[i]]
+            prompt_logprobs.add(i, start, packed.rows[i], own, self.model.logits, num_rows)
+        return prompt_logprobs
 
     def _decode_on_device(self, size: int) -> tuple[Tensor, Tensor]:
         """The whole decode step of `size` sequences, from the graph's input buffer to sampled tokens; captured in a graph."""

@@ -12,9 +12,10 @@ from random import Random
 from string import ascii_letters
 
 import pytest
-from toy import Launched, ToyRunner, single_answer
+from toy import Launched, ToyRunner, single_answer, single_embedding
 
 from engine.core.batch import EngineOutput
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
@@ -35,6 +36,10 @@ EXPECTED_EVENTS = [
     "finished by length",
     "finished by a stop token",
     "finished by max_model_len",
+    "embeddings of chunks",
+    "embeddings from a cached prefix",
+    "embeddings after preemption",
+    "embeddings of a whole context",
     "ends of text before min_tokens",
     "refused",
     "extra tokens to be dropped",
@@ -48,10 +53,12 @@ class Client:
 
     request: Request
     answer: tuple[list[int], str, int | None]
+    embedding: bytes | None = None
     received: list[int] = field(default_factory=list)
 
     def receive(self, news: EngineOutput) -> None:
         tokens, finish_reason, stop_reason = self.answer
+        assert news.embedding == self.embedding
         self.received += news.new_token_ids
         assert self.received == tokens[: len(self.received)], f"wrong tokens for {news.request_id}"
         done = len(self.received) == len(tokens)
@@ -134,8 +141,15 @@ class Workload:
             self.last_gone = news.request_id
             self.events[f"finished by {news.finish_reason}"] += 1
             self.events["finished by a stop token"] += news.stop_reason is not None
-            self.events["finished by max_model_len"] += len(client.request.token_ids) == self.max_model_len
+            whole_context = len(client.request.token_ids) == self.max_model_len
+            self.events["finished by max_model_len"] += whole_context and news.finish_reason == "length"
             self.events["resumed after preemption"] += news.num_preemptions > 0
+            if client.embedding is not None:
+                budget = self.scheduler.max_num_batched_tokens
+                self.events["embeddings of chunks"] += client.request.num_prompt_tokens > budget
+                self.events["embeddings from a cached prefix"] += news.num_cached_tokens > 0
+                self.events["embeddings after preemption"] += news.num_preemptions > 0
+                self.events["embeddings of a whole context"] += whole_context
             self.events["ends of text before min_tokens"] += bool(
                 set(client.received[: client.request.sampling.min_tokens - 1]) & client.request.stop_ids
             )
@@ -161,20 +175,28 @@ class Workload:
             stop_token_ids=rng.choice([None, [2], [0, 2]]),
             logprobs=rng.choice([None, None, 0]),
         )
+        pooling = rng.choice([None, None, None, PoolingParams(), PoolingParams(pooling="mean")])
+        if pooling is not None:
+            sampling, max_tokens = UNSAMPLED, 1
         eos = frozenset(rng.choice([[0], [0, 1], []]))
         request_id = rng.choice([self.last_gone, *ascii_letters])
         salt = rng.choice([0, 0, 0, 1])
-        request = Request(request_id, prompt, sampling, eos, seed=salt, cache_salt=f"salt {salt}" if salt else "")
-        longest = min(len(prompt) + (max_tokens or self.max_model_len), self.max_model_len)
-        fits = 1 <= len(prompt) < self.max_model_len and longest - 1 <= self.num_blocks * self.block_size
+        salt_name = f"salt {salt}" if salt else ""
+        request = Request(request_id, prompt, sampling, eos, seed=salt, cache_salt=salt_name, pooling=pooling)
+        most = self.max_model_len + (pooling is not None)  # an embedding takes no place in the context
+        longest = min(len(prompt) + (max_tokens or most), most)
+        fits = 1 <= len(prompt) < most and longest - 1 <= self.num_blocks * self.block_size
         if request_id in self.clients or not fits:
             with pytest.raises(ValueError, match=r"in use|would fit|it may have"):
                 self.scheduler.add(request)
             self.events["refused"] += 1
             return
         self.scheduler.add(request)
-        answer = single_answer(prompt, sampling, eos, salt, self.max_model_len, self.vocab_size)
-        self.clients[request_id] = Client(request, answer)
+        if pooling is None:
+            client = Client(request, single_answer(prompt, sampling, eos, salt, self.max_model_len, self.vocab_size))
+        else:
+            client = Client(request, ([], "stop", None), single_embedding(prompt, pooling, salt))
+        self.clients[request_id] = client
         in_flight = self.in_flight.output.scheduled if self.in_flight else []
         self.events["ids used again while in flight"] += request_id in {share.request_id for share in in_flight}
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.core.batch import SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
 POISON = -7
@@ -51,6 +52,12 @@ def single_answer(
             return tokens[len(prompt) :], "length", None
 
 
+def single_embedding(prompt: list[int], pooling: PoolingParams, seed: int) -> bytes:
+    """What a request for an embedding gets that is alone in the world."""
+    states = states_of(prompt, seed)
+    return repr(states[-1] if pooling.pooling == "last" else sum(states)).encode()
+
+
 @dataclass(slots=True)
 class Row:
     """A request on the device, which knows each token as soon as it is sampled."""
@@ -61,6 +68,8 @@ class Row:
     num_computed: int
     sampling: SamplingParams
     seed: int
+    pooling: PoolingParams | None
+    pooled: int = 0  # sum of the states that were computed here, not taken from the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +140,7 @@ class ToyRunner:
                 num_computed,
                 admission.sampling,
                 admission.seed,
+                admission.pooling,
             )
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
         admitted = {admission.request_id for admission in output.admitted}
@@ -152,6 +162,7 @@ class ToyRunner:
                 block_id = row.block_ids[position // size]
                 assert written.setdefault(block_id, share.request_id) == share.request_id, "two writers of one block"
                 self.kv[block_id * size + position % size] = row.states[position]
+                row.pooled += row.states[position]
             row.num_computed += share.num_tokens
         for admission in output.admitted:
             cached = admission.block_ids[: admission.num_computed_tokens // size]
@@ -169,16 +180,21 @@ class ToyRunner:
             )
 
     def _sample(self, output: SchedulerOutput) -> StepResult:
-        token_ids, logprobs = [], {}
+        token_ids, logprobs, embeddings = [], {}, {}
         for index, share in enumerate(output.scheduled):
             if not share.samples:
                 token_ids.append(-1)
                 continue
             row = self.rows[share.request_id]
+            if row.pooling is not None:
+                value = row.states[-1] if row.pooling.pooling == "last" else row.pooled
+                embeddings[index] = repr(value).encode()
+                token_ids.append(-1)
+                continue
             token_id = next_token(row.states[-1], self.vocab_size)
             row.token_ids.append(token_id)
             states_of(row.token_ids, row.seed, row.states)
             token_ids.append(token_id)
             if row.sampling.logprobs is not None:
                 logprobs[index] = TokenLogprobs(-float(token_id), 1, [], [])
-        return StepResult(token_ids, logprobs)
+        return StepResult(token_ids, logprobs, embeddings=embeddings)

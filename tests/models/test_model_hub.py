@@ -98,10 +98,17 @@ def test_what_is_downloaded(monkeypatch, tmp_path, weights):
         "pytorch_model.bin",
         "original/params.json",
         "onnx/model.onnx",
+        "1_Pooling/config.json",
         "README.md",
         "model.safetensors.index.json",
     ]
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     taken = set(filter_repo_objects(offered, **patterns))
-    text = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json"}
+    text = {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors.index.json",
+        "1_Pooling/config.json",
+    }
     assert taken == text | ({"model-1.safetensors"} if weights else set())

@@ -1,0 +1,102 @@
+"""Hidden states of prompts to embeddings, over chunks and steps. Knows rows and their shares; never knows text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.batch import SchedulerOutput
+from engine.worker.input_batch import InputBatch, PackedStep, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """On their way from the device: those of `places` in `scheduled`."""
+
+    places: list[int]
+    num_dimensions: list[int]
+    vectors: Tensor  # [n, hidden] float32 on the CPU, filled when the step is done
+
+    def read(self) -> dict[int, bytes]:
+        """After the device is done: index in `scheduled` -> float32 values."""
+        rows = self.vectors.numpy()
+        return {place: rows[i, : self.num_dimensions[i]].tobytes() for i, place in enumerate(self.places)}
+
+
+class Pooler:
+    """Keeps a sum of hidden states for each device row; its memory is taken when the first request asks for a mean."""
+
+    def __init__(self, batch: InputBatch, norm: Callable[[Tensor], Tensor], hidden_size: int) -> None:
+        """`norm`: the model's final one."""
+        self._batch, self._norm, self._hidden_size = batch, norm, hidden_size
+        self._sums = torch.zeros(0, hidden_size, device=batch.device)  # [rows, hidden] float32
+
+    def shares(self, output: SchedulerOutput) -> list[int]:
+        """The shares of the step that belong to requests for embeddings."""
+        if not self._batch.num_pooled:
+            return []
+        rows = self._batch.rows
+        return [i for i, share in enumerate(output.scheduled) if rows[share.request_id].pooling is not None]
+
+    def pool(self, output: SchedulerOutput, packed: PackedStep, places: list[int], hidden: Tensor) -> Embeddings | None:
+        """The embeddings that are complete with this step; None when there are none.
+
+        places: of `shares`. hidden [T, hidden]: of the step's tokens, before the final norm.
+        """
+        ends = np.cumsum(packed.query_lens)
+        averaged = [i for i in places if _means(packed.rows[i])]
+        if averaged:
+            first = np.array([output.scheduled[i].start == 0 for i in averaged])
+            lengths = np.array([packed.query_lens[i] for i in averaged])
+            indices = np.array([packed.rows[i].index for i in averaged])
+            self._add(hidden, ends[averaged], lengths, indices, first)
+        complete = [i for i in places if output.scheduled[i].samples]
+        if not complete:
+            return None
+        last = [i for i in complete if not _means(packed.rows[i])]
+        means = [i for i in complete if _means(packed.rows[i])]
+        parts = []
+        if last:
+            parts.append(self._norm(hidden[self._ints(ends[last] - 1)]).float())
+        if means:
+            rows, counts = self._columns([packed.rows[i].index for i in means], [packed.context_lens[i] for i in means])
+            parts.append(self._sums[rows] / counts.unsqueeze(1))
+        return self._finish(last + means, [packed.rows[i] for i in last + means], torch.cat(parts))
+
+    def _add(self, hidden: Tensor, ends: np.ndarray, lengths: np.ndarray, rows: np.ndarray, first: np.ndarray) -> None:
+        """Add each share's hidden states to its row's sum; `first` ones begin it. Always in the same order."""
+        if not len(self._sums):
+            self._sums = torch.zeros(self._batch.num_rows, self._hidden_size, device=hidden.device)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.repeat(ends - offsets[1:], lengths) + np.arange(offsets[-1])
+        on_device = self._ints(np.concatenate([tokens, offsets, rows, first]))
+        at, bounds, row, begins = on_device.split([len(tokens), len(offsets), len(rows), len(first)])
+        states = self._norm(hidden[at]).float()
+        sums = torch.segment_reduce(states, "sum", offsets=bounds, axis=0, unsafe=True)  # unsafe: do not look at bounds
+        sums += self._sums[row].masked_fill_(begins.bool().unsqueeze(1), 0)
+        self._sums.index_copy_(0, row, sums)
+
+    def _finish(self, places: list[int], rows: list[Row], vectors: Tensor) -> Embeddings:
+        """Cut [n, hidden] to each one's dimensions, normalise, send."""
+        params = [row.pooling for row in rows if row.pooling is not None]
+        num_dimensions = [p.dimensions or self._hidden_size for p in params]
+        sizes, normalize = self._columns(num_dimensions, [p.normalize for p in params])
+        beyond = torch.arange(self._hidden_size, device=vectors.device) >= sizes.unsqueeze(1)
+        vectors.masked_fill_(beyond, 0)
+        lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True).clamp_(min=1e-12)
+        vectors /= lengths.masked_fill_(normalize.unsqueeze(1) == 0, 1)
+        return Embeddings(places, num_dimensions, vectors.to("cpu", non_blocking=True))
+
+    def _ints(self, values: np.ndarray) -> Tensor:
+        return self._batch.to_device(torch.from_numpy(values.astype(np.int64)))
+
+    def _columns(self, *columns: Sequence[int]) -> tuple[Tensor, ...]:
+        return self._ints(np.array(columns)).unbind()
+
+
+def _means(row: Row) -> bool:
+    return row.pooling is not None and row.pooling.pooling == "mean"
