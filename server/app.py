@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import engine as quire
 from server.anthropic.routes import add_routes as add_anthropic_routes
 from server.auth import APIKeyMiddleware
+from server.bodies import StrictJSONRoute
 from server.errors import add_error_handlers
 from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
 from server.openai.response_routes import add_routes as add_response_routes
@@ -64,6 +65,7 @@ def create_app(
             serving.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = StrictJSONRoute
     add_error_handlers(app)
     if settings.api_keys:
         app.add_middleware(APIKeyMiddleware, keys=settings.api_keys)

@@ -137,9 +137,6 @@ def from_validation(errors: Sequence[Any]) -> APIError:
         del location[0]
     message, given = error["msg"].removeprefix("Value error, "), error.get("input")
     match error["type"]:
-        case "json_invalid":
-            detail = error.get("ctx", {}).get("error", "")
-            return APIError(400, f"the body is not valid JSON: {detail} at character {location[0] if location else 0}")
         case "missing" if not location:
             return APIError(400, "the body is empty: it must be a JSON object")
         case "missing":

@@ -2,53 +2,22 @@
 
 import asyncio
 import json
-import os
 import random
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from served import blocks_in_use, serve
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_CLIENTS = 200
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(demo_model: Path) -> Iterator[str]:
     """The bundled model behind `quire serve`; the base URL."""
-    port = free_port()
-    log = (tmp_path_factory.mktemp("serve") / "log").open("w+")
-    command = [sys.executable, "-m", "server.cli", "serve", str(demo_model), "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        log.seek(0)
-        assert process.poll() is None, log.read()
-        assert time.monotonic() < deadline, log.read()
-        time.sleep(0.2)
-    yield url
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
-    log.close()
+    with serve(demo_model) as url:
+        yield url
 
 
 async def stream(client: httpx.AsyncClient, url: str, model: str, number: int, hang_up: bool) -> str:
@@ -92,19 +61,6 @@ def test_two_hundred_clients_and_half_of_them_hang_up(server: str) -> None:
     texts = asyncio.run(run())
     assert all(texts[::2])
     assert blocks_in_use(server) == 0
-
-
-def blocks_in_use(url: str, patience: float = 30) -> float:
-    """The KV cache's use once it no longer falls, from /metrics."""
-    deadline = time.monotonic() + patience
-    while True:
-        metrics = httpx.get(f"{url}/metrics").text
-        found = re.search(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
-        assert found, metrics
-        usage = float(found[1])
-        if usage == 0 or time.monotonic() > deadline:
-            return usage
-        time.sleep(0.3)
 
 
 def test_the_official_client_chats(server: str) -> None:

@@ -1,0 +1,86 @@
+"""`quire serve` in processes of its own, for tests that meet Quire as its users do. Knows its command and its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(model: Path, *flags: str) -> Iterator[str]:
+    """The base URL of a server that answers; at the end it must stop in peace."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "server.cli",
+        "serve",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *flags,
+    ]
+    with tempfile.TemporaryFile("w+") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+
+        def written() -> str:
+            log.seek(0)
+            return log.read()[-10_000:]
+
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 120
+            while not _answers(url):
+                assert process.poll() is None, written()
+                assert time.monotonic() < deadline, written()
+                time.sleep(0.2)
+            yield url
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0, written()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric over its labels, from /metrics."""
+    found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found, name
+    return sum(map(float, found))
+
+
+def blocks_in_use(url: str, patience: float = 30) -> float:
+    """The KV cache's use once it has fallen to nothing, or when `patience` seconds are over."""
+    deadline = time.monotonic() + patience
+    while (usage := metric(url, "vllm:kv_cache_usage_perc")) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    return usage
