@@ -35,6 +35,7 @@ from engine.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+ENGINE_MODULE = "engine.process"  # what runs in the other process
 COMPILE_THREADS = 2
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
 LAST_WORDS_SECONDS = 0.2  # for what a dead process sent before it died to arrive
@@ -330,7 +331,7 @@ class _EngineProcess:
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.process", commands, events],
+            [sys.executable, "-P", "-m", ENGINE_MODULE, commands, events],
             stdin=subprocess.PIPE,
             process_group=0,  # a terminal's Ctrl-C is for the parent, even before the child can ignore it
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

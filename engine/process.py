@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import zmq
@@ -120,8 +121,8 @@ class EngineLoop:
             self._events.send(encode(Step(tokens, news, stats)))
 
 
-def main() -> None:
-    """Run until told to stop: exit code 0; 1 when the engine cannot start or a step fails."""
+def main(build: Callable[..., Any] = Engine) -> None:
+    """Run until told to stop: exit code 0; 1 when the engine cannot start or a step fails. `build`: makes the engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says Shutdown
     threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
     configure_logging()
@@ -133,7 +134,7 @@ def main() -> None:
         events.linger = 1000
         start = decode_command(commands.recv())
         assert isinstance(start, Start)
-        answer = _start(start)
+        answer = _start(start, build)
         events.send(encode(answer[1]))
         engine = answer[0]
         if engine is None:
@@ -146,11 +147,11 @@ def main() -> None:
         engine.close()
 
 
-def _start(start: Start) -> tuple[Engine | None, Event]:
+def _start(start: Start, build: Callable[..., Any]) -> tuple[Any, Event]:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))  # on a CPU the front end needs a core of its own
     try:
-        engine = Engine(start.config, eos_token_ids=start.eos_token_ids)
+        engine = build(start.config, eos_token_ids=start.eos_token_ids)
     except Exception as error:
         if debugging():
             _log.exception("the engine cannot start")

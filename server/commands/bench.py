@@ -12,6 +12,7 @@ BENCHMARKS = {  # name → (module, what it is)
     "latency": ("latency", "one batch offline, from prompts to the last token"),
     "engines": ("compare", "the same work on every engine installed: quire, vllm, transformers"),
     "servers": ("servers", "the servers of several engines under the same client, beside their offline speed"),
+    "server-path": ("server_path", "what a token costs between engine and socket, with an engine that has no model"),
     "kernels": ("kernels", "the attention kernels alone, beside the device's limits (GPU)"),
     "compare": ("results_compare", "two result files: ratios, better or worse, significance"),
     "plot": ("plots", "result files as pictures (needs matplotlib: pip install 'quire[plot]')"),
