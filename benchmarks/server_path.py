@@ -25,7 +25,7 @@ from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.servers import free_port, wait_until_ready
 from engine import async_engine, process
 from engine.config import Parser, add_flags, check, flag, load
-from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.sampling_params import SamplingParams
 
 STEP_SECONDS = "QUIRE_BENCH_STEP_SECONDS"  # environment: between two steps of the engine without a model
@@ -69,6 +69,7 @@ class MadeUp:
     def __init__(self, config: Any, *, eos_token_ids: Any = ()) -> None:
         self._seconds = float(os.environ[STEP_SECONDS])
         self._left: dict[str, int] = {}
+        self._begun: set[str] = set()
         self._next = self._num_tokens = 0.0
         self.runner = self
         self.num_blocks, self.block_size, self.max_model_len = 1 << 20, 16, config.max_model_len or 4096
@@ -86,18 +87,24 @@ class MadeUp:
     def has_work(self) -> bool:
         return bool(self._left)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         now = time.monotonic()
         if self._next > now:
             time.sleep(self._next - now)
         self._next = max(self._next, now) + self._seconds
-        outputs = []
+        outputs = StepOutputs([], [], [])
         for number, (request_id, left) in enumerate(self._left.items()):
             token_id = 256 + (number * 7919 + left * 104729) % (VOCABULARY - 256)
-            outputs.append(EngineOutput(request_id, [token_id], "length" if left == 1 else None))
+            if request_id in self._begun and left > 1:
+                outputs.request_ids.append(request_id)
+                outputs.token_ids.append(token_id)
+            else:
+                self._begun.add(request_id)
+                outputs.news.append(EngineOutput(request_id, [token_id], "length" if left == 1 else None))
             self._left[request_id] = left - 1
         self._left = {request_id: left for request_id, left in self._left.items() if left}
-        self._num_tokens += len(outputs)
+        self._begun &= self._left.keys()
+        self._num_tokens += len(outputs.token_ids) + len(outputs.news)
         return outputs
 
     def stats(self) -> SchedulerStats:

@@ -234,13 +234,13 @@ class AsyncEngine:
     async def _read(self) -> None:
         while True:
             match decode_event(await self._process.receive()):
-                case Step(tokens, news, stats):
+                case Step(outputs, stats):
                     self.stats = stats
                     now = time.monotonic()
-                    for request_id, token_ids in tokens:
+                    for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
                         if (stream := self._streams.get(request_id)) is not None:
-                            stream.add(EngineOutput(request_id, token_ids), now)
-                    for output in news:
+                            stream.add_token(token_id, now)
+                    for output in outputs.news:
                         if (stream := self._streams.get(output.request_id)) is not None:
                             stream.add(output, now)
                 case Ready() as ready:
@@ -292,6 +292,11 @@ class _Stream:
     def add(self, output: EngineOutput, now: float) -> None:
         if not self.output.finished:
             self.output.add(output, now)
+            self._wake()
+
+    def add_token(self, token_id: int, now: float) -> None:
+        if not self.output.finished:
+            self.output.add_token(token_id, now)
             self._wake()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, StepResult
+from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, StepOutputs, StepResult
 from engine.core.pooling_params import PoolingParams
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
@@ -160,15 +160,15 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._held)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         """Launch the next step, then read the one before it, so that the device never waits for the CPU."""
-        outputs = self._take_compiled() if self._held else []
+        failed = self._take_compiled() if self._held else []
         output = self.scheduler.schedule()
         launched = self.runner.launch(output) if output else None
-        if self.in_flight:
-            outputs += self.scheduler.update(*self.in_flight.read())
+        outputs = self.scheduler.update(*self.in_flight.read()) if self.in_flight else StepOutputs()
+        outputs.news += failed
         if self._matching:
-            outputs += self._constrain(launched, outputs)
+            outputs.news += self._constrain(launched, outputs.news)
         self.in_flight = launched
         return outputs
 
@@ -186,12 +186,13 @@ class Engine:
                 self.scheduler.add(request)
         return failed
 
-    def _constrain(self, launched: Handle | None, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    def _constrain(self, launched: Handle | None, news: list[EngineOutput]) -> list[EngineOutput]:
         """Follow grammars by what was read, and say what may come next to the step that waits for it on the device.
 
-        Returns the news of requests whose grammar has become too complex to go on with.
+        All tokens of requests with grammars are news. Returns the news of those whose grammar has become too complex to
+        go on with.
         """
-        for output in outputs:
+        for output in news:
             if output.finish_reason is None:
                 self._matching.advance(output.request_id, output.new_token_ids)
             else:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from engine.config import EngineConfig, nearest, settings_of
-from engine.core.batch import TokenLogprobs
+from engine.core.batch import StepOutputs, TokenLogprobs
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
@@ -282,19 +282,27 @@ class LLM:
             while running:
                 outputs = self._step()
                 now = time.monotonic()
-                for output in outputs:
-                    job, answer = running[output.request_id]
+                to_read: list[str] = []
+                for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+                    answer = running[request_id][1]
+                    answer.stream.add_token(token_id, now)
+                    if answer.has_stop_strings:
+                        to_read.append(request_id)
+                for output in outputs.news:
+                    answer = running[output.request_id][1]
                     answer.stream.add(output, now)
-                    if output.finish_reason is None and not answer.has_stop_strings:
-                        continue
+                    if output.finish_reason is not None or answer.has_stop_strings:
+                        to_read.append(output.request_id)
+                for request_id in to_read:
+                    job, answer = running[request_id]
                     if answer.take():
-                        del running[output.request_id]
+                        del running[request_id]
                         if not answer.stream.finished:
-                            engine.abort(output.request_id)
+                            engine.abort(request_id)
                         job.num_unfinished -= 1
                         progress.finished += not job.num_unfinished
                         progress.prompt_tokens += len(job.token_ids) if not job.num_unfinished else 0
-                progress.output_tokens += len(outputs) if generates else 0
+                progress.output_tokens += len(outputs.request_ids) + len(outputs.news) if generates else 0
                 progress.show(now)
                 if interrupted:
                     raise KeyboardInterrupt
@@ -305,7 +313,7 @@ class LLM:
             while not self._broken and engine.has_work():
                 self._step()  # what is in flight
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> StepOutputs:
         try:
             return self._engine.step()
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.batch import SchedulerStats, StepOutputs
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
@@ -62,10 +62,9 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Step(msgspec.Struct, tag=True):
-    """What one step gave, for all requests. Most of them just have new tokens: those are kept short."""
+    """What one step gave, for all requests."""
 
-    tokens: list[tuple[str, list[int]]]  # request id, new token ids
-    news: list[EngineOutput]  # first and last words of a request, and those with log-probabilities
+    outputs: StepOutputs
     stats: SchedulerStats
 
 

@@ -165,6 +165,16 @@ class OutputStream:
             metrics.num_preemptions = output.num_preemptions
             self._num_cached_tokens = output.num_cached_tokens
 
+    def add_token(self, token_id: int, now: float) -> None:
+        """Take in one more token, not the first one, of which nothing else is to be said."""
+        metrics = self.metrics
+        metrics.last_token_ts = now
+        metrics.num_generation_tokens += 1
+        if self._news is None:
+            self._news = EngineOutput("", [token_id])
+        else:
+            self._news.new_token_ids.append(token_id)
+
     def take(self) -> RequestUpdate:
         """All news since the last time; to be called when there is some.
 

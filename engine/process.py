@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import zmq
 
-from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
@@ -44,7 +44,7 @@ class Steppable(Protocol):
     ) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
-    def step(self) -> list[EngineOutput]: ...
+    def step(self) -> StepOutputs: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -53,17 +53,24 @@ class EngineLoop:
 
     def __init__(self, engine: Steppable, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
         self._engine, self._commands, self._events = engine, commands, events
-        self._active: dict[str, bool] = {}  # unfinished requests; whether something was said of them yet
+        self._active: set[str] = set()  # unfinished requests
         self._last_stats: SchedulerStats | None = None
 
     def run(self) -> None:
         """Until `Shutdown`. An exception from a step is raised on, after every request was told of the error."""
         try:
-            while self._take_commands():
-                self._publish(self._engine.step() if self._engine.has_work() else [])
+            while self.turn():
+                pass
         except Exception:
-            self._publish([EngineOutput(request_id, [], "error") for request_id in self._active])
+            self._publish(StepOutputs(news=[EngineOutput(request_id, [], "error") for request_id in self._active]))
             raise
+
+    def turn(self) -> bool:
+        """Commands, a step, its message. False after `Shutdown`."""
+        if not self._take_commands():
+            return False
+        self._publish(self._engine.step() if self._engine.has_work() else StepOutputs())
+        return True
 
     def _take_commands(self) -> bool:
         wait = not self._engine.has_work()
@@ -77,7 +84,7 @@ class EngineLoop:
                 case Add() as request:
                     self._add(request)
                 case Abort(request_id):
-                    self._active.pop(request_id, None)
+                    self._active.discard(request_id)
                     self._engine.abort(request_id)
                 case Shutdown():
                     return False
@@ -97,28 +104,18 @@ class EngineLoop:
             )
         except ValueError as error:  # front ends check first, so this is about this engine's memory
             _log.error("request %s: %s", request_id, error)
-            self._publish([EngineOutput(request_id, [], "error")])
+            self._publish(StepOutputs(news=[EngineOutput(request_id, [], "error")]))
         else:
-            self._active[request_id] = False
+            self._active.add(request_id)
 
-    def _publish(self, outputs: list[EngineOutput]) -> None:
-        tokens: list[tuple[str, list[int]]] = []
-        news: list[EngineOutput] = []
-        active = self._active
-        for output in outputs:
-            request_id = output.request_id
+    def _publish(self, outputs: StepOutputs) -> None:
+        for output in outputs.news:
             if output.finish_reason is not None:
-                active.pop(request_id, None)
-                news.append(output)
-            elif output.logprobs is not None or not active.get(request_id):
-                active[request_id] = True
-                news.append(output)
-            else:
-                tokens.append((request_id, output.new_token_ids))
+                self._active.discard(output.request_id)
         stats = self._engine.stats()
         if outputs or stats != self._last_stats:
             self._last_stats = stats
-            self._events.send(encode(Step(tokens, news, stats)))
+            self._events.send(encode(Step(outputs, stats)))
 
 
 def main(build: Callable[..., Any] = Engine) -> None:

@@ -1,11 +1,15 @@
 """The contract between policy and mechanism: what one step is asked to do, and what it gave. Plain data, no torch.
 
 Roads that cross here: `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.launch()`, and
-`handle.read() -> (SchedulerOutput, StepResult) -> Scheduler.update() -> list[EngineOutput]`.
+`handle.read() -> (SchedulerOutput, StepResult) -> Scheduler.update() -> StepOutputs`.
+
+What is said of every request in every step lies in columns, and columns that do not change stay the same objects: a step
+of a thousand requests that each go one token further makes no thousand objects.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.core.pooling_params import PoolingParams
@@ -26,30 +30,37 @@ class Admission:
     pooling: PoolingParams | None = None  # it wants its prompt's embedding, and no token
 
 
-@dataclass(slots=True)  # made for every request of every step: freezing would make that four times as slow
-class Scheduled:
-    """One request's share of a step: tokens [start, start + num_tokens) of it are computed. Nobody changes it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Shares:
+    """Who computes how many tokens in a step: the next `num_tokens[i]` of request `request_ids[i]`. Nobody changes them.
 
-    request_id: str
-    start: int
-    num_tokens: int
-    new_block_ids: list[int]  # appended to its block table before this step; for an admission of this step: empty
-    samples: bool  # the share reaches the request's last token, so the step yields its next one, or its embedding
+    A request's tokens are computed in order, from `num_computed_tokens` of its admission on. Shares of one token come
+    first (decodes), then the longer ones (prefill chunks). While the same requests compute as many tokens each, step after
+    step has the same object: what is made of it once may be kept.
+    """
+
+    request_ids: list[str]
+    num_tokens: list[int]
+    total_num_tokens: int
+    num_decodes: int  # how many of them are of one token
+    partial: list[int]  # the shares that end before their request's last token; all others yield its next one
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `scheduled` holds the one-token shares first (decodes), then the longer ones (prefill chunks)."""
+    """One step."""
 
     step: int
     admitted: list[Admission]
-    scheduled: list[Scheduled]
+    shares: Shares
+    new_block_ids: dict[str, list[int]]  # request → appended to its block table before this step; none of `admitted`
     removed: list[str]  # finished, aborted or preempted since the last output: their rows are free before `admitted`
-    num_decodes: int  # how many of `scheduled` have num_tokens == 1; they are the first
-    num_tokens: int  # sum of num_tokens
 
     def __bool__(self) -> bool:
-        return bool(self.scheduled)
+        return bool(self.shares.request_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +74,21 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens `first`, `first + 1`, …, given those before them."""
+
+    first: int
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: `token_ids[i]` is the token sampled for `scheduled[i]`, or -1 where it did not sample."""
+    """What a step gave: `token_ids[i]` is the token sampled for share i; of a partial one it says nothing."""
 
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index in `scheduled` → logprobs
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt tokens start + 1, …
-    embeddings: dict[int, bytes] = field(default_factory=dict)  # index in `scheduled` → float32 values
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # share → logprobs
+    prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # share → of the tokens after its own
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # share → float32 values
 
 
 @dataclass(slots=True)
@@ -89,6 +108,28 @@ class EngineOutput:
         None  # with the first token, when asked: of the prompt from its second
     )
     embedding: bytes | None = None  # float32 values; all that a request for it is told
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What a step gave to all requests. Most have one more token and nothing else to say: request `request_ids[i]` got
+    `token_ids[i]`. The others, among them all that begin or end, are in `news`.
+
+    Nobody changes the columns: `request_ids` may be those of the step before. Iterating gives an `EngineOutput` for each
+    request, where speed does not matter.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    news: list[EngineOutput] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.request_ids or self.news)
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
+            yield EngineOutput(request_id, [token_id])
+        yield from self.news
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import InitVar, dataclass, field
 
-from engine.core.batch import TokenLogprobs
+from engine.core.batch import PromptScores, TokenLogprobs
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
@@ -41,6 +41,7 @@ class Request:
     min_num_tokens: int = field(init=False)  # no token before this many ends the request
     max_num_tokens: int = field(init=False)  # it ends at this many; the last one is never computed
     stop_ids: frozenset[int] = field(init=False)
+    is_told_in_full: bool = field(init=False)  # more is to be said of each of its tokens than the token
     finish_reason: str | None = field(init=False, default=None)  # "stop", "length" or "abort"
     stop_reason: int | None = field(init=False, default=None)  # the stop token id that ended it, if no end of text
 
@@ -48,6 +49,10 @@ class Request:
     num_slots: int = field(init=False, default=0)  # block manager: tokens that fit its blocks
     block_hashes: list[bytes] = field(init=False, default_factory=list)  # block manager: of its first full blocks
     next_commit: int = field(init=False, default=sys.maxsize)  # block manager: tokens at which its next block is full
+
+    steady_until: int = field(
+        init=False, default=0
+    )  # scheduler: up to this many tokens, the next one changes nothing else
 
     num_cached_tokens: int = field(init=False, default=0)  # prompt tokens found in the prefix cache when first admitted
     num_preemptions: int = field(init=False, default=0)
@@ -66,6 +71,7 @@ class Request:
         self.max_num_tokens = sys.maxsize if sampling.max_tokens is None else self.num_tokens + sampling.max_tokens
         ends_of_text = frozenset() if sampling.ignore_eos else self.eos_token_ids
         self.stop_ids = ends_of_text.union(sampling.stop_token_ids or ())
+        self.is_told_in_full = sampling.logprobs is not None or sampling.structured_outputs is not None
         self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
 
     @property
@@ -78,10 +84,11 @@ class Request:
         """Whether tokens in the prefix cache are as good as computed ones: not where each has a result of its own."""
         return not self.is_scored and (self.pooling is None or self.pooling.pooling == "last")
 
-    def score(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Learn those of the prompt's tokens from `start` + 1 on, for the second time after a preemption."""
+    def score(self, scores: PromptScores) -> None:
+        """Learn those of some of the prompt's tokens, for the second time after a preemption."""
         assert self.prompt_logprobs is not None
-        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
+        num_known = len(self.prompt_logprobs) + 1  # the first token has none
+        self.prompt_logprobs += scores.logprobs[num_known - scores.first :]
 
     def append(self, token_id: int) -> None:
         """Learn the oldest token in flight; when it is the last one of the request, say why in `finish_reason`."""

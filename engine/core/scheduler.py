@@ -12,11 +12,32 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from time import monotonic
 
-from engine.core.batch import Admission, EngineOutput, Scheduled, SchedulerOutput, SchedulerStats, StepResult
-from engine.core.block_manager import NO_BLOCKS, BlockManager
+from engine.core.batch import (
+    Admission,
+    EngineOutput,
+    SchedulerOutput,
+    SchedulerStats,
+    Shares,
+    StepOutputs,
+    StepResult,
+    TokenLogprobs,
+)
+from engine.core.block_manager import BlockManager
 from engine.core.request import Request
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making: the requests that have a share, and what the worker has to know beside."""
+
+    decodes: list[Request] = field(default_factory=list)  # they compute one token each
+    longer: list[Request] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of `longer`
+    partial: Request | None = None  # the one that the budget did not suffice for
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -27,6 +48,9 @@ class Scheduler:
     When blocks run out the running request whose turn is last is preempted: it loses its blocks, returns to `waiting`,
     and is computed anew later, mostly from the prefix cache. The request whose turn is first therefore always gets on
     once it runs, and all requests finish. Nobody is preempted for a request that waits, whatever its priority.
+
+    Most requests in most steps are steady: they compute their newest token and nothing else happens to them. Up to
+    `Request.steady_until` tokens that is known, and neither `schedule` nor `update` asks any further.
 
     Answers to the same prompt need no word of their own here: each finds the blocks of the one before it published, in
     the very step that fills them.
@@ -50,6 +74,7 @@ class Scheduler:
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self._requests: dict[str, Request] = {}  # running and waiting, by id
         self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the request of each share
+        self._last: tuple[list[Request], Shares] = [], Shares([], [], 0, 0, [])  # of the last step
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
         self._step = self._arrivals = 0
         self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
@@ -110,21 +135,25 @@ class Scheduler:
         """
         assert len(self._in_flight) <= 1, "at most one step may be in flight"
         budget = self.max_num_batched_tokens
-        single: list[Scheduled] = []
-        longer: list[Scheduled] = []
+        plan = _Plan()
+        decodes = plan.decodes
         admitted: list[Admission] = []
         num_preemptions = self._num_preemptions
 
         for request in self.running:  # preemption pops its tail, at or after the request at hand
             if not budget:
                 break
-            if request.num_tokens == request.max_num_tokens:
-                continue  # its last token is in flight
-            share = self._grant(request, budget)
-            if share is None:
-                break
-            budget -= share.num_tokens
-            (single if share.num_tokens == 1 else longer).append(share)
+            num_tokens = request.num_tokens
+            if num_tokens <= request.steady_until:
+                request.num_computed_tokens = num_tokens
+                request.num_tokens = num_tokens + 1
+                decodes.append(request)
+                budget -= 1
+            elif num_tokens < request.max_num_tokens:  # else its last token is in flight
+                granted = self._grant(request, budget, plan)
+                if not granted:
+                    break
+                budget -= granted
 
         if num_preemptions == self._num_preemptions:  # else blocks are short, and nobody is admitted
             while self.waiting and budget and len(self.running) < self.max_num_seqs:
@@ -133,54 +162,68 @@ class Scheduler:
                 if admission is None:
                     break
                 admitted.append(admission)
-                share = self._grant(request, budget)
-                assert share is not None, "an admission has blocks for all its tokens"
-                budget -= share.num_tokens
-                (single if share.num_tokens == 1 else longer).append(share)
+                granted = self._grant(request, budget, plan)
+                assert granted, "an admission has blocks for all its tokens"
+                budget -= granted
 
-        scheduled = single + longer
+        shares = self._shares(plan)
         removed: list[str] = []
-        if scheduled:
+        if shares.request_ids:
             self._step += 1
-            self._in_flight.append((self._step, [self._requests[share.request_id] for share in scheduled]))
+            self._in_flight.append((self._step, self._last[0]))
             removed, self._removed = self._removed, removed
-        num_tokens = self.max_num_batched_tokens - budget
-        return SchedulerOutput(self._step, admitted, scheduled, removed, len(single), num_tokens)
+        return SchedulerOutput(self._step, admitted, shares, plan.new_block_ids, removed)
 
-    def update(self, output: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
-        """Learn what the oldest step in flight gave: the news of its requests that are still wanted."""
+    def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
+        """Learn what the oldest step in flight gave: what is to be said of its requests that are still wanted."""
         step, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
+        request_ids, token_ids, partial = output.shares.request_ids, result.token_ids, output.shares.partial
         news: list[EngineOutput] = []
-        logprobs = result.logprobs
-        for index, found in result.prompt_logprobs.items():
-            requests[index].score(output.scheduled[index].start, found)
-        for index, (request, token_id) in enumerate(zip(requests, result.token_ids, strict=True)):
-            if token_id < 0 or request.finish_reason is not None:
-                continue
-            request.append(token_id)
-            if len(request.token_ids) >= request.next_commit:
-                self.blocks.commit(request)
-            if request.finish_reason is not None:
-                self._forget(request)
-            news.append(
-                EngineOutput(
-                    request.request_id,
-                    [token_id],
-                    request.finish_reason,
-                    request.stop_reason,
-                    [logprobs[index]] if index in logprobs else None,
-                    request.num_cached_tokens,
-                    request.num_preemptions,
-                    request.queued_time,
-                    request.scheduled_time,
-                    request.prompt_logprobs if len(request.token_ids) == request.num_prompt_tokens + 1 else None,
-                )
-            )
-        self._generation_tokens += len(news)
+        for index, scores in result.prompt_logprobs.items():
+            requests[index].score(scores)
+        apart: list[int] = []  # those of which nothing is to be said, or more than the token
+        for index, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+            known = request.token_ids
+            if len(known) < request.steady_until and token_id not in request.stop_ids and index not in partial:
+                known.append(token_id)
+            elif request.finish_reason is not None or index in partial or request.pooling is not None:
+                apart.append(index)
+            elif self._learn(request, token_id):
+                apart.append(index)
+                news.append(self._news(request, token_id, result.logprobs.get(index)))
+        if apart:
+            request_ids, token_ids = request_ids.copy(), token_ids.copy()
+            for index in reversed(apart):
+                del request_ids[index], token_ids[index]
+        self._generation_tokens += len(request_ids) + len(news)
         if result.embeddings:
             news += self._finish_pooled(requests, result.embeddings)
-        return news
+        return StepOutputs(request_ids, token_ids, news)
+
+    def _learn(self, request: Request, token_id: int) -> bool:
+        """Append a token, with all that follows. Whether more than the token is to be said of it."""
+        request.append(token_id)
+        if len(request.token_ids) >= request.next_commit:
+            self.blocks.commit(request)
+        if request.finish_reason is not None:
+            self._forget(request)
+            return True
+        return request.is_told_in_full or len(request.token_ids) == request.num_prompt_tokens + 1
+
+    def _news(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
+        return EngineOutput(
+            request.request_id,
+            [token_id],
+            request.finish_reason,
+            request.stop_reason,
+            None if logprobs is None else [logprobs],
+            request.num_cached_tokens,
+            request.num_preemptions,
+            request.queued_time,
+            request.scheduled_time,
+            request.prompt_logprobs if len(request.token_ids) == request.num_prompt_tokens + 1 else None,
+        )
 
     def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
         news = []
@@ -256,7 +299,7 @@ class Scheduler:
     def _preempt_last(self) -> Request:
         request = self.running.pop()
         self.blocks.release(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.steady_until = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._removed.append(request.request_id)
@@ -267,36 +310,55 @@ class Scheduler:
             self._sort_waiting()
         return request
 
-    def _grant(self, request: Request, budget: int) -> Scheduled | None:
-        """Its share of the step, with all that follows from being launched.
+    def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
+        """Give it a share of the step, with all that follows from being launched; the number of its tokens.
 
-        It gets the blocks it lacks by preempting as many of the last as it takes. None when it came to be the
-        last itself, and is preempted too.
+        It gets the blocks it lacks by preempting as many of the last as it takes. 0 when it came to be the last
+        itself, and is preempted too.
         """
         start = request.num_computed_tokens
-        num_tokens = request.num_tokens - start
-        samples = num_tokens <= budget
-        if not samples:
-            num_tokens = budget
-        end = start + num_tokens
-        new_block_ids = NO_BLOCKS
+        wanted = request.num_tokens - start
+        granted = min(wanted, budget)
+        end = start + granted
         if end > request.num_slots:
             while (grown := self.blocks.grow(request, end)) is None:
                 if self._preempt_last() is request:
-                    return None
-            new_block_ids = grown
+                    return 0
+            plan.new_block_ids[request.request_id] = grown
         request.num_computed_tokens = end
-        if samples:
-            request.num_tokens += 1
         if start < request.num_prompt_tokens:
             self._prompt_tokens += min(end, request.num_prompt_tokens) - start
         if end >= request.next_commit:
             self.blocks.commit(request)
-        return Scheduled(request.request_id, start, num_tokens, new_block_ids, samples)
+        if granted < wanted:
+            plan.partial = request
+        else:
+            request.num_tokens += 1
+            if len(request.token_ids) > request.num_prompt_tokens and not request.is_told_in_full:
+                request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
+        if granted == 1:
+            plan.decodes.append(request)
+        else:
+            plan.longer.append(request)
+            plan.lengths.append(granted)
+        return granted
+
+    def _shares(self, plan: _Plan) -> Shares:
+        """The plan's shares, which are the last step's if they say the same."""
+        num_decodes = len(plan.decodes)
+        requests = plan.decodes + plan.longer
+        num_tokens = [1] * num_decodes + plan.lengths
+        partial = [] if plan.partial is None else [requests.index(plan.partial)]
+        last_requests, last = self._last
+        if requests != last_requests or num_tokens != last.num_tokens or partial != last.partial:
+            request_ids = [request.request_id for request in requests]
+            self._last = requests, Shares(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
+        return self._last[1]
 
     def _forget(self, request: Request) -> None:
         """Drop a finished request. Steps in flight may still compute it; `update` ignores what they give."""
         del self._requests[request.request_id]
+        request.steady_until = 0
         if request.block_ids:
             self.running.remove(request)
             self._removed.append(request.request_id)
@@ -329,3 +391,8 @@ class Scheduler:
             assert num_known < request.max_num_tokens >= request.num_tokens
             assert 0 <= request.num_tokens - num_known <= in_flight.count(request)
             assert request.num_computed_tokens < request.num_tokens
+            if request.steady_until:
+                assert request.block_ids
+                assert request.num_computed_tokens == request.num_tokens - 1, "a steady request lacks more than a token"
+                assert request.steady_until <= request.num_slots
+                assert request.steady_until < min(request.max_num_tokens, request.next_commit)

@@ -17,19 +17,21 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`run(n)` replays the smallest captured `step(size)` with size >= n and returns its static (logits, tokens)."""
+    """`step(packed, size)`, captured for each of the sizes. Owns the static buffer that the graphs read packed steps from."""
 
-    def __init__(self, step: Callable[[int], tuple[Tensor, Tensor]], sizes: list[int], progress: bool) -> None:
-        self._sizes = sizes
+    def __init__(
+        self, step: Callable[[Tensor, int], tuple[Tensor, Tensor]], buffer: Tensor, sizes: list[int], progress: bool
+    ) -> None:
+        self._sizes, self._buffer = sizes, buffer
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         pool = None
         for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
-            step(size)  # compile and choose algorithms outside the capture
+            step(buffer, size)  # compile and choose algorithms outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._outputs[size] = step(size)
+                self._outputs[size] = step(buffer, size)
             pool = pool or graph.pool()
             self._graphs[size] = graph
 
@@ -38,6 +40,12 @@ class DecodeGraphs:
         at = bisect.bisect_left(self._sizes, num_seqs)
         return self._sizes[at] if at < len(self._sizes) else 0
 
-    def run(self, size: int) -> tuple[Tensor, Tensor]:
+    def fits(self, packed: Tensor) -> bool:
+        """Whether a packed step goes into the buffer: one that gives many blocks away at once does not."""
+        return len(packed) <= len(self._buffer)
+
+    def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Queue the step, packed for a captured size; its (logits, tokens) stay the graph's own."""
+        self._buffer[: len(packed)].copy_(packed, non_blocking=True)
         self._graphs[size].replay()
         return self._outputs[size]

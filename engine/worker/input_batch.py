@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import Admission, SchedulerOutput
+from engine.core.batch import Admission, SchedulerOutput, Shares
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.worker.token_history import TokenHistory
@@ -24,7 +24,6 @@ class Row:
     index: int
     token_ids: np.ndarray  # int32: the tokens known at admission
     num_prompt_tokens: int
-    num_blocks: int  # entries of its block table in use
     sampling: SamplingParams
     special: bool  # the sampling kernel alone cannot sample it
     constrained: bool  # a grammar says what may come next
@@ -32,6 +31,19 @@ class Row:
     slot: int  # in the token history; -1: it needs none
     pooling: PoolingParams | None  # its prompt's embedding is wanted, and no token
     allowed: Tensor | None = None  # [V] bool on the device: its `allowed_token_ids`, once they were needed
+
+
+class Members:
+    """What stays the same in all steps of the same shares. Arrays are int32, [n] for n shares."""
+
+    def __init__(self, shares: Shares, rows: dict[str, Row]) -> None:
+        self.shares = shares
+        self.rows = [rows[request_id] for request_id in shares.request_ids]
+        self.indices = np.array([row.index for row in self.rows], dtype=np.int32)
+        self.query_lens = np.array(shares.num_tokens, dtype=np.int32)
+        self.query_start = np.concatenate([[0], np.cumsum(self.query_lens)])  # [n + 1]
+        self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
+        self.with_logprobs = [i for i, row in enumerate(self.rows) if row.sampling.logprobs is not None]
 
 
 @dataclass(slots=True)
@@ -42,11 +54,9 @@ class PackedStep:
     segment: int
     num_seqs: int  # with padding
     num_tokens: int  # with padding
-    num_decodes: int
-    rows: list[Row]  # of the scheduled requests, in order, without padding
-    greedy: bool  # every sequence is greedy
-    query_lens: list[int]
-    context_lens: list[int]
+    num_decodes: int  # with padding
+    members: Members  # without padding
+    context_lens: np.ndarray  # [n] int32, without padding
 
 
 @dataclass(slots=True)
@@ -64,6 +74,10 @@ class InputBatch:
     num_special: int = field(init=False, default=0)  # rows that are special, for a while at least
     num_scored: int = field(init=False, default=0)  # rows that want log-probabilities of their prompt
     num_pooled: int = field(init=False, default=0)  # rows that want an embedding
+    _num_computed: np.ndarray = field(init=False)  # [num_rows] int32: tokens of each row that launched steps compute
+    _num_known: np.ndarray = field(init=False)  # [num_rows] int32: tokens of each row known at admission
+    _num_blocks: np.ndarray = field(init=False)  # [num_rows] int32: entries of each row's block table in use
+    _members: Members | None = field(init=False, default=None)  # of the last step
     _free: list[int] = field(init=False)
     _ring: list[Tensor] = field(init=False)
     _turn: int = field(init=False, default=0)
@@ -71,6 +85,7 @@ class InputBatch:
     def __post_init__(self) -> None:
         self.state = RowState.allocate(self.num_rows + 1, self.max_blocks, self.device)
         self.history = TokenHistory(self.num_rows, self.max_len, self.device)
+        self._num_computed, self._num_known, self._num_blocks = np.zeros((3, self.num_rows), dtype=np.int32)
         self._free = list(range(self.num_rows - 1, -1, -1))
         self._ring = [torch.empty(0, dtype=torch.int32) for _ in range(RING)]
 
@@ -97,7 +112,9 @@ class InputBatch:
             min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
             slot = self.history.take(tokens) if p.looks_back else -1
             constrained = p.structured_outputs is not None
-            row = Row(index, tokens, a.num_prompt_tokens, 0, p, p.is_special, constrained, min_context, slot, a.pooling)
+            row = Row(index, tokens, a.num_prompt_tokens, p, p.is_special, constrained, min_context, slot, a.pooling)
+            self._num_computed[index], self._num_known[index] = a.num_computed_tokens, len(tokens)
+            self._num_blocks[index] = 0
             self.num_special += row.special or constrained or min_context > 0
             self.num_scored += p.prompt_logprobs is not None
             self.num_pooled += a.pooling is not None
@@ -122,52 +139,61 @@ class InputBatch:
 
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:
         """Write the step into the next packed buffer, padded to `padded_seqs` one-token sequences when that is not 0."""
-        scheduled = output.scheduled
-        real, padding = len(scheduled), max(padded_seqs - len(scheduled), 0)
-        num_seqs, num_tokens = real + padding, output.num_tokens + padding
-        segment = _round_up(num_seqs + 1)
-        admissions = {a.request_id: a.block_ids for a in output.admitted}
+        members = self.members(output.shares)
+        at, real, tokens_end = members.indices, len(members.rows), output.shares.total_num_tokens
+        padding = max(padded_seqs - real, 0)
+        num_seqs, num_tokens = real + padding, tokens_end + padding
+        segment = segment_of(num_seqs)
 
-        rows = [self.rows[s.request_id] for s in scheduled]
-        query_lens = [s.num_tokens for s in scheduled]
-        context_lens = [s.start + s.num_tokens for s in scheduled]
-        tokens = np.full(num_tokens, -1, dtype=np.int32)
+        starts = self._num_computed[at]
+        context_lens = starts + members.query_lens
+        self._num_computed[at] = context_lens
+        new_blocks = output.new_block_ids
+        if output.admitted:
+            new_blocks = new_blocks | {a.request_id: a.block_ids for a in output.admitted}
         updates: list[int] = []
-        update_start, update_at = [0], []
-        position = 0
-        for s, row in zip(scheduled, rows, strict=True):
-            known = len(row.token_ids)
-            if s.start < known:  # tokens beyond the known ones are the row's newest, on the device
-                tokens[position : position + s.num_tokens] = row.token_ids[s.start : s.start + s.num_tokens]
-            position += s.num_tokens
-            update_at.append(row.num_blocks)
-            new_blocks = admissions.get(s.request_id, s.new_block_ids) if admissions else s.new_block_ids
-            if new_blocks:
-                updates += new_blocks
-                row.num_blocks += len(new_blocks)
-            update_start.append(len(updates))
+        num_updates = np.zeros(real, dtype=np.int32)
+        if new_blocks:
+            for i, request_id in enumerate(output.shares.request_ids):
+                if request_id in new_blocks:
+                    block_ids = new_blocks[request_id]
+                    num_updates[i] = len(block_ids)
+                    updates += block_ids
 
         size = 5 * segment + num_tokens + max(len(updates), 1)
         packed = self._buffer(size)
         view = packed.numpy()
-        head = view[: 5 * segment].reshape(5, segment)
-        head[0, :real] = [row.index for row in rows]
-        head[0, real:] = self.num_rows
-        head[1, :real] = context_lens
-        head[1, real:] = 0
-        head[2, 0] = 0
-        head[2, 1 : real + 1] = np.cumsum(query_lens)
-        head[2, real + 1 : num_seqs + 1] = output.num_tokens + np.arange(1, padding + 1)
-        head[3, : real + 1] = update_start
-        head[3, real + 1 :] = len(updates)
-        head[4, :real] = update_at
-        tokens[output.num_tokens :] = 0
-        view[5 * segment : 5 * segment + num_tokens] = tokens
+        rows, contexts, query_start, update_start, update_at = view[: 5 * segment].reshape(5, segment)
+        rows[:real], rows[real:] = at, self.num_rows
+        contexts[:real], contexts[real:] = context_lens, 0
+        query_start[: real + 1] = members.query_start
+        query_start[real + 1 : num_seqs + 1] = np.arange(tokens_end + 1, num_tokens + 1)
+        update_start[0] = 0
+        np.cumsum(num_updates, out=update_start[1 : real + 1])
+        update_start[real + 1 :] = len(updates)
+        update_at[:real] = self._num_blocks[at]
+        self._num_blocks[at] += num_updates
+        tokens = view[5 * segment : 5 * segment + num_tokens]
+        tokens[:tokens_end], tokens[tokens_end:] = -1, 0
+        for i in np.nonzero(starts < self._num_known[at])[
+            0
+        ].tolist():  # those beyond are the rows' newest, on the device
+            start, first = starts[i], members.query_start[i]
+            known = members.rows[i].token_ids[start : context_lens[i]]
+            tokens[first : first + len(known)] = known
         view[5 * segment + num_tokens : 5 * segment + num_tokens + len(updates)] = updates
-        return PackedStep(
-            packed[:size], segment, num_seqs, num_tokens, output.num_decodes + padding, rows,
-            all(row.sampling.temperature == 0 for row in rows), query_lens, context_lens,
-        )  # fmt: skip
+        num_decodes = output.shares.num_decodes + padding
+        return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
+
+    def num_computed(self, row: Row) -> int:
+        """Tokens that the steps packed so far compute."""
+        return int(self._num_computed[row.index])
+
+    def members(self, shares: Shares) -> Members:
+        """What is known of a step's shares beside where they stand."""
+        if self._members is None or self._members.shares is not shares:
+            self._members = Members(shares, self.rows)
+        return self._members
 
     def _buffer(self, size: int) -> Tensor:
         self._turn = (self._turn + 1) % RING
@@ -178,5 +204,6 @@ class InputBatch:
         return buffer
 
 
-def _round_up(n: int, multiple: int = 4) -> int:
-    return -(-n // multiple) * multiple
+def segment_of(num_seqs: int) -> int:
+    """The length of a segment in the packed buffer of so many sequences: whole 16-byte words."""
+    return -(-(num_seqs + 1) // 4) * 4

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import SchedulerOutput
 from engine.core.sampling_params import SamplingParams
 from engine.worker import filters
 from engine.worker.input_batch import InputBatch, PackedStep, Row
@@ -67,17 +66,17 @@ class LogitsProcessor:
     vocab_size: int
     _last: list[Group] = field(init=False, default_factory=list)
 
-    def select(self, output: SchedulerOutput, packed: PackedStep) -> tuple[list[Group], list[Group]]:
+    def select(self, packed: PackedStep) -> tuple[list[Group], list[Group]]:
         """The sequences that are to be sampled again in this step: those that can be now, and those that need masks.
 
         Nothing to do while no request in the batch needs it.
         """
         if not self.batch.num_special:
             return [], []
-        lengths = packed.context_lens
+        lengths = packed.context_lens.tolist()
         free, constrained = [], []
-        for i, (row, share) in enumerate(zip(packed.rows, output.scheduled, strict=True)):
-            if share.samples:
+        for i, row in enumerate(packed.members.rows):
+            if i not in packed.members.shares.partial:
                 if row.constrained:
                     constrained.append(i)
                 elif row.special or lengths[i] < row.min_context:
@@ -91,8 +90,8 @@ class LogitsProcessor:
         size = max(MAX_ELEMENTS // self.vocab_size, 1)
         for start in range(0, len(places), size):
             part = places[start : start + size]
-            groups.append(self._group(part, [packed.rows[i] for i in part]))
-            groups[-1].longest = max(packed.context_lens[i] for i in part)
+            groups.append(self._group(part, [packed.members.rows[i] for i in part]))
+            groups[-1].longest = int(packed.context_lens[part].max())
         return groups
 
     def _group(self, places: list[int], members: list[Row]) -> Group:

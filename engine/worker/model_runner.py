@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import Admission, Scheduled, SchedulerOutput, StepResult
+from engine.core.batch import Admission, SchedulerOutput, Shares, StepResult
 from engine.core.sampling_params import SamplingParams
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
-from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
 from engine.worker.logits_processor import Group, LogitsProcessor
 from engine.worker.pooler import Embeddings, Pooler
@@ -78,14 +78,10 @@ class StepHandle:
         if self.done is not None:
             self.done.synchronize()
         assert self.tokens is not None, "constrained requests are sampled first"
-        ids = self.tokens.tolist()
-        token_ids = [ids[i] if s.samples else -1 for i, s in enumerate(self.output.scheduled)]
         logprobs = self.logprobs.read() if self.logprobs else {}
         prompt_logprobs = self.prompt_logprobs.read() if self.prompt_logprobs else {}
         embeddings = self.embeddings.read() if self.embeddings else {}
-        for i in embeddings:
-            token_ids[i] = -1
-        return self.output, StepResult(token_ids, logprobs, prompt_logprobs, embeddings)
+        return self.output, StepResult(self.tokens.tolist(), logprobs, prompt_logprobs, embeddings)
 
 
 class ModelRunner:
@@ -115,7 +111,6 @@ class ModelRunner:
             limits = sorted({min(kernels.FEW_SEQS, options.max_num_seqs), options.max_num_seqs})
             self._plans = [kernels.DecodePlan.allocate(n, *heads, device=self.device) for n in limits]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
-            self._graph_input = torch.zeros(8 * (options.max_num_seqs + 8), dtype=torch.int32, device=self.device)
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._launched = 0
         self._graphs: DecodeGraphs | None = None
@@ -141,7 +136,9 @@ class ModelRunner:
         if runner._cuda:
             runner._rehearse(1)
             if not options.enforce_eager:
-                runner._graphs = DecodeGraphs(runner._decode_on_device, graph_sizes(options.max_num_seqs), progress)
+                sizes = graph_sizes(options.max_num_seqs)
+                buffer = torch.zeros(8 * (sizes[-1] + 8), dtype=torch.int32, device=options.device)
+                runner._graphs = DecodeGraphs(runner._decode_on_device, buffer, sizes, progress)
             torch.cuda.synchronize()
         runner.graphs_seconds = time.perf_counter() - start
         return runner
@@ -163,23 +160,21 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Queue one step; nothing waits for the device."""
         self._batch.apply(output)
-        size = 0
+        size, shares = 0, output.shares
         scored, pooled = PromptLogprobs.shares(output, self._batch), self._pooler.shares(output)
-        if self._graphs is not None and not scored and not pooled and output.num_decodes == len(output.scheduled):
-            size = self._graphs.padded_size(output.num_decodes)
+        if self._graphs is not None and not scored and not pooled and shares.num_decodes == len(shares):
+            size = self._graphs.padded_size(len(shares))
         packed = self._batch.pack(output, size)
         handle = StepHandle(output)
-        if size:
-            assert self._graphs is not None
-            self._graph_input[: len(packed.packed)].copy_(packed.packed, non_blocking=True)
-            logits, tokens = self._graphs.run(size)
+        if self._graphs is not None and size and self._graphs.fits(packed.packed):
+            logits, tokens = self._graphs.run(size, packed.packed)
         else:
             logits, tokens = self._compute(handle, packed, scored, pooled)
-        free, constrained = self._processor.select(output, packed)
+        free, constrained = self._processor.select(packed)
         for group in free:
             self._processor.sample(logits, tokens, group)
         if constrained:
-            handle.constrained = [output.scheduled[i].request_id for group in constrained for i in group.places]
+            handle.constrained = [shares.request_ids[i] for group in constrained for i in group.places]
             handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, constrained)
         else:
             self._finish(handle, packed, logits, tokens)
@@ -201,8 +196,8 @@ class ModelRunner:
 
     def _finish(self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor) -> None:
         """All is sampled: send it to the CPU."""
-        real = len(handle.output.scheduled)
-        handle.logprobs = LogprobsRequest.make(handle.output, packed, logits, tokens)
+        real = len(handle.output.shares)
+        handle.logprobs = LogprobsRequest.make(packed, logits, tokens)
         handle.tokens = tokens[:real]
         if self._cuda:
             self._launched += 1
@@ -219,38 +214,39 @@ class ModelRunner:
         Prompt log-probabilities of `scored` shares and embeddings of `pooled` ones go to `handle`.
         """
         on_device = packed.packed.to(self.device, non_blocking=True)
-        n = packed.num_decodes
+        n, members = packed.num_decodes, packed.members
         tiles = None
         if self._cuda and n < packed.num_seqs:
-            grid = kernels.make_prefill_tiles(packed.query_lens[n:], packed.context_lens[n:], self._tile_queries)
+            lens = members.shares.num_tokens[n:], packed.context_lens[n:].tolist()
+            grid = kernels.make_prefill_tiles(*lens, self._tile_queries)
             tiles = torch.tensor(grid, dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
         step, num_seqs = self._step, packed.num_seqs
         metadata = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
         hidden = self._forward(packed.num_tokens, metadata)
         if scored:
-            handle.prompt_logprobs = self._score(handle.output, packed, scored, hidden)
+            handle.prompt_logprobs = self._score(packed, scored, hidden)
         if pooled:
-            handle.embeddings = self._pooler.pool(handle.output, packed, pooled, hidden)
+            handle.embeddings = self._pooler.pool(packed, pooled, hidden)
             if len(pooled) == num_seqs:  # nothing is to be sampled
                 return hidden[:0], torch.full((num_seqs,), -1, device=self.device)
         if packed.num_tokens > num_seqs:
             hidden = hidden[step.last_index[:num_seqs]]
         logits = self.model.logits(hidden)
-        return logits, self._sample(logits, greedy=packed.greedy)
+        return logits, self._sample(logits, greedy=members.greedy)
 
-    def _score(self, output: SchedulerOutput, packed: PackedStep, scored: list[int], hidden: Tensor) -> PromptLogprobs:
-        prompt_logprobs = PromptLogprobs(self._batch)
+    def _score(self, packed: PackedStep, scored: list[int], hidden: Tensor) -> PromptLogprobs:
+        prompt_logprobs, members = PromptLogprobs(self._batch), packed.members
         num_rows = max(SCORED_ELEMENTS // self.spec.vocab_size, 1)
         for i in scored:
-            first, start = sum(packed.query_lens[:i]), output.scheduled[i].start
-            own = hidden[first : first + packed.query_lens[i]]
-            prompt_logprobs.add(i, start, packed.rows[i], own, self.model.logits, num_rows)
+            own = hidden[members.query_start[i] : members.query_start[i + 1]]
+            end = int(packed.context_lens[i])
+            prompt_logprobs.add(i, end, members.rows[i], own, self.model.logits, num_rows)
         return prompt_logprobs
 
-    def _decode_on_device(self, size: int) -> tuple[Tensor, Tensor]:
-        """The whole decode step of `size` sequences, from the graph's input buffer to sampled tokens; captured in a graph."""
+    def _decode_on_device(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The whole decode step of `size` sequences, from the packed step to sampled tokens; captured in a graph."""
         with torch.inference_mode():
-            metadata = self._prepare(self._graph_input, -(-(size + 1) // 4) * 4, size, size, size, None)
+            metadata = self._prepare(packed, segment_of(size), size, size, size, None)
             logits = self.model.logits(self._forward(size, metadata))
             return logits, self._sample(logits)
 
@@ -312,10 +308,10 @@ class ModelRunner:
         sampling = SamplingParams(temperature=0.7, top_k=10, top_p=0.9, min_p=0.01)
         ids = [f"rehearsal-{i}" for i in range(num_seqs)]
         admitted = [Admission(i, [0] * tokens_each, tokens_each, 0, blocks, sampling, 0) for i in ids]
-        prefill = [Scheduled(i, 0, tokens_each, [], True) for i in ids]
-        self.launch(SchedulerOutput(0, admitted, prefill, [], 0, num_seqs * tokens_each)).read()
-        half = num_seqs // 2  # a mixed step: the first half decode, the rest prefill again
-        mixed = [Scheduled(i, tokens_each, 1, [], True) for i in ids[:half]] + prefill[half:]
-        tokens = sum(s.num_tokens for s in mixed)
-        self.launch(SchedulerOutput(1, [], mixed, [], half, tokens)).read()
-        self._batch.apply(SchedulerOutput(2, [], [], ids, 0, 0))
+        prefill = Shares(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])
+        self.launch(SchedulerOutput(0, admitted, prefill, {}, [])).read()
+        half = num_seqs // 2  # a mixed step: the first half decode, the rest come anew
+        lens = [1] * half + [tokens_each] * (num_seqs - half)
+        mixed = Shares(ids, lens, sum(lens), half, [])
+        self.launch(SchedulerOutput(1, admitted[half:], mixed, {}, ids[half:])).read()
+        self._batch.apply(SchedulerOutput(2, [], Shares([], [], 0, 0, []), {}, ids))

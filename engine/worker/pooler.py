@@ -15,14 +15,14 @@ from engine.worker.input_batch import InputBatch, PackedStep, Row
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """On their way from the device: those of `places` in `scheduled`."""
+    """On their way from the device: those of the shares at `places`."""
 
     places: list[int]
     num_dimensions: list[int]
     vectors: Tensor  # [n, hidden] float32 on the CPU, filled when the step is done
 
     def read(self) -> dict[int, bytes]:
-        """After the device is done: index in `scheduled` -> float32 values."""
+        """After the device is done: share -> float32 values."""
         rows = self.vectors.numpy()
         return {place: rows[i, : self.num_dimensions[i]].tobytes() for i, place in enumerate(self.places)}
 
@@ -40,32 +40,31 @@ class Pooler:
         if not self._batch.num_pooled:
             return []
         rows = self._batch.rows
-        return [i for i, share in enumerate(output.scheduled) if rows[share.request_id].pooling is not None]
+        return [i for i, request_id in enumerate(output.shares.request_ids) if rows[request_id].pooling is not None]
 
-    def pool(self, output: SchedulerOutput, packed: PackedStep, places: list[int], hidden: Tensor) -> Embeddings | None:
+    def pool(self, packed: PackedStep, places: list[int], hidden: Tensor) -> Embeddings | None:
         """The embeddings that are complete with this step; None when there are none.
 
         places: of `shares`. hidden [T, hidden]: of the step's tokens, before the final norm.
         """
-        ends = np.cumsum(packed.query_lens)
-        averaged = [i for i in places if _means(packed.rows[i])]
+        members, all_rows = packed.members, packed.members.rows
+        ends, lengths = members.query_start[1:], members.query_lens
+        averaged = [i for i in places if _means(all_rows[i])]
         if averaged:
-            first = np.array([output.scheduled[i].start == 0 for i in averaged])
-            lengths = np.array([packed.query_lens[i] for i in averaged])
-            indices = np.array([packed.rows[i].index for i in averaged])
-            self._add(hidden, ends[averaged], lengths, indices, first)
-        complete = [i for i in places if output.scheduled[i].samples]
+            first = packed.context_lens[averaged] == lengths[averaged]
+            self._add(hidden, ends[averaged], lengths[averaged], members.indices[averaged], first)
+        complete = [i for i in places if i not in members.shares.partial]
         if not complete:
             return None
-        last = [i for i in complete if not _means(packed.rows[i])]
-        means = [i for i in complete if _means(packed.rows[i])]
+        last = [i for i in complete if not _means(all_rows[i])]
+        means = [i for i in complete if _means(all_rows[i])]
         parts = []
         if last:
             parts.append(self._norm(hidden[self._ints(ends[last] - 1)]).float())
         if means:
-            rows, counts = self._columns([packed.rows[i].index for i in means], [packed.context_lens[i] for i in means])
+            rows, counts = self._ints(members.indices[means]), self._ints(packed.context_lens[means])
             parts.append(self._sums[rows] / counts.unsqueeze(1))
-        return self._finish(last + means, [packed.rows[i] for i in last + means], torch.cat(parts))
+        return self._finish(last + means, [all_rows[i] for i in last + means], torch.cat(parts))
 
     def _add(self, hidden: Tensor, ends: np.ndarray, lengths: np.ndarray, rows: np.ndarray, first: np.ndarray) -> None:
         """Add each share's hidden states to its row's sum; `first` ones begin it. Always in the same order."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import SchedulerOutput, TokenLogprobs
+from engine.core.batch import PromptScores, SchedulerOutput, TokenLogprobs
 from engine.worker.input_batch import InputBatch, PackedStep, Row
 from kernels.step import StepTensors
 
@@ -30,70 +30,67 @@ def sample(logits: Tensor, step: StepTensors) -> Tensor:
 
 @dataclass(slots=True)
 class LogprobsRequest:
-    """Log-probabilities on their way from the device: rows of `scheduled`, and tensors as `kernels.token_logprobs` gives."""
+    """Log-probabilities on their way from the device: shares of the step, and tensors as `kernels.token_logprobs` gives."""
 
     indices: list[int]
     num_top: list[int]
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
 
     @classmethod
-    def make(
-        cls, output: SchedulerOutput, packed: PackedStep, logits: Tensor, tokens: Tensor
-    ) -> LogprobsRequest | None:
+    def make(cls, packed: PackedStep, logits: Tensor, tokens: Tensor) -> LogprobsRequest | None:
         """For the sequences that sample in this step and asked for log-probabilities; None when there are none."""
-        indices, num_top = [], []
-        for i, row in enumerate(packed.rows):
-            if row.sampling.logprobs is not None and output.scheduled[i].samples:
-                indices.append(i)
-                num_top.append(row.sampling.logprobs)
+        members = packed.members
+        indices = [i for i in members.with_logprobs if i not in members.shares.partial]
         if not indices:
             return None
+        num_top = [members.rows[i].sampling.logprobs or 0 for i in indices]
         at = torch.tensor(indices, device=logits.device)
         tensors = kernels.token_logprobs(logits[at], tokens[at], max(num_top))
         return cls(indices, num_top, _to_cpu(tensors))
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """After the device is done: index in `scheduled` -> its log-probabilities."""
+        """After the device is done: share -> its log-probabilities."""
         return dict(zip(self.indices, _records(self.tensors, self.num_top), strict=True))
 
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens on their way: index in `scheduled`, how many most likely ones, the tensors."""
+    """Log-probabilities of prompt tokens on their way: share, first token, how many most likely ones, the tensors."""
 
     batch: InputBatch
-    parts: list[tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]] = field(default_factory=list)
+    parts: list[tuple[int, int, int, tuple[Tensor, Tensor, Tensor, Tensor]]] = field(default_factory=list)
 
     @staticmethod
     def shares(output: SchedulerOutput, batch: InputBatch) -> list[int]:
-        """The shares of the step after whose tokens a prompt token follows that is to be scored."""
+        """The shares of the step after whose tokens a prompt token follows that is to be scored; before `pack`."""
         if not batch.num_scored:
             return []
         return [
             i
-            for i, share in enumerate(output.scheduled)
-            if (row := batch.rows[share.request_id]).sampling.prompt_logprobs is not None
-            and share.start + 1 < row.num_prompt_tokens
+            for i, request_id in enumerate(output.shares.request_ids)
+            if (row := batch.rows[request_id]).sampling.prompt_logprobs is not None
+            and batch.num_computed(row) + 1 < row.num_prompt_tokens
         ]
 
     def add(
-        self, index: int, start: int, row: Row, hidden: Tensor, to_logits: Callable[[Tensor], Tensor], num_rows: int
+        self, index: int, end: int, row: Row, hidden: Tensor, to_logits: Callable[[Tensor], Tensor], num_rows: int
     ) -> None:
-        """hidden [T, hidden]: of the tokens from `start` on that a share computes. Takes memory for `num_rows` logits."""
-        num_top = row.sampling.prompt_logprobs
+        """hidden [T, hidden]: of the tokens before `end` that a share computes. Takes memory for `num_rows` logits."""
+        num_top, first = row.sampling.prompt_logprobs, end - len(hidden) + 1
         assert num_top is not None
-        following = row.token_ids[start + 1 : min(start + 1 + len(hidden), row.num_prompt_tokens)]
+        following = row.token_ids[first : min(end + 1, row.num_prompt_tokens)]
         tokens = self.batch.to_device(torch.from_numpy(following)).long()
         for at in range(0, len(tokens), num_rows):
             part = tokens[at : at + num_rows]
             found = kernels.token_logprobs(to_logits(hidden[at : at + len(part)]), part, num_top)
-            self.parts.append((index, num_top, _to_cpu(found)))
+            self.parts.append((index, first, num_top, _to_cpu(found)))
 
-    def read(self) -> dict[int, list[TokenLogprobs]]:
-        """After the device is done: index in `scheduled` -> log-probabilities of the tokens that follow its own."""
-        found: dict[int, list[TokenLogprobs]] = {}
-        for index, num_top, tensors in self.parts:
-            found.setdefault(index, []).extend(_records(tensors, [num_top] * len(tensors[0])))
+    def read(self) -> dict[int, PromptScores]:
+        """After the device is done: share -> log-probabilities of the tokens that follow its own."""
+        found: dict[int, PromptScores] = {}
+        for index, first, num_top, tensors in self.parts:
+            records = _records(tensors, [num_top] * len(tensors[0]))
+            found.setdefault(index, PromptScores(first, [])).logprobs.extend(records)
         return found
 
 

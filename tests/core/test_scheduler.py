@@ -36,17 +36,16 @@ def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
     return requests
 
 
-def shares(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    """Request id → (start, tokens), in order."""
-    return {share.request_id: (share.start, share.num_tokens) for share in output.scheduled}
+def shares(output: SchedulerOutput) -> dict[str, int]:
+    """Request id → tokens, in order."""
+    return dict(zip(output.shares.request_ids, output.shares.num_tokens, strict=True))
 
 
 def give(scheduler: Scheduler, output: SchedulerOutput, token: int = OTHER, **tokens: int) -> list[EngineOutput]:
-    """Read a step back: `token` for every share that samples, or the one named by its request's id."""
-    sampled = [tokens.get(s.request_id, token) if s.samples else -1 for s in output.scheduled]
-    news = scheduler.update(output, StepResult(sampled))
+    """Read a step back: `token` for every share, or the one named by its request's id. What is said, by request id."""
+    outputs = scheduler.update(output, StepResult([tokens.get(i, token) for i in output.shares.request_ids]))
     scheduler.check()
-    return news
+    return sorted(outputs, key=lambda news: news.request_id)
 
 
 def plan(scheduler: Scheduler) -> SchedulerOutput:
@@ -68,14 +67,14 @@ def test_a_request_is_scheduled_on_while_its_token_is_in_flight() -> None:
     s = make()
     (r,) = add(s, request("a", 3))
     first = plan(s)
-    assert shares(first) == {"a": (0, 3)}
-    assert first.scheduled[0].samples
+    assert shares(first) == {"a": 3}
+    assert not first.shares.partial
     second = plan(s)
-    assert shares(second) == {"a": (3, 1)}
+    assert shares(second) == {"a": 1}
     assert (r.num_tokens, len(r.token_ids)) == (5, 3)
     [news] = give(s, first)
     assert news.new_token_ids == [OTHER]
-    assert shares(plan(s)) == {"a": (4, 1)}
+    assert shares(plan(s)) == {"a": 1}
     give(s, second)
     assert r.token_ids[3:] == [OTHER, OTHER]
 
@@ -142,8 +141,8 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     s = make(max_num_batched_tokens=10)
     add(s, request("a", 25))
     outputs = [step(s) for _ in range(4)]
-    assert [shares(o)["a"] for o, _ in outputs] == [(0, 10), (10, 10), (20, 5), (25, 1)]
-    assert [o.scheduled[0].samples for o, _ in outputs] == [False, False, True, True]
+    assert [shares(o)["a"] for o, _ in outputs] == [10, 10, 5, 1]
+    assert [o.shares.partial for o, _ in outputs] == [[0], [0], [], []]
     assert [len(news) for _, news in outputs] == [0, 0, 1, 1]
 
 
@@ -153,21 +152,21 @@ def test_decodes_first_and_chunks_fill_the_budget() -> None:
     step(s)
     add(s, request("b", 20), request("c", 3))
     output, _ = step(s)
-    assert shares(output) == {"a": (3, 1), "b": (0, 9)}
-    assert (output.num_decodes, output.num_tokens) == (1, 10)
+    assert shares(output) == {"a": 1, "b": 9}
+    assert (output.shares.num_decodes, output.shares.total_num_tokens) == (1, 10)
     output, _ = step(s)
-    assert shares(output) == {"a": (4, 1), "b": (9, 9)}
+    assert shares(output) == {"a": 1, "b": 9}
     output, _ = step(s)
-    assert shares(output) == {"a": (5, 1), "b": (18, 2), "c": (0, 3)}
+    assert shares(output) == {"a": 1, "b": 2, "c": 3}
 
 
 def test_one_token_shares_come_first_whatever_they_are() -> None:
     s = make(max_num_batched_tokens=6)
     add(s, request("a", 4), request("b", 1), request("c", 3))
     output, _ = step(s)
-    assert shares(output) == {"b": (0, 1), "c": (0, 1), "a": (0, 4)}
-    assert [share.samples for share in output.scheduled] == [True, False, True]
-    assert output.num_decodes == 2
+    assert shares(output) == {"b": 1, "c": 1, "a": 4}
+    assert output.shares.partial == [1]
+    assert output.shares.num_decodes == 2
 
 
 def test_max_num_seqs() -> None:
@@ -196,7 +195,7 @@ def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
         if not s.has_work():
             break
         output, news = step(s)
-        assert output.num_tokens <= 16
+        assert output.shares.total_num_tokens <= 16
         finished += [n.request_id for n in news if n.finish_reason]
     assert finished == sorted(finished), "the oldest get on first"
     assert len(finished) == 64
@@ -205,7 +204,7 @@ def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
 def test_running_requests_share_a_budget_of_one() -> None:
     s = make(max_num_batched_tokens=1)
     add(s, request("a", 2, max_tokens=2), request("b", 1, max_tokens=1))
-    assert [shares(step(s)[0]) for _ in range(4)] == [{"a": (0, 1)}, {"a": (1, 1)}, {"a": (2, 1)}, {"b": (0, 1)}]
+    assert [shares(step(s)[0]) for _ in range(4)] == [{"a": 1}, {"a": 1}, {"a": 1}, {"b": 1}]
 
 
 # Blocks and preemption
@@ -216,9 +215,9 @@ def test_new_blocks_are_told_as_they_come() -> None:
     add(s, request("a", 6))
     output, _ = step(s)
     assert output.admitted[0].block_ids == [0, 1]
-    assert output.scheduled[0].new_block_ids == []
-    grown = [step(s)[0].scheduled[0].new_block_ids for _ in range(7)]
-    assert grown == [[], [], [2], [], [], [], [3]]
+    assert output.new_block_ids == {}
+    grown = [step(s)[0].new_block_ids for _ in range(7)]
+    assert grown == [{}, {}, {"a": [2]}, {}, {}, {}, {"a": [3]}]
 
 
 def test_the_youngest_is_preempted() -> None:
@@ -233,7 +232,7 @@ def test_the_youngest_is_preempted() -> None:
     assert len(a.block_ids) == len(b.block_ids) == 3
     add(s, request("c", 1))
     output = plan(s)  # a needs a fourth block
-    assert shares(output) == {"a": (12, 1)}
+    assert shares(output) == {"a": 1}
     assert output.removed == ["b"]
     assert output.admitted == [], "nobody is admitted in a step that preempts"
     assert (b.num_preemptions, b.num_computed_tokens, b.block_ids) == (1, 0, [])
@@ -252,17 +251,17 @@ def test_a_preempted_request_resumes_from_the_prefix_cache() -> None:
     output, _ = step(s)
     assert list(shares(output)) == ["a"]
     while not s.running or s.running[0] is not b:
-        output, news = step(s)
+        output, _ = step(s)
     [admission] = output.admitted
     assert admission.token_ids[:8] == b.token_ids[:8]
     assert admission.num_prompt_tokens == 8
     assert admission.num_computed_tokens == 8, "the blocks not evicted meanwhile"
-    assert news[-1].num_preemptions == 1
-    assert news[-1].num_cached_tokens == 0, "counts the first admission only"
     assert s.stats().prefix_hits == 0
     while s.has_work():
         _, news = step(s)
     assert (news[0].finish_reason, len(b.token_ids)) == ("length", 20)
+    assert news[0].num_preemptions == 1
+    assert news[0].num_cached_tokens == 0, "counts the first admission only"
 
 
 def test_the_youngest_gives_way_itself() -> None:
@@ -313,7 +312,7 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     s = make(block_size=4)
     add(s, *(request(name, [*range(10)]) for name in "abcd"))
     output = plan(s)
-    assert shares(output) == {"a": (0, 10), "b": (8, 2), "c": (8, 2), "d": (8, 2)}
+    assert shares(output) == {"a": 10, "b": 2, "c": 2, "d": 2}
     assert s.stats().num_free_blocks == 100 - 2 - 4
 
 
@@ -330,7 +329,7 @@ def test_the_next_turn_of_a_chat_finds_prompt_and_answer() -> None:
     assert len(r.token_ids) == 8
     add(s, request("b", [*r.token_ids, 50, 51, 52]))
     output, [news] = step(s)
-    assert shares(output) == {"b": (8, 3)}, "the end of text was computed by the dropped share, so its block is full"
+    assert shares(output) == {"b": 3}, "the end of text was computed by the dropped share, so its block is full"
     assert news.num_cached_tokens == 8
     stats = s.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (5 + 11, 8)
@@ -342,19 +341,19 @@ def test_a_fully_cached_prompt_computes_its_last_block() -> None:
     add(s, request("a", [*range(8)]))
     step(s)
     add(s, request("b", [*range(8)]))
-    assert shares(step(s)[0])["b"] == (4, 4)
+    assert shares(step(s)[0])["b"] == 4
 
 
 def test_cache_salt() -> None:
     s = make(block_size=4)
     add(s, request("a", [*range(9)]), request("b", [*range(9)], salt="x"), request("c", [*range(9)], salt="x"))
-    assert shares(step(s)[0]) == {"c": (8, 1), "a": (0, 9), "b": (0, 9)}
+    assert shares(step(s)[0]) == {"c": 1, "a": 9, "b": 9}
 
 
 def test_no_prefix_caching() -> None:
     s = make(block_size=4, enable_prefix_caching=False)
     add(s, request("a", [*range(9)]), request("b", [*range(9)]))
-    assert shares(step(s)[0]) == {"a": (0, 9), "b": (0, 9)}
+    assert shares(step(s)[0]) == {"a": 9, "b": 9}
     assert (s.stats().prefix_queries, s.stats().prefix_hits) == (0, 0)
 
 
@@ -366,7 +365,7 @@ def test_reset_prefix_cache() -> None:
     give(s, output)
     assert s.reset_prefix_cache()
     add(s, request("b", [*range(9)]))
-    assert shares(step(s)[0]) == {"b": (0, 9)}
+    assert shares(step(s)[0]) == {"b": 9}
 
 
 # Coming and going
@@ -442,7 +441,7 @@ def test_an_id_may_be_used_again_while_its_old_token_is_in_flight() -> None:
     (again,) = add(s, request("a", 2))
     second = plan(s)
     assert second.removed == ["a"]
-    assert shares(second) == {"a": (0, 2)}
+    assert shares(second) == {"a": 2}
     assert give(s, first, 77) == []
     assert again.token_ids[2:] == []
     give(s, second, 78)
@@ -469,7 +468,7 @@ def test_rows_to_free_are_told_with_the_next_step_that_runs() -> None:
     step(s)
     idle = plan(s)
     assert not idle
-    assert (idle.removed, idle.admitted, idle.num_tokens) == ([], [], 0)
+    assert (idle.removed, idle.admitted, idle.shares.total_num_tokens) == ([], [], 0)
     add(s, request("b"))
     assert plan(s).removed == ["a"]
 
@@ -490,9 +489,9 @@ def test_logprobs_reach_their_request() -> None:
     add(s, request("a", 2), request("b", 2, logprobs=1), request("c", 9))
     output = s.schedule()
     entry = TokenLogprobs(-0.5, 1, [OTHER], [-0.5])
-    index = [share.request_id for share in output.scheduled].index("b")
-    news = s.update(output, StepResult([OTHER, OTHER, -1], {index: entry}))
-    assert {n.request_id: n.logprobs for n in news} == {"a": None, "b": [entry]}
+    index = output.shares.request_ids.index("b")
+    outputs = s.update(output, StepResult([OTHER, OTHER, OTHER], {index: entry}))
+    assert {n.request_id: n.logprobs for n in outputs.news} == {"a": None, "b": [entry]}
 
 
 def test_stats_of_the_queues() -> None:

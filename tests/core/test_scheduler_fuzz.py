@@ -44,6 +44,7 @@ EXPECTED_EVENTS = [
     "refused",
     "extra tokens to be dropped",
     "cache resets",
+    "the same shares again",
 ]
 
 
@@ -122,7 +123,7 @@ class Workload:
         if self.rng.random() < self.abort_rate:
             self._abort()
         if self.in_flight:
-            launched_ids = {share.request_id for share in launched.output.scheduled} if launched else set()
+            launched_ids = set(launched.output.shares.request_ids) if launched else set()
             for news in scheduler.update(*self.in_flight.read()):
                 self._deliver(news)
                 self.events["extra tokens to be dropped"] += (
@@ -197,8 +198,8 @@ class Workload:
         else:
             client = Client(request, ([], "stop", None), single_embedding(prompt, pooling, salt))
         self.clients[request_id] = client
-        in_flight = self.in_flight.output.scheduled if self.in_flight else []
-        self.events["ids used again while in flight"] += request_id in {share.request_id for share in in_flight}
+        in_flight = self.in_flight.output.shares.request_ids if self.in_flight else []
+        self.events["ids used again while in flight"] += request_id in in_flight
 
     def _abort(self) -> None:
         preempted = [id for id, request in self.scheduler.waiting.items() if request.num_preemptions]

@@ -9,10 +9,10 @@ prefix is found at once. Whatever the contract between policy and mechanism prom
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.core.batch import SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.batch import SchedulerOutput, Shares, StepResult, TokenLogprobs
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
@@ -96,6 +96,7 @@ class ToyRunner:
         self.kv = [POISON] * (num_blocks * block_size)
         self.rows: dict[str, Row] = {}
         self.step = 0
+        self.last_shares: Shares | None = None
         self.events: Counter[str] = Counter()
 
     def poison(self, block_ids: Iterable[int]) -> None:
@@ -113,14 +114,18 @@ class ToyRunner:
     def _check(self, output: SchedulerOutput) -> None:
         assert output.step > self.step, "steps are numbered in order"
         self.step = output.step
-        sizes = [share.num_tokens for share in output.scheduled]
-        ids = [share.request_id for share in output.scheduled]
+        shares, ids, sizes = output.shares, output.shares.request_ids, output.shares.num_tokens
         assert sizes, "an empty step was launched"
+        assert len(ids) == len(sizes) == len(shares)
         assert min(sizes) >= 1
-        assert sum(sizes) == output.num_tokens <= self.max_num_batched_tokens
-        assert output.num_decodes == sizes.count(1)
-        assert sizes[: output.num_decodes].count(1) == output.num_decodes, "one-token shares come first"
+        assert sum(sizes) == shares.total_num_tokens <= self.max_num_batched_tokens
+        assert shares.num_decodes == sizes.count(1)
+        assert sizes[: shares.num_decodes].count(1) == shares.num_decodes, "one-token shares come first"
         assert len(set(ids)) == len(ids), "two shares of one request"
+        if shares is self.last_shares:
+            assert not set(ids) & set(output.removed), "the same shares of other requests"
+            self.events["the same shares again"] += 1
+        self.last_shares = shares
         assert {admission.request_id for admission in output.admitted} <= set(ids), "admitted for nothing"
 
     def _update_rows(self, output: SchedulerOutput) -> None:
@@ -144,52 +149,53 @@ class ToyRunner:
             )
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
         admitted = {admission.request_id for admission in output.admitted}
-        for share in output.scheduled:
-            row = self.rows[share.request_id]
-            assert share.start == row.num_computed, "a gap or an overlap in the computed tokens"
-            assert share.start + share.num_tokens <= len(row.token_ids), "a token that is not sampled yet"
-            assert share.samples == (share.start + share.num_tokens == len(row.token_ids))
-            assert not (share.new_block_ids and share.request_id in admitted)
-            self.poison(share.new_block_ids)
-            row.block_ids += share.new_block_ids
+        assert not admitted & set(output.new_block_ids), "an admission has all its blocks"
+        for request_id, block_ids in output.new_block_ids.items():
+            self.poison(block_ids)
+            self.rows[request_id].block_ids += block_ids
+        for index, (row, num_tokens) in enumerate(self._shares(output)):
+            end = row.num_computed + num_tokens
+            assert end <= len(row.token_ids), "a token that is not sampled yet"
+            assert (index in output.shares.partial) == (end < len(row.token_ids))
+
+    def _shares(self, output: SchedulerOutput) -> Iterator[tuple[Row, int]]:
+        for request_id, num_tokens in zip(output.shares.request_ids, output.shares.num_tokens, strict=True):
+            yield self.rows[request_id], num_tokens
 
     def _write(self, output: SchedulerOutput) -> None:
         size = self.block_size
-        written: dict[int, str] = {}
-        for share in output.scheduled:
-            row = self.rows[share.request_id]
-            for position in range(share.start, share.start + share.num_tokens):
+        written: dict[int, Row] = {}
+        for row, num_tokens in self._shares(output):
+            for position in range(row.num_computed, row.num_computed + num_tokens):
                 block_id = row.block_ids[position // size]
-                assert written.setdefault(block_id, share.request_id) == share.request_id, "two writers of one block"
+                assert written.setdefault(block_id, row) is row, "two writers of one block"
                 self.kv[block_id * size + position % size] = row.states[position]
                 row.pooled += row.states[position]
-            row.num_computed += share.num_tokens
+            row.num_computed += num_tokens
         for admission in output.admitted:
             cached = admission.block_ids[: admission.num_computed_tokens // size]
             self.events["hits on a block filled in the same step"] += any(block_id in written for block_id in cached)
 
     def _read(self, output: SchedulerOutput) -> None:
         size = self.block_size
-        for share in output.scheduled:
-            row = self.rows[share.request_id]
+        for row, _ in self._shares(output):
             context: list[int] = []
             for block_id in row.block_ids[: -(-row.num_computed // size)]:
                 context += self.kv[block_id * size : (block_id + 1) * size]
             assert context[: row.num_computed] == row.states[: row.num_computed], (
-                f"step {output.step}: request {share.request_id} reads KV that is not its own prefix's"
+                f"step {output.step}: a request reads KV that is not its own prefix's"
             )
 
     def _sample(self, output: SchedulerOutput) -> StepResult:
         token_ids, logprobs, embeddings = [], {}, {}
-        for index, share in enumerate(output.scheduled):
-            if not share.samples:
-                token_ids.append(-1)
+        for index, (row, _) in enumerate(self._shares(output)):
+            if index in output.shares.partial:
+                token_ids.append(POISON)
                 continue
-            row = self.rows[share.request_id]
             if row.pooling is not None:
                 value = row.states[-1] if row.pooling.pooling == "last" else row.pooled
                 embeddings[index] = repr(value).encode()
-                token_ids.append(-1)
+                token_ids.append(POISON)
                 continue
             token_id = next_token(row.states[-1], self.vocab_size)
             row.token_ids.append(token_id)

@@ -34,6 +34,7 @@ class FakeRunner:
     device_name: str = "fake"
     kv_cache_bytes: int = 1 << 20
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    num_computed: dict[str, int] = field(default_factory=dict)
     max_scheduled: int = 0
     permits: threading.Semaphore | None = None  # each launch waits for one and takes it
     broken: bool = False
@@ -52,14 +53,16 @@ class FakeRunner:
             self.prompts.pop(request_id, None)
         for admission in output.admitted:
             self.prompts[admission.request_id] = admission.token_ids[: admission.num_prompt_tokens]
+            self.num_computed[admission.request_id] = admission.num_computed_tokens
         assert len(self.prompts) <= self.options.max_num_seqs
-        assert output.num_tokens <= self.options.max_num_batched_tokens
-        self.max_scheduled = max(self.max_scheduled, len(output.scheduled))
-        tokens = [
-            next_token(self.prompts[share.request_id], share.start + share.num_tokens) for share in output.scheduled
-        ]
-        sampled = [token if share.samples else -1 for share, token in zip(output.scheduled, tokens, strict=True)]
-        return FakeHandle(output, StepResult(sampled))
+        shares = output.shares
+        assert shares.total_num_tokens <= self.options.max_num_batched_tokens
+        self.max_scheduled = max(self.max_scheduled, len(shares))
+        tokens = []
+        for request_id, num_tokens in zip(shares.request_ids, shares.num_tokens, strict=True):
+            self.num_computed[request_id] += num_tokens
+            tokens.append(next_token(self.prompts[request_id], self.num_computed[request_id]))
+        return FakeHandle(output, StepResult(tokens))
 
     def close(self) -> None:
         self.closed = True

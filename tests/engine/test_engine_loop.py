@@ -50,10 +50,10 @@ def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any
 def test_one_step_ahead(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2))
-    assert engine.step() == []
+    assert not engine.step()
     assert engine.in_flight is not None
-    assert [output.new_token_ids for output in engine.step()] == [[next_token([1, 2, 3], 3)]]
-    (last,) = engine.step()
+    assert [output.new_token_ids for output in engine.step().news] == [[next_token([1, 2, 3], 3)]]
+    (last,) = engine.step().news
     assert last.finish_reason == "length"
     assert engine.in_flight is None
     assert not engine.has_work()

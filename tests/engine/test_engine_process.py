@@ -38,8 +38,9 @@ class Front:
         while True:
             step = self.receive()
             steps.append(step)
-            tokens += [i for name, ids in step.tokens if name == request_id for i in ids]
-            for output in step.news:
+            outputs = step.outputs
+            tokens += [i for name, i in zip(outputs.request_ids, outputs.token_ids, strict=True) if name == request_id]
+            for output in outputs.news:
                 if output.request_id == request_id:
                     tokens += output.new_token_ids
                     if output.finish_reason is not None:
@@ -100,7 +101,7 @@ def test_one_message_a_step_first_and_last_words_in_full(tiny_model: Path) -> No
         tokens, reason, steps = front.until_finished("a")
         assert tokens == [next_token([1, 2, 3], position) for position in range(3, 8)]
         assert reason == "length"
-        shapes = [(len(step.tokens), len(step.news)) for step in steps if step.tokens or step.news]
+        shapes = [(len(step.outputs.token_ids), len(step.outputs.news)) for step in steps if step.outputs]
         assert shapes == [(0, 1), (1, 0), (1, 0), (1, 0), (0, 1)]
         assert steps[-1].stats.num_free_blocks == steps[-1].stats.num_blocks
 
@@ -113,7 +114,7 @@ def test_abort_says_nothing_but_frees(tiny_model: Path) -> None:
         front.send(Abort("a"), Abort("unknown"))
         steps.release(200)
         while (step := front.receive()).stats.num_running:
-            assert all(output.finish_reason is None for output in step.news)
+            assert all(output.finish_reason is None for output in step.outputs.news)
         assert step.stats.num_free_blocks == step.stats.num_blocks
 
 
@@ -137,7 +138,9 @@ def test_failed_step_tells_every_request(tiny_model: Path) -> None:
         assert stats.num_waiting == 2
         front.runner.broken = True
         steps.release()
-        while not (finished := {o.request_id: o.finish_reason for o in front.receive().news if o.finish_reason}):
+        while not (
+            finished := {o.request_id: o.finish_reason for o in front.receive().outputs.news if o.finish_reason}
+        ):
             pass
         assert finished == {str(i): "error" for i in range(6)}
     assert [str(error) for error in errors] == ["the fake device is on fire"]

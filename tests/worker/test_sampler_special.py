@@ -10,7 +10,7 @@ import pytest
 import torch
 from slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
-from engine.core.batch import Admission, Scheduled, SchedulerOutput
+from engine.core.batch import Admission, SchedulerOutput, Shares
 from engine.core.sampling_params import SamplingParams, StructuredOutputs
 from engine.worker import filters
 from engine.worker.input_batch import InputBatch
@@ -20,6 +20,14 @@ from kernels.step import StepTensors
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
 CPU = torch.device("cpu")
+
+
+def step_of(number: int, admitted: list[Admission], shares: Shares, removed: list[str]) -> SchedulerOutput:
+    return SchedulerOutput(number, admitted, shares, {}, removed)
+
+
+def freeing(*removed: str) -> SchedulerOutput:
+    return step_of(0, [], Shares([], [], 0, 0, []), list(removed))
 
 
 class Sampler:
@@ -46,41 +54,36 @@ class Sampler:
             Admission(name, tokens, num_prompt, 0, list(range(8)), params, seed)
             for name, (tokens, num_prompt, params, seed) in admitted.items()
         ]
-        scheduled = [
-            Scheduled(name, 0, lengths[name], [], name not in chunks)
-            if name in admitted
-            else Scheduled(name, lengths[name] - 1, 1, [], name not in chunks)
-            for name in logits
-        ]
-        scheduled.sort(key=lambda share: share.num_tokens > 1)
-        num_tokens = sum(share.num_tokens for share in scheduled)
-        num_decodes = sum(share.num_tokens == 1 for share in scheduled)
-        output = SchedulerOutput(self.number, admissions, scheduled, removed, num_decodes, num_tokens)
+        num_tokens = {name: lengths[name] if name in admitted else 1 for name in logits}
+        names = sorted(logits, key=lambda name: num_tokens[name] > 1)
+        partial = [i for i, name in enumerate(names) if name in chunks]
+        sizes = [num_tokens[name] for name in names]
+        output = step_of(self.number, admissions, Shares(names, sizes, sum(sizes), sizes.count(1), partial), removed)
         self.batch.apply(output)
         packed = self.batch.pack(output)
         reference.prepare_step(
             packed.packed, packed.segment, packed.num_seqs, packed.num_tokens, BLOCK, self.batch.state, self.step
         )
-        table = torch.tensor([logits[share.request_id] for share in scheduled])
-        n, step = len(scheduled), self.step
+        table = torch.tensor([logits[name] for name in names])
+        n, step = len(names), self.step
         tokens = reference.sample(
             table, step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n], step.seed[:n],
             step.next_position[:n],
         )  # fmt: skip
         self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
         before = table.clone()
-        free, constrained = self.processor.select(output, packed)
+        free, constrained = self.processor.select(packed)
         for group in free:
             self.processor.sample(table, tokens, group)
         for group in constrained:
-            allowed = [(masks or {})[scheduled[i].request_id] for i in group.places]
+            allowed = [(masks or {})[names[i]] for i in group.places]
             words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
             as_signed = torch.tensor(words).to(torch.int32)
             self.processor.sample(table, tokens, group, as_signed)
         assert torch.equal(table, before), "log-probabilities are of raw logits"
-        rows = torch.tensor([row.index for row in packed.rows])
+        rows = torch.tensor([row.index for row in packed.members.rows])
         assert torch.equal(self.batch.state.last_token[rows], tokens)
-        return {share.request_id: int(token) for share, token in zip(scheduled, tokens, strict=True)}
+        return {name: int(token) for name, token in zip(names, tokens, strict=True)}
 
 
 def params_of(rng: random.Random) -> SamplingParams:
@@ -133,7 +136,7 @@ def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
             admitted[name] = requests[name]
             running[name] = None
         if not running:
-            sampler.batch.apply(SchedulerOutput(0, [], [], removed, 0, 0))
+            sampler.batch.apply(freeing(*removed))
             continue
         wide = rng.choice([1.0, 3.0])
         logits = {name: [rng.gauss(0, wide) + (3 * wide if t < 6 else 0) for t in range(VOCAB)] for name in running}
@@ -151,9 +154,9 @@ def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
             if len(known) == MAX_LEN:
                 running.pop(name)
                 requests.pop(name)
-                sampler.batch.apply(SchedulerOutput(0, [], [], [name], 0, 0))
+                sampler.batch.apply(freeing(name))
     assert special > 50
-    sampler.batch.apply(SchedulerOutput(0, [], [], list(running), 0, 0))
+    sampler.batch.apply(freeing(*running))
     assert sampler.batch.num_special == 0
     assert sorted(sampler.batch.history._free) == list(range(len(sampler.batch.history.tokens)))
 
