@@ -72,11 +72,12 @@ _RESPONSE = {
     },
 }
 
-CHAT, TEXT, RESPONSES, MESSAGES, MODELS, SERVICE = (
+CHAT, TEXT, RESPONSES, MESSAGES, EMBEDDINGS, MODELS, SERVICE = (
     "Chat",
     "Text",
     "Responses",
     "Messages (Anthropic)",
+    "Embeddings",
     "Models and tokens",
     "Service",
 )
@@ -289,6 +290,29 @@ ENDPOINTS = (
         requests={"A conversation": {"model": MODEL, "messages": _HELLO}},
         answer={"input_tokens": 9},
         statuses=(404,),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        EMBEDDINGS,
+        "Texts to vectors",
+        "Of the served model's final hidden states: of the last token, or the mean of all (`pooling`). `input` is a text, "
+        "token ids, or a list of either. Any model gives vectors; those of models trained for embeddings are good ones.",
+        {
+            "A text": {"model": MODEL, "input": "Once upon a time"},
+            "Several texts": {"model": MODEL, "input": ["One", "Two"], "encoding_format": "base64"},
+            "Token ids": {"model": MODEL, "input": [[1, 2, 3], [4]], "pooling": "mean"},
+            "A conversation": {"model": MODEL, "messages": _HELLO},
+        },
+        {
+            "id": "embd-41f0",
+            "object": "list",
+            "created": _CREATED,
+            "data": [{"index": 0, "object": "embedding", "embedding": [0.6, -0.8]}],
+            "model": MODEL,
+            "usage": {**_USAGE, "completion_tokens": 0, "total_tokens": 9},
+        },
+        statuses=(404, 409),
     ),
     Endpoint(
         "GET",

@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.batch import SchedulerStats
+from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.outputs import RequestMetrics, RequestUpdate
 
@@ -111,7 +112,7 @@ class Metrics:
         return metric.labels(*self._labels)
 
     def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
-        """For one sample of a request, which is to be shown each of its updates."""
+        """For one sample of a request, which is to be shown each of its updates. `UNSAMPLED`: it is an embedding."""
         return SampleWatch(self, num_prompt_tokens, sampling)
 
     def request_ended(self, n: int, most_generated: int) -> None:
@@ -136,11 +137,19 @@ class SampleWatch:
     num_tokens: int = 0
     last_token: float = 0.0
 
+    @property
+    def generates(self) -> bool:
+        return self.sampling is not UNSAMPLED
+
     def see(self, update: RequestUpdate) -> None:
         metrics, times, num_new = self.metrics, update.timings, len(update.token_ids)
         if num_new and not self.num_tokens:
-            self._started(times, update.num_cached_tokens)
+            metrics._first_token.observe(times.first_token_ts - times.arrival_time)
+            self._started(update.num_cached_tokens)
+            self.last_token = times.first_token_ts
             num_new -= 1
+        elif update.embedding is not None:
+            self._started(update.num_cached_tokens)
         if num_new and self.last_token:
             seconds = (times.last_token_ts - self.last_token) / num_new
             metrics.between.observe(seconds, num_new)
@@ -153,34 +162,34 @@ class SampleWatch:
         """The client has gone, or the engine has, before the sample was finished."""
         self.metrics.count_end("abort")
 
-    def _started(self, times: RequestMetrics, num_cached: int) -> None:
+    def _started(self, num_cached: int) -> None:
         metrics = self.metrics
-        metrics._first_token.observe(times.first_token_ts - times.arrival_time)
         metrics._prompt_tokens.inc(self.num_prompt_tokens)
         metrics._cached_tokens.inc(num_cached)
         metrics._local_hits.inc(num_cached)
         metrics._computed.inc(self.num_prompt_tokens - num_cached)
         metrics._request_computed.observe(self.num_prompt_tokens - num_cached)
-        self.last_token = times.first_token_ts
 
     def _ended(self, times: RequestMetrics, reason: str) -> None:
         metrics = self.metrics
         metrics.count_end(reason)
         metrics._request_prompt.observe(self.num_prompt_tokens)
-        metrics._request_generated.observe(self.num_tokens)
         metrics._request_preemptions.observe(times.num_preemptions)
-        if self.sampling.max_tokens is not None:
-            metrics._request_max_tokens.observe(self.sampling.max_tokens)
+        if self.generates:
+            metrics._request_generated.observe(self.num_tokens)
+            if self.sampling.max_tokens is not None:
+                metrics._request_max_tokens.observe(self.sampling.max_tokens)
         if not (times.scheduled_ts and times.first_token_ts):
             return
-        decode = times.last_token_ts - times.first_token_ts
         metrics._e2e.observe(times.last_token_ts - times.arrival_time)
         metrics._queue.observe(times.scheduled_ts - times.queued_ts)
         metrics._prefill.observe(times.first_token_ts - times.scheduled_ts)
         metrics._inference.observe(times.last_token_ts - times.scheduled_ts)
-        metrics._decode.observe(decode)
-        if self.num_tokens > 1:
-            metrics._per_token.observe(decode / (self.num_tokens - 1))
+        if self.generates:
+            decode = times.last_token_ts - times.first_token_ts
+            metrics._decode.observe(decode)
+            if self.num_tokens > 1:
+                metrics._per_token.observe(decode / (self.num_tokens - 1))
 
 
 class TokenTimes(Collector):

@@ -21,6 +21,7 @@ _STATUSES = {
     400: "The request is not valid.",
     401: "The key is missing or wrong.",
     404: "There is no such model, or no such thing.",
+    409: "The request was aborted.",
     500: "The server failed.",
     503: "The engine is not running, or takes no more requests.",
 }

@@ -72,6 +72,18 @@ def responses(server: Server) -> None:
             want(next(iter(stream)).type == "response.created", "the first event is another")
 
 
+@check("openai client", "embeddings")
+def embeddings(server: Server) -> None:
+    with _openai(server) as client:
+        try:
+            data = client.embeddings.create(model=server.model, input=["one", "two"]).data
+        except importlib.import_module("openai").APIStatusError as error:
+            if error.status_code not in (400, 404, 501):
+                raise
+            raise AbsentError(f"status {error.status_code}: {error}") from None
+        want(len(data) == 2 and len(data[0].embedding) > 0, "two texts did not give two embeddings")
+
+
 @check("anthropic client", "messages, whole and streamed")
 def messages(server: Server) -> None:
     with _anthropic(server) as client:

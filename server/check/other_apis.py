@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import math
+import struct
+from typing import Any
+
 from server.check.runner import Event, Server, Suite, want
 
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
 HELLO = [{"role": "user", "content": "Say hello."}]
 
 suite = Suite()
@@ -85,6 +90,33 @@ def tokens(server: Server) -> None:
 
 @check("embeddings", "POST /v1/embeddings")
 def embeddings(server: Server) -> None:
-    data = server.ask("/v1/embeddings", input=["one", "two"], optional=True)["data"]
+    body = server.ask(EMBEDDINGS, input=["one", "two"], optional=True)
+    data, usage = body["data"], body["usage"]
     want([entry["index"] for entry in data] == [0, 1], "two texts did not give embeddings 0 and 1")
     want(len(data[0]["embedding"]) == len(data[1]["embedding"]) > 0, "they have different lengths")
+    want(data[0]["embedding"] != data[1]["embedding"], "two texts gave the same embedding")
+    want(abs(math.hypot(*data[0]["embedding"]) - 1) < 0.01, "its length is not 1")
+    want(usage["total_tokens"] == usage["prompt_tokens"] > 0, "the usage counts no prompt tokens, or others")
+
+
+@check("embeddings", "as base64")
+def base64_embeddings(server: Server) -> None:
+    asked: dict[str, Any] = {"input": "one", "optional": True}
+    numbers = server.ask(EMBEDDINGS, **asked)["data"][0]["embedding"]
+    packed = base64.b64decode(server.ask(EMBEDDINGS, encoding_format="base64", **asked)["data"][0]["embedding"])
+    values = struct.unpack(f"<{len(packed) // 4}f", packed)
+    want(len(values) == len(numbers), f"they are {len(values)} float32 values instead of {len(numbers)}")
+    want(max(abs(a - b) for a, b in zip(values, numbers, strict=True)) < 0.01, "they are other values")
+
+
+@check("embeddings", "token ids as input")
+def embedded_ids(server: Server) -> None:
+    body = server.ask(EMBEDDINGS, input=[[1, 2, 3], [4, 5]], optional=True)
+    want(len(body["data"]) == 2, "two lists did not give two embeddings")
+    want(body["usage"]["prompt_tokens"] == 5, f"five token ids were {body['usage']['prompt_tokens']}")
+
+
+@check("embeddings", "fewer dimensions")
+def embedded_dimensions(server: Server) -> None:
+    found = server.ask(EMBEDDINGS, input="one", dimensions=4, optional=True)["data"][0]["embedding"]
+    want(len(found) == 4, f"dimensions=4 gave {len(found)}")

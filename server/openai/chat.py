@@ -71,7 +71,7 @@ async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignor
     )
     prompt = await encode(serving, request)
     sampling = _show_marks(serving, request, sampling)
-    token_ids = serving.truncated(prompt.token_ids, request.truncate_prompt_tokens, sampling)
+    token_ids = serving.truncated(prompt.token_ids, request.truncate_prompt_tokens, sampling.max_tokens or 1)
     generation = serving.generate(kind, request, [token_ids], sampling, renamed)
     if serving.reasoning_format is not None:
         generation.usage.reasoning_tokens = 0

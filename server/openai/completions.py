@@ -31,16 +31,10 @@ async def begin(serving: Serving, request: CompletionRequest) -> Generation:
         prompt_logprobs=scores,
         renamed={},
     )
-    prompts = await serving.in_thread(_encode_prompts, serving, request)
-    prompts = [serving.truncated(prompt, request.truncate_prompt_tokens, sampling) for prompt in prompts]
+    prompts = await serving.in_thread(serving.encode_prompts, request.prompt, request.add_special_tokens is not False)
+    room = sampling.max_tokens or 1
+    prompts = [serving.truncated(prompt, request.truncate_prompt_tokens, room) for prompt in prompts]
     return serving.generate("cmpl-", request, prompts, sampling, {})
-
-
-def _encode_prompts(serving: Serving, request: CompletionRequest) -> list[list[int]]:
-    prompt: Any = request.prompt
-    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    special = request.add_special_tokens is not False
-    return [serving.tokenizer.encode(each, special) if isinstance(each, str) else each for each in several]
 
 
 def _echoes(serving: Serving, request: CompletionRequest, generation: Generation) -> list[str]:

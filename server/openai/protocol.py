@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "max_completion_tokens": (1, None),
     "max_output_tokens": (1, None),
     "min_tokens": (0, None),
+    "dimensions": (1, None),
     "top_logprobs": (0, 20),
     "logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
@@ -65,6 +66,14 @@ NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
 }
+NOT_YET_IN_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "padding": ("do_not_pad",),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
 NOT_YET_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "prompt_embeds": ()}
 
 # Fields that never change the answer, and the values of them that need no word. None: labels, which ask for nothing.
@@ -89,6 +98,7 @@ def _base(name: str, *tables: dict[str, tuple[Any, ...]]) -> type[Body]:
 
 _ChatBase = _base("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
 _CompletionBase = _base("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_COMPLETIONS)
+_EmbeddingBase = _base("EmbeddingBase", NOT_YET_IN_EMBEDDINGS)
 
 TokenIds = list[int]
 Prompt = Annotated[
@@ -429,3 +439,75 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[int]
+
+
+class _Embedding(_EmbeddingBase):  # type: ignore[misc, valid-type]
+    """What a request for embeddings says besides its text."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description='"base64": of float32 values; smaller, quicker, and what OpenAI\'s clients ask for.'
+    )
+    dimensions: int | None = Field(
+        None, description="Only so many first values; for models that were trained for it (Matryoshka)."
+    )
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="Of the last token's hidden state, or of the mean of all; else as the server was told."
+    )
+    normalize: bool | None = Field(None, description="To length 1; so by default.")
+    use_activation: bool | None = Field(None, description="vLLM's newer name of normalize.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only so many tokens of the prompt; -1: as many as fit."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description='"right": keep the first tokens; else the last.'
+    )
+    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Only prompts of the same salt share their KV cache."
+    )
+    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="Lower ones come first; 0 by default.")
+    request_id: str | None = Field(
+        None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
+    )
+
+    NO_EFFECT: ClassVar[Any] = NO_EFFECT
+
+    @model_validator(mode="after")
+    def _check_names(self) -> _Embedding:
+        if self.normalize is not None and self.use_activation not in (None, self.normalize):
+            raise wrong("use_activation", "is another name of normalize, and differs from it")
+        return self
+
+    @property
+    def normalizes(self) -> bool:
+        return self.normalize is not False and self.use_activation is not False
+
+
+class EmbeddingTextRequest(_Embedding):
+    """Texts to be embedded."""
+
+    input: Prompt
+
+    @model_validator(mode="after")
+    def _check_input(self) -> EmbeddingTextRequest:
+        if self.input in ("", []) or (isinstance(self.input, list) and any(item in ("", []) for item in self.input)):
+            raise wrong("input", "must not be empty")
+        return self
+
+
+class EmbeddingChatRequest(_Conversation, _Embedding):
+    """A conversation to be embedded."""
+
+    input: Annotated[None, one_message("left out where there are messages")] = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        return bool(self.add_generation_prompt)  # nobody is to answer
+
+
+EmbeddingRequest = EmbeddingTextRequest | EmbeddingChatRequest
+EmbeddingBody = Annotated[
+    Annotated[EmbeddingTextRequest, Tag("<text>")] | Annotated[EmbeddingChatRequest, Tag("<chat>")],
+    Discriminator(lambda body: "<chat>" if isinstance(body, dict) and "messages" in body else "<text>"),
+]

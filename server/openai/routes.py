@@ -7,8 +7,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from server.fields import Ignored
-from server.openai import chat, completions, models
-from server.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.openai import chat, completions, embeddings, models
+from server.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingBody,
+    TokenizeRequest,
+)
 from server.openai.serving import Serving
 from server.replies import streamed, whole
 
@@ -31,6 +37,12 @@ def add_routes(app: FastAPI, serving: Serving) -> None:
         if body.stream:
             return streamed(settings, completions.events(serving, body, generation, ignored), ignored)
         return await whole(request, completions.answer(serving, body, generation, ignored), ignored)
+
+    @app.post("/v1/embeddings", response_model=None)
+    async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+        ignored = Ignored(settings.strict).add_fields(body)
+        generation = await embeddings.begin(serving, body)
+        return await whole(request, embeddings.answer(serving, body, generation, ignored), ignored)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:

@@ -9,13 +9,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from engine.core.batch import SchedulerStats
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError, EngineDeadError
 from engine.outputs import RequestMetrics, RequestUpdate, with_samples
@@ -23,7 +25,13 @@ from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.errors import APIError, bad_value
 from server.metrics import Metrics, SampleWatch
-from server.openai.protocol import RESERVED_TEMPLATE_VARIABLES, ChatCompletionRequest, CompletionRequest
+from server.openai.protocol import (
+    RESERVED_TEMPLATE_VARIABLES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Prompt,
+)
 from server.reasoning import find_reasoning_format
 from server.settings import ServerConfig
 from server.tools import find_tool_format
@@ -78,15 +86,30 @@ class EngineClient(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def default_sampling(self) -> dict[str, Any]: ...
+    @property
+    def default_pooling(self) -> str: ...
     def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+    ) -> AsyncGenerator[RequestUpdate, None]: ...
+    def embed(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        pooling: PoolingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestUpdate, None]: ...
     async def abort(self, request_id: str) -> None: ...
 
 
+# What the engine is asked for one sample: its prompt's index, who counts, and what begins it, given its id.
+Asked = tuple[int, SampleWatch, Callable[[str], AsyncGenerator[RequestUpdate, None]]]
+
+
 @dataclass(slots=True)
 class Sample:
-    """One answer that is being made."""
+    """One answer that is being made, or one embedding."""
 
     request_id: str  # to the engine
     index: int  # of its choice in the response
@@ -160,8 +183,9 @@ class Generation:
                 if sample.index not in ended:
                     sample.watch.abandoned()
         for first in range(0, len(self.samples), self.n):
-            group = self.samples[first : first + self.n]
-            self.metrics.request_ended(self.n, max(sample.watch.num_tokens for sample in group))
+            watches = [sample.watch for sample in self.samples[first : first + self.n]]
+            if watches[0].generates:
+                self.metrics.request_ended(self.n, max(watch.num_tokens for watch in watches))
 
     def timings_as_dict(self) -> dict[str, float]:
         """How long the first answer took, under vLLM's names."""
@@ -309,13 +333,18 @@ class Serving:
         except ValueError as error:
             raise bad_value(error, renamed) from None
 
-    def truncated(self, prompt: list[int], most: int | None, sampling: SamplingParams) -> list[int]:
-        """The last `most` tokens of the prompt; with -1 as many as leave room for the answer."""
+    def encode_prompts(self, given: Prompt, add_special_tokens: bool) -> list[list[int]]:
+        """Texts as token ids. Takes its time: for a thread."""
+        several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        return [self.tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each for each in several]
+
+    def truncated(self, prompt: list[int], most: int | None, room: int, *, keep_first: bool = False) -> list[int]:
+        """The last `most` tokens of the prompt, or the first; with -1 as many as leave `room` for the answer."""
         if most is None:
             return prompt
         if most < 0:
-            most = max(self.engine.max_model_len - (sampling.max_tokens or 1), 1)
-        return prompt[max(len(prompt) - most, 0) :]
+            most = max(self.engine.max_model_len - room, 1)
+        return prompt[:most] if keep_first else prompt[max(len(prompt) - most, 0) :]
 
     # ---- to the engine ----
 
@@ -331,43 +360,68 @@ class Serving:
 
         The answer's id is `kind` and the request's own `request_id`, or a new one.
         """
-        self._check_prompts(prompts, renamed.get("prompt", "prompt"))
-        self._check_room(len(prompts) * sampling.n)
-        unique = uuid.uuid4().hex
-        public_id = f"{kind}{request.request_id or unique}"
-        if public_id in self.running:
-            raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
-        engine_id = f"{public_id}-{unique}" if request.request_id else public_id
-        samples: list[Sample] = []
-        for prompt_index, prompt in enumerate(prompts):
+        self._check_prompts(prompts, renamed.get("prompt", "prompt"), 1)
+        asked = self._ask_answers(request, prompts, sampling)
+        return self._begin(kind, request.request_id, prompts, sampling, sampling.n, asked, renamed)
+
+    def _ask_answers(
+        self, request: ChatCompletionRequest | CompletionRequest, prompts: list[list[int]], sampling: SamplingParams
+    ) -> Iterator[Asked]:
+        salt = request.cache_salt or ""
+        for index, prompt in enumerate(prompts):
             room = self.engine.max_model_len - len(prompt)
             max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-            try:
-                for each in with_samples(sampling.clone(max_tokens=max_tokens)):
-                    index = len(samples)
-                    sample_id = f"{engine_id}-{index}" if len(prompts) * sampling.n > 1 else engine_id
-                    updates = self.engine.generate(sample_id, prompt, each, cache_salt=request.cache_salt or "")
-                    samples.append(
-                        Sample(sample_id, index, prompt_index, updates, self.metrics.watch(len(prompt), each))
-                    )
-            except ValueError as error:
-                raise bad_value(error, renamed) from None
-            except EngineDeadError as error:
-                raise APIError(503, f"the engine is not running: {error}") from None
+            for each in with_samples(sampling.clone(max_tokens=max_tokens)):
+                begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each, cache_salt=salt)
+                yield index, self.metrics.watch(len(prompt), each), begin
+
+    def embed(self, request: EmbeddingRequest, prompts: list[list[int]], pooling: PoolingParams) -> Generation:
+        """The same for embeddings: each is one update of its prompt's only sample."""
+        self._check_prompts(prompts, "messages" if request.input is None else "input", 0)
+        options: dict[str, Any] = {"cache_salt": request.cache_salt or "", "priority": request.priority or 0}
+        asked = (
+            (
+                index,
+                self.metrics.watch(len(prompt), UNSAMPLED),
+                partial(self.engine.embed, prompt_token_ids=prompt, pooling=pooling, **options),
+            )
+            for index, prompt in enumerate(prompts)
+        )
+        return self._begin("embd-", request.request_id, prompts, pooling, 1, asked, {"prompt": "input"})
+
+    def _begin(
+        self,
+        kind: str,
+        request_id: str | None,
+        prompts: list[list[int]],
+        params: SamplingParams | PoolingParams,
+        n: int,
+        asked: Iterator[Asked],
+        renamed: Mapping[str, str],
+    ) -> Generation:
+        """Begin the `n` samples of each prompt."""
+        self._check_room(len(prompts) * n)
+        unique = uuid.uuid4().hex
+        public_id = f"{kind}{request_id or unique}"
+        if public_id in self.running:
+            raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
+        engine_id = f"{public_id}-{unique}" if request_id else public_id
+        samples: list[Sample] = []
+        try:
+            for prompt_index, watch, begin in asked:
+                index = len(samples)
+                sample_id = f"{engine_id}-{index}" if len(prompts) * n > 1 else engine_id
+                samples.append(Sample(sample_id, index, prompt_index, begin(sample_id), watch))
+        except ValueError as error:
+            raise bad_value(error, renamed) from None
+        except EngineDeadError as error:
+            raise APIError(503, f"the engine is not running: {error}") from None
         if self.settings.enable_log_requests:
             lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-            _log.info("request %s: %s prompt tokens, %s", public_id, lengths, sampling)
+            _log.info("request %s: %s prompt tokens, %s", public_id, lengths, params)
         usage = Usage(sum(map(len, prompts)))
         return Generation(
-            public_id,
-            int(time.time()),
-            self.names[0],
-            sampling.n,
-            prompts,
-            samples,
-            usage,
-            self.metrics,
-            self.running,
+            public_id, int(time.time()), self.names[0], n, prompts, samples, usage, self.metrics, self.running
         )
 
     def load(self) -> dict[str, Any]:
@@ -390,15 +444,17 @@ class Serving:
         for sample in generation.samples:
             await self.engine.abort(sample.request_id)
 
-    def _check_prompts(self, prompts: list[list[int]], prompt_field: str) -> None:
+    def _check_prompts(self, prompts: list[list[int]], prompt_field: str, room: int) -> None:
+        """`room`: tokens of the context that are not the prompt's."""
         most = self.engine.max_model_len
         for prompt in prompts:
             if not prompt:
                 raise APIError(400, f"{prompt_field} is empty: it must have at least one token", prompt_field)
-            if len(prompt) >= most:
+            if len(prompt) + room > most:
+                kept = ", at least one of them for the answer" if room else ""
                 raise APIError(
                     400,
-                    f"This model's maximum context length is {most} tokens, at least one of them for the answer. "
+                    f"This model's maximum context length is {most} tokens{kept}. "
                     f"However, your prompt has {len(prompt)} tokens. Please shorten it.",
                     prompt_field,
                 )

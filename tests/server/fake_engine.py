@@ -1,7 +1,9 @@
 """An engine without a model: the AsyncEngine's face, real text handling, and tokens that follow from the prompt."""
 
 import asyncio
+import math
 import time
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
 from engine.frontend import Frontend
@@ -23,6 +26,7 @@ TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endfor %}{{ extra }}{{ tools | length if tools else '' }}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HIDDEN_SIZE = 8
 ANSWER = "Grüße! Ein 👋 von mir. Zwei plus zwei ist vier.\n\nEnd"
 
 
@@ -37,6 +41,15 @@ def make_tokenizer(template: str | None = TEMPLATE, special: Sequence[str] = ())
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, template)
 
 
+def embedding_of(prompt: list[int], pooling: PoolingParams) -> list[float]:
+    """What the engine gives for a prompt: by its last token, or by all of them."""
+    chosen = prompt if pooling.pooling == "mean" else prompt[-1:]
+    vector = [math.fsum(math.sin(token * (i + 1) + 1) for token in chosen) for i in range(HIDDEN_SIZE)]
+    vector = vector[: pooling.dimensions]
+    length = math.hypot(*vector) if pooling.normalize else 1.0
+    return [value / length for value in vector]
+
+
 class FakeEngine:
     """Answers `answer` token by token, then ends; with ignore_eos over and over. Seeds rotate the answer."""
 
@@ -45,16 +58,19 @@ class FakeEngine:
         self.num_blocks, self.block_size, self.max_model_len = 32, 16, max_model_len
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
         self.default_sampling: dict[str, Any] = {}
+        self.default_pooling = "last"
         self.model_name = "toy"
         self.stats: SchedulerStats | None = None
         self.dead, self.death = False, ""
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.die_after: int | None = None  # tokens after which the engine dies
+        self.holds = False  # embeddings wait until they are aborted
         self.max_running = 1000  # requests that its statistics say are running; the others are waiting
         self.active: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
+        self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
 
@@ -72,6 +88,48 @@ class FakeEngine:
         if self.dead:
             raise EngineDeadError(self.death)
         return self._generate(request_id, prompt_token_ids, sampling)
+
+    def embed(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        pooling: PoolingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        spec: Any = SimpleNamespace(vocab_size=259, hidden_size=HIDDEN_SIZE)
+        Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5).check_pooling(
+            prompt_token_ids, pooling
+        )
+        self.salts.append(cache_salt)
+        self.embedded.append((prompt_token_ids, pooling, priority))
+        if self.dead:
+            raise EngineDeadError(self.death)
+        return self._embed(request_id, prompt_token_ids, pooling)
+
+    async def _embed(
+        self, request_id: str, prompt: list[int], pooling: PoolingParams
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        assert request_id not in self.active
+        self.active[request_id] = []
+        stream = OutputStream(prompt, UNSAMPLED, self.tokenizer)
+        now = time.monotonic()
+        try:
+            while self.holds and request_id not in self.aborted:
+                await asyncio.sleep(0.005)
+            output = EngineOutput(request_id, [], "stop", None, None, min(3, len(prompt) - 1), 0, now, now)
+            if request_id in self.aborted:
+                output.finish_reason = "abort"
+            elif self.fail_after is not None:
+                output.finish_reason = "error"
+            else:
+                output.embedding = array("f", embedding_of(prompt, pooling)).tobytes()
+            stream.add(output, time.monotonic())
+            yield stream.take()
+        finally:
+            del self.active[request_id]
+            self.ended[request_id] = 0
 
     async def abort(self, request_id: str) -> None:
         if request_id in self.active:

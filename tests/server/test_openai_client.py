@@ -1,5 +1,6 @@
 """The official OpenAI client, as people use it."""
 
+import sys
 from collections.abc import Iterator
 
 import openai
@@ -79,6 +80,21 @@ def test_completions(client: OpenAI) -> None:
     assert completion.choices[0].logprobs.text_offset == [0, 1]
     pieces = client.completions.create(model="toy", prompt="a", max_tokens=100, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
+
+
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_embeddings(client: OpenAI, monkeypatch: pytest.MonkeyPatch, has_numpy: bool) -> None:
+    if not has_numpy:
+        monkeypatch.setitem(sys.modules, "numpy", None)
+    by_default = client.embeddings.create(model="toy", input=["abc", "d"], dimensions=4)  # it asks for base64
+    as_floats = client.embeddings.create(model="toy", input=["abc", "d"], dimensions=4, encoding_format="float")
+    assert [len(entry.embedding) for entry in by_default.data] == [4, 4]
+    for packed, plain in zip(by_default.data, as_floats.data, strict=True):
+        assert packed.embedding == pytest.approx(plain.embedding, abs=1e-6)
+    assert (by_default.usage.prompt_tokens, by_default.usage.total_tokens) == (4, 4)
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.embeddings.create(model="toy", input="a", dimensions=1000)
+    assert bad.value.param == "dimensions"
 
 
 def test_errors(client: OpenAI, live: Live) -> None:
