@@ -184,11 +184,11 @@ class AsyncEngine:
         self._streams[request_id] = stream
         try:
             self._process.send(request)
-            finished = False
+            finished, output = False, stream.output
             while not finished:
-                if not await stream.wait():
-                    raise EngineDeadError(self.death)
-                update = stream.output.take()
+                while not output.has_news:
+                    await stream.news()
+                update = output.take()
                 finished = update.finish_reason is not None
                 if finished:
                     self._forget(request_id, stream)
@@ -274,7 +274,7 @@ class AsyncEngine:
     def _die(self, how: str) -> None:
         self.dead, self.death = True, how
         for stream in self._streams.values():
-            stream.close()
+            stream.close(how)
 
     def _check_alive(self) -> None:
         if self.dead:
@@ -286,7 +286,8 @@ class _Stream:
 
     def __init__(self, output: OutputStream) -> None:
         self.output = output
-        self._closed = False
+        self._death: str | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def add(self, output: EngineOutput, now: float) -> None:
@@ -299,19 +300,17 @@ class _Stream:
             self.output.add_token(token_id, now)
             self._wake()
 
-    def close(self) -> None:
-        """Nothing more will come."""
-        self._closed = True
+    def close(self, how: str) -> None:
+        """Nothing more will come; `how` the engine died."""
+        self._death = how
         self._wake()
 
-    async def wait(self) -> bool:
-        """Until there is news; false when there is none and never will be."""
-        while not self.output.has_news:
-            if self._closed:
-                return False
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return True
+    def news(self) -> asyncio.Future[None]:
+        """Done when there may be news. `EngineDeadError` when there never will be any."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -25,6 +25,7 @@ from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.outputs import RequestMetrics, RequestUpdate
+from server.sse import DIRECT_SEND
 
 _log = logging.getLogger(__name__)
 
@@ -258,6 +259,7 @@ class HTTPMetricsMiddleware:
             await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 500
+        scope[DIRECT_SEND] = send
 
         async def watched(message: Message) -> None:
             nonlocal status

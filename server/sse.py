@@ -7,14 +7,15 @@ an error, for OpenAI's older endpoints with `data: [DONE]`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from typing import Any
 
 import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from server.errors import APIError, unexpected
 
+DIRECT_SEND = "quire.send"  # key of a scope: how to send what middleware has nothing to say about
 DONE = b"data: [DONE]\n\n"
 _SHUTDOWN_MARGIN = 5.0  # seconds that a stream may take to say goodbye once its request has been ended
 _CLEANUP_SECONDS = 5.0  # for a stream to be closed once nobody reads it
@@ -43,7 +44,9 @@ def stream(
     while nothing else is sent; 0: none. `shutdown_timeout`: how long it may go on while the server stops.
     """
     return _EventStream(
-        _until_end(events, failure, end),
+        events,
+        failure,
+        end,
         media_type="text/event-stream; charset=utf-8",
         ping=keep_alive,
         ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
@@ -55,36 +58,33 @@ def stream(
 class _EventStream(EventSourceResponse):
     """The library's response, with its watch over client, silence and shutdown, but not its work on each event.
 
-    The base class' own loop would give the same bytes: it makes bytes of events that are bytes, logs them, and sends each
-    under a time limit that nobody set.
+    The base class makes bytes of what is bytes, logs them, and sends each under a time limit that nobody set.
     """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], failure: Callable[[APIError], bytes], end: bytes, **options: Any
+    ) -> None:
+        super().__init__(events, **options)
+        self._events, self._failure, self._end = events, failure, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_event: Send = scope.get(DIRECT_SEND, send)
+        await super().__call__(scope, receive, send)
 
     async def _stream_response(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
-        events = self.body_iterator
+        send_event, last = self._send_event, self._end
         try:
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except BaseException:
+            async for data in self._events:
+                await send_event({"type": "http.response.body", "body": data, "more_body": True})
+        except APIError as error:
+            last = self._failure(error) + last
+        except Exception as error:
+            last = self._failure(unexpected(error)) + last
+        finally:
             with anyio.move_on_after(_CLEANUP_SECONDS, shield=True):
-                await events.aclose()  # type: ignore[attr-defined]
-            raise
+                await self._events.aclose()
         async with self._send_lock:
             self.active = False
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _until_end(
-    events: AsyncGenerator[bytes, None], failure: Callable[[APIError], bytes], end: bytes
-) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(events):
-            async for data in events:
-                yield data
-    except APIError as error:
-        yield failure(error)
-    except Exception as error:
-        yield failure(unexpected(error))
-    if end:
-        yield end
+            await send({"type": "http.response.body", "body": last, "more_body": False})

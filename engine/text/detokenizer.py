@@ -35,6 +35,7 @@ class Detokenizer:
         self._utf8 = _UTF8("replace")
         for token_id in prompt_token_ids[-4:]:  # a character is at most 4 bytes: the prompt may end inside one
             self._utf8.decode(self._token_bytes(token_id))
+        self._whole = not self._utf8.getstate()[0]  # the bytes so far end with a character
         self._matchers = [_Matcher(text) for text in stop]
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
@@ -55,6 +56,11 @@ class Detokenizer:
         """
         if self.stopped_by is not None:
             return ""
+        if not self._matchers:
+            text = self._decode(new_token_ids, finished)
+            if text:
+                self._released.append(text)
+            return text
         delta = []
         for token_id in new_token_ids:
             self.num_tokens += 1
@@ -68,6 +74,24 @@ class Detokenizer:
         text = "".join(delta)
         if text:
             self._released.append(text)
+        return text
+
+    def _decode(self, new_token_ids: Sequence[int], finished: bool) -> str:
+        """All of `push` when there is no stop string to look for."""
+        self.num_tokens += len(new_token_ids)
+        skipped = self._skipped
+        if self._at_start:
+            data = b"".join([self._token_bytes(i) for i in new_token_ids if i not in skipped])
+        else:
+            token_bytes = self._tokenizer.token_bytes
+            data = b"".join([token_bytes(i) for i in new_token_ids if i not in skipped])
+        if self._whole:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:  # perhaps it ends in a part of a character
+                pass
+        text = self._utf8.decode(data, finished)
+        self._whole = not self._utf8.getstate()[0]
         return text
 
     def _token_bytes(self, token_id: int) -> bytes:

@@ -24,6 +24,7 @@ from server.sse import event
 from server.tools import ToolReader
 
 _encode = msgspec.json.encode
+_TEXT_EVENT = b'data: %b,"choices":[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n'
 _RENAMED = {"logprobs": "top_logprobs", "prompt": "messages", "max_tokens": "max_completion_tokens"}
 
 
@@ -37,15 +38,17 @@ class Chat:
     ignored: Ignored
 
     async def updates(self) -> AsyncGenerator[tuple[Sample, RequestUpdate, list[Piece]], None]:
-        """`Generation.updates`, read; its usage tells of the reasoning too."""
-        usage = self.generation.usage
+        """`Generation.updates`, read."""
         async with aclosing(self.generation.updates()) as updates:
             async for sample, update in updates:
-                reader = self.readers[sample.index]
-                pieces = reader.push(update.text, update.token_ids, update.finish_reason is not None)
-                if usage.reasoning_tokens is not None:
-                    usage.reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
-                yield sample, update, pieces
+                yield sample, update, self.read(sample, update)
+
+    def read(self, sample: Sample, update: RequestUpdate) -> list[Piece]:
+        """What an update, which must be the next one, says; the usage tells of the reasoning from now on."""
+        pieces = self.readers[sample.index].push(update.text, update.token_ids, update.finish_reason is not None)
+        if self.generation.usage.reasoning_tokens is not None:
+            self.generation.usage.reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
+        return pieces
 
     def finish_reason(self, sample: Sample, update: RequestUpdate) -> str | None:
         """The engine's; an answer that ends with calls has a reason of its own."""
@@ -220,9 +223,15 @@ async def events(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
 
     first = b'{"role":%b,"content":""}' % _encode(chat.role)
     as_ids = bool(request.return_tokens_as_token_ids)
+    only_text = not (usage_always or request.return_token_ids)
     begun: set[int] = set()
-    async for sample, update, pieces in chat.updates():
-        index, data = sample.index, b""
+    async for sample, update in generation.updates():
+        index, data, pieces = sample.index, b"", chat.read(sample, update)
+        if only_text and index in begun and update.finish_reason is None and update.logprobs is None:
+            match pieces:
+                case [Content(text)]:  # nearly all are such: the same bytes as below
+                    yield _TEXT_EVENT % (head, index, _encode(text))
+                    continue
         if index not in begun:
             more = b"" if begun else chat.ignored.member
             if request.return_token_ids and not begun:

@@ -16,6 +16,9 @@ from server.openai.serving import Generation, Serving
 from server.sse import event
 
 _encode = msgspec.json.encode
+_TEXT_EVENT = (
+    b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+)
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -153,9 +156,16 @@ async def events(
     echoes = _echoes(serving, request, generation)
     choices: dict[int, _Choice] = {}
     warnings = ignored.member
+    only_text = not (usage_always or request.return_token_ids or request.only_echoes or request.logprobs is not None)
     async for sample, update in generation.updates():
         index, at = sample.index, sample.prompt_index
         is_first = index not in choices
+        if (
+            only_text and not (is_first or warnings) and update.finish_reason is None
+        ):  # nearly all are such: the same bytes as below
+            if update.text:
+                yield _TEXT_EVENT % (head, index, _encode(update.text))
+            continue
         if is_first:
             choices[index] = _Choice(serving, request, generation.prompts[at])
             choices[index].begin(echoes[at], update.prompt_logprobs)

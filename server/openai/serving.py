@@ -163,18 +163,17 @@ class Generation:
         if self.running.setdefault(self.id, self) is not self:
             raise APIError(400, f"request_id: {self.id} is being answered", "request_id")
         try:
-            async with aclosing(self._merged()) as merged:
-                async for sample, update in merged:
-                    sample.watch.see(update)
-                    self.timings = update.timings if sample.index == 0 else self.timings
-                    self.usage.completion_tokens += len(update.token_ids)
-                    if update.finish_reason is not None:
-                        ended.add(sample.index)
-                        if sample.index % self.n == 0:  # the other samples share the first one's prompt
-                            self.usage.cached_tokens += update.num_cached_tokens
-                    if update.finish_reason == "error":
-                        raise APIError(500, "the engine failed at this request; the server's log says why")
-                    yield sample, update
+            if len(self.samples) == 1:
+                (sample,) = self.samples
+                async with aclosing(sample.updates) as updates:
+                    async for update in updates:
+                        self._see(sample, update, ended)
+                        yield sample, update
+            else:
+                async with aclosing(self._merged()) as merged:
+                    async for sample, update in merged:
+                        self._see(sample, update, ended)
+                        yield sample, update
         except EngineDeadError as error:
             raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
         finally:
@@ -186,6 +185,18 @@ class Generation:
             watches = [sample.watch for sample in self.samples[first : first + self.n]]
             if watches[0].generates:
                 self.metrics.request_ended(self.n, max(watch.num_tokens for watch in watches))
+
+    def _see(self, sample: Sample, update: RequestUpdate, ended: set[int]) -> None:
+        sample.watch.see(update)
+        self.usage.completion_tokens += len(update.token_ids)
+        if sample.index == 0:
+            self.timings = update.timings
+        if update.finish_reason is not None:
+            ended.add(sample.index)
+            if sample.index % self.n == 0:  # the other samples share the first one's prompt
+                self.usage.cached_tokens += update.num_cached_tokens
+            if update.finish_reason == "error":
+                raise APIError(500, "the engine failed at this request; the server's log says why")
 
     def timings_as_dict(self) -> dict[str, float]:
         """How long the first answer took, under vLLM's names."""
@@ -205,12 +216,6 @@ class Generation:
         return {name: round(value, 3) for name, value in values.items()}
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
-        if len(self.samples) == 1:
-            (sample,) = self.samples
-            async with aclosing(sample.updates) as updates:
-                async for update in updates:
-                    yield sample, update
-            return
         queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
         tasks = [asyncio.create_task(_feed(queue, sample)) for sample in self.samples]
         try:

@@ -81,6 +81,19 @@ def test_usage_chunk(live: Live) -> None:
         assert found[-1]["choices"] == []
 
 
+def test_warnings_come_once_though_the_first_character_is_several_tokens(live: Live) -> None:
+    for path in (CHAT, COMPLETIONS):
+        found = chunks(raw_stream(live, path, max_tokens=9, seed=2, colour="blue"))
+        assert [chunk["warnings"] for chunk in found if "warnings" in chunk] == [
+            ["colour: is not a field of this request; ignored"]
+        ]
+        assert "".join(text_of(chunk["choices"][0]) for chunk in found).startswith("üße!")
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+
+
 def test_stream_equals_whole(live: Live) -> None:
     for path in (CHAT, COMPLETIONS):
         for body in ({"max_tokens": 99}, {"max_tokens": 99, "stop": "plus zwei"}, {"max_tokens": 99, "logprobs": 1}):
