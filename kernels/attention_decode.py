@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
+from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 from kernels.plan import MIN_TILES, DecodePlan
 
 
@@ -64,12 +64,13 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
 def _attend_tile(
     tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block, stride_token,
     TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into the running (acc, m, l). Unmasked tiles lie wholly inside the context and the window."""
     k, v = load_kv_tile(
-        key_base, value_base, table, tile * TILE, context_len, stride_block, stride_token,
-        TILE, PAGE, HEAD_DIM, D_PAD, MASKED,
+        key_base, value_base, table, tile * TILE, context_len, stride_block, stride_token, q.dtype,
+        TILE, PAGE, HEAD_DIM, D_PAD, PAIRS, MASKED,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFT_CAP > 0:
@@ -127,7 +128,7 @@ def _merge(
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes"])
 def _decode_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes,
+    query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, kv_scale,
     work, partial_out, partial_stats, arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
@@ -150,6 +151,7 @@ def _decode_kernel(
     d = tl.arange(0, D_PAD)
     head_mask = g < GROUP
     q_mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -177,10 +179,15 @@ def _decode_kernel(
             value_base = value_cache + head.to(tl.int64) * stride_head
             heads = head * GROUP + g
             q = tl.load(query + seq * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
+            score_scale = scale
+            if FP8:  # the scores and the sum of values are scaled, not each key and value
+                score_scale *= tl.load(kv_scale + head)
+                if q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
+                    q = q.to(tl.float16)
             slopes = tl.zeros([G_PAD], tl.float32)
             if ALIBI:
                 slopes = tl.load(alibi_slopes + heads, mask=head_mask, other=0.0)
-            acc = tl.zeros([G_PAD, D_PAD], tl.float32)
+            acc = no_sum(G_PAD, D_PAD, FP8)
             m = tl.full([G_PAD], -float("inf"), tl.float32)
             l = tl.zeros([G_PAD], tl.float32)
 
@@ -191,15 +198,18 @@ def _decode_kernel(
             else:
                 for tile in tl.range(first, whole, num_stages=STAGES):
                     acc, m, l = _attend_tile(
-                        tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block,
-                        stride_token, TILE, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
+                        tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, score_scale,
+                        stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
                     )  # fmt: skip
             for tile in tl.range(tl.maximum(first, whole), last, num_stages=STAGES if WINDOW > 0 else 1):
                 acc, m, l = _attend_tile(
-                    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block,
-                    stride_token, TILE, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+                    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, score_scale,
+                    stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
                 )  # fmt: skip
 
+            acc = whole_sum(acc)
+            if FP8:
+                acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
             out_at = out + seq * stride_ot + heads[:, None] * HEAD_DIM + d[None, :]
             if count == num_tiles:
                 tl.store(out_at, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=q_mask)
@@ -244,6 +254,7 @@ def paged_attention_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -262,10 +273,11 @@ def paged_attention_decode(
         launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     group = num_heads // num_kv_heads
     _decode_kernel[(len(plan.work),)](
         query, key_cache, value_cache, out, block_tables, rows, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes,
+        context_lens if alibi_slopes is None else alibi_slopes, context_lens if kv_scale is None else kv_scale,
         plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, scale, num_seqs,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.paged_tile import LOG2E, fold, load_kv_tile, soft_capped
+from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
@@ -34,8 +34,8 @@ def _attend_tile(
 ):  # fmt: skip
     """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
     k, v = load_kv_tile(
-        key_base, value_base, table, start, context_len, stride_block, stride_token,
-        BLOCK_N, PAGE, HEAD_DIM, D_PAD, MASKED,
+        key_base, value_base, table, start, context_len, stride_block, stride_token, q.dtype,
+        BLOCK_N, PAGE, HEAD_DIM, D_PAD, False, MASKED,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFT_CAP > 0:
@@ -54,16 +54,15 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "tiles"])
 def _prefill_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, tiles, scale,
+    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, kv_scale, tiles, scale,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    TILE_Q: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.program_id(0) // NUM_KV_HEADS
     seq = tl.load(tiles + tile * 2)
@@ -81,6 +80,11 @@ def _prefill_kernel(
     q_mask = row_mask[:, None] & (d < HEAD_DIM)[None, :]
     tokens = (start + query_index).to(tl.int64)
     q = tl.load(query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
+    if FP8:  # the scores and the sum of values are scaled, not each key and value
+        scale *= tl.load(kv_scale + head)
+        if q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
+            q = q.to(tl.float16)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi_slopes + heads)
@@ -97,7 +101,7 @@ def _prefill_kernel(
         whole_begin = tl.cdiv(tl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
     whole_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, whole_begin)
 
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    acc = no_sum(BLOCK_M, D_PAD, False)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW > 0:
@@ -116,6 +120,9 @@ def _prefill_kernel(
             at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
             stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
         )  # fmt: skip
+    acc = whole_sum(acc)
+    if FP8:
+        acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
     acc = acc / tl.where(l > 0, l, 1.0)[:, None]
     tl.store(
         out + tokens[:, None] * stride_ot + heads[:, None] * HEAD_DIM + d[None, :],
@@ -137,6 +144,7 @@ def paged_attention_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
     tiles: Tensor | None = None,
     out: Tensor | None = None,
     block_n: int = 0,
@@ -152,15 +160,16 @@ def paged_attention_prefill(
     _, num_kv_heads, page, _ = key_cache.shape
     if out is None:
         out = torch.empty_like(query)
+    step = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
     if tiles is None:
         lens = (query_start[1:] - query_start[:-1]).tolist()
-        step = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
         grid = make_prefill_tiles(lens, context_lens.tolist(), step)
         tiles = torch.tensor(grid, dtype=torch.int32, device=query.device).view(-1, 2)
     if not len(tiles):
         return out
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     plain = not window and not soft_cap and alibi_slopes is None and not (block_n or num_stages or num_warps)
     if plain and hopper is not None and hopper.applies(query, key_cache, scale):
         hopper.launch(
@@ -170,12 +179,13 @@ def paged_attention_prefill(
     small = query.dtype == torch.float32 or head_dim > 128
     _prefill_kernel[(len(tiles) * num_kv_heads,)](
         query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes, tiles, scale,
+        context_lens if alibi_slopes is None else alibi_slopes, context_lens if kv_scale is None else kv_scale,
+        tiles, scale,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=prefill_block_m(head_dim, query.dtype),
-        BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
+        TILE_Q=step, BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=num_stages or (2 if small else 3), num_warps=num_warps or 4, **pdl_options(query.device),
     )  # fmt: skip

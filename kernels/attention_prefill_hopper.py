@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.plan import prefill_query_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -96,12 +97,12 @@ def _load_tiles(
 def _load_queries_and_keys(
     query_desc, key_desc, q_smem, k_smem, q_full, q_empty, k_full, k_empty,
     block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings every item's queries, one item ahead, and its keys."""
-    TILE_Q: gl.constexpr = 128 // GROUP
-    q_boxes = q_smem._reinterpret(q_smem.dtype, [4 * HALVES, TILE_Q // 2, GROUP, 64], query_desc.layout)
+    TILE_Q: gl.constexpr = 128 // GROUP_ROWS
+    q_boxes = q_smem._reinterpret(q_smem.dtype, [4 * HALVES, TILE_Q // 2, GROUP_ROWS, 64], query_desc.layout)
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
@@ -141,11 +142,11 @@ def _load_queries_and_keys(
 def _load_values(
     value_desc, v_smem, v_full, v_empty,
     block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings every item's values."""
-    TILE_Q: gl.constexpr = 128 // GROUP
+    TILE_Q: gl.constexpr = 128 // GROUP_ROWS
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
@@ -239,11 +240,11 @@ def _fold_tiles(
 def _multiply(
     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
     rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
-    WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: rows [64 * WG, 64 * WG + 64) of every item."""
-    TILE_Q: gl.constexpr = 128 // GROUP
+    TILE_Q: gl.constexpr = 128 // GROUP_ROWS
     D_PAD: gl.constexpr = HALVES * 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
@@ -275,7 +276,7 @@ def _multiply(
         first_after = next_first
         next_seq, next_first = _tile(_snake(turn + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-        query_pos = gl.minimum(first_pos + row // GROUP, context_len - 1)
+        query_pos = gl.minimum(first_pos + row // GROUP_ROWS, context_len - 1)
         num_tiles = gl.cdiv(gl.minimum(first_pos + TILE_Q, context_len), BLOCK_N)
         num_whole = (first_pos + 1) // BLOCK_N
 
@@ -317,8 +318,8 @@ def _multiply(
         result = gl.convert_layout(acc.to(q.dtype), OUT_LAYOUT)
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
         d = gl.arange(0, D_PAD, layout=gl.SliceLayout(0, OUT_LAYOUT))
-        inside = token + row // GROUP < stop
-        base = (token + row // GROUP).to(gl.int64) * stride_ot + (head * GROUP + row % GROUP) * HEAD_DIM
+        inside = (token + row // GROUP_ROWS < stop) & (row % GROUP_ROWS < GROUP)
+        base = (token + row // GROUP_ROWS).to(gl.int64) * stride_ot + (head * GROUP + row % GROUP_ROWS) * HEAD_DIM
         gl.store(out + base[:, None] + d[None, :], result, mask=inside[:, None] & (d < HEAD_DIM)[None, :])
         s = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage))
@@ -332,7 +333,7 @@ def _multiply(
 def _hopper_prefill_kernel(
     query_desc, key_desc, value_desc, out, block_tables, rows, query_start, context_lens, tiles, num_items, scale_log2,
     stride_ot, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Item i is tile i // NUM_KV_HEADS of `tiles` with KV head i % NUM_KV_HEADS. REGISTERS: of a multiplying thread."""
@@ -369,21 +370,21 @@ def _hopper_prefill_kernel(
             (_multiply, (
                 out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
-                gl.constexpr(0), NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
+                gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_multiply, (
                 out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
-                gl.constexpr(1), NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
+                gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_load_queries_and_keys, (
                 query_desc, key_desc, q_smem, k_smem, q_full, q_empty, k_full, k_empty, block_tables, rows, query_start,
                 context_lens, tiles, num_items, stride_table,
-                NUM_KV_HEADS, GROUP, BLOCK_N, PAGE, STAGES, HALVES,
+                NUM_KV_HEADS, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_load_values, (
                 value_desc, v_smem, v_full, v_empty, block_tables, rows, query_start, context_lens, tiles, num_items,
-                stride_table, NUM_KV_HEADS, GROUP, BLOCK_N, PAGE, STAGES, HALVES,
+                stride_table, NUM_KV_HEADS, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, HALVES,
             )),
         ],
         [4, 1, 1], [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
@@ -391,17 +392,19 @@ def _hopper_prefill_kernel(
 
 
 def applies(query: Tensor, key_cache: Tensor, scale: float) -> bool:
-    """Whether this kernel computes the call: a Hopper GPU, 16-bit values, 64 <= head_dim <= 128, groups and pages of 2^n."""
+    """Whether this kernel computes the call: a Hopper GPU, 16-bit values, 64 <= head_dim <= 128, pages of 2^n, groups of
+    query heads that fill three quarters of 2^n."""
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
-    group = num_heads // num_kv_heads
+    rows = prefill_query_rows(num_heads // num_kv_heads)
     return (
         _num_multiprocessors(query.device) > 0
         and query.dtype in (torch.bfloat16, torch.float16)
+        and key_cache.dtype == query.dtype
         and 64 <= head_dim <= 128
         and head_dim % 8 == 0
-        and group & (group - 1) == 0
-        and group <= 64
+        and rows & (rows - 1) == 0
+        and rows <= 64
         and page & (page - 1) == 0
         and page >= 8
         and scale > 0
@@ -447,11 +450,12 @@ def launch(
     _, num_kv_heads, page, _ = key_cache.shape
     group = num_heads // num_kv_heads
     num_items = len(tiles) * num_kv_heads
+    rows_of_query = prefill_query_rows(group)
     box = min(page, block_n)
     _hopper_prefill_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
-        _boxes(query, 64 // group, group, 64), _boxes(key_cache, 1, 1, box, 64),
+        _boxes(query, 64 // rows_of_query, rows_of_query, 64), _boxes(key_cache, 1, 1, box, 64),
         _boxes(value_cache, 1, 1, box, 64), out, block_tables, rows, query_start, context_lens, tiles, num_items,
         scale * LOG2E.value, out.stride(0), block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=rows_of_query, HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page,
         STAGES=stages, REGISTERS=registers, num_warps=4, **pdl_options(query.device),
     )  # fmt: skip

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,8 +21,16 @@ def slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def to_e4m3(x, scale):
+    """x / scale in float8_e4m3fn, saturated at its largest number; what is not finite is NaN."""
+    x = x.to(tl.float32)
+    scaled = tl.clamp(tl.div_rn(x, scale), -448.0, 448.0)
+    return tl.where(tl.abs(x) < float("inf"), scaled, float("nan")).to(tl.float8e4nv)
+
+
+@triton.jit
 def _store_kv_kernel(
-    key, value, key_cache, value_cache, slot_mapping,
+    key, value, key_cache, value_cache, slot_mapping, kv_scale,
     stride_key, stride_value, stride_block, stride_head, stride_offset,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
@@ -37,20 +46,33 @@ def _store_kv_kernel(
         mask = (heads < NUM_KV_HEADS) & (d < HEAD_DIM)
         at = slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE) + heads * stride_head + d
         source = heads * HEAD_DIM + d
-        tl.store(key_cache + at, tl.load(key + token * stride_key + source, mask=mask), mask=mask)
-        tl.store(value_cache + at, tl.load(value + token * stride_value + source, mask=mask), mask=mask)
+        k = tl.load(key + token * stride_key + source, mask=mask)
+        v = tl.load(value + token * stride_value + source, mask=mask)
+        if key_cache.dtype.element_ty == tl.float8e4nv:
+            k = to_e4m3(k, tl.load(kv_scale + heads, mask=heads < NUM_KV_HEADS, other=1.0))
+            v = to_e4m3(v, tl.load(kv_scale + NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=1.0))
+        tl.store(key_cache + at, k, mask=mask)
+        tl.store(value_cache + at, v, mask=mask)
 
 
-def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+) -> None:
     """See `kernels.reference.store_kv`. Heads must be contiguous, the token strides of key and value are free."""
     num_tokens, num_kv_heads, head_dim = key.shape
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
     assert key_cache.stride() == value_cache.stride()
     assert key_cache.stride(3) == 1
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     if num_tokens:
         heads = min(triton.next_power_of_2(num_kv_heads), HEADS_PER_PROGRAM)
         _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, heads))](
-            key, value, key_cache, value_cache, slot_mapping,
+            key, value, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale,
             key.stride(0), value.stride(0), *key_cache.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
             BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(key.device),

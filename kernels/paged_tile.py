@@ -1,4 +1,9 @@
-"""Device code shared by the attention kernels: one tile of keys and values, gathered through a block table."""
+"""Device code shared by the attention kernels: one tile of keys and values, gathered through a block table.
+
+Values come in parts, and so do the sums over them: one part, or, where an e4m3 cache is read in PAIRS of channels, the even
+channels and the odd ones. Tensor cores want values transposed, and there is an instruction that transposes 16-bit numbers on
+the way from shared memory, but none for bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,17 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def load_kv_tile(
-    key_base, value_base, table, start, context_len, stride_block, stride_token,
-    TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr,
+    key_base, value_base, table, start, context_len, stride_block, stride_token, DTYPE: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """K transposed [D_PAD, TILE] and V [TILE, D_PAD] of the keys [start, start + TILE) of one sequence and KV head.
+    """K transposed [D_PAD, TILE] and the parts of V [TILE, D_PAD], in DTYPE, of keys [start, start + TILE) of a sequence
+    and KV head, without the scales of an e4m3 cache.
 
     Unmasked, every key must lie inside the context. Masked, slots beyond it are read as 0, whatever they hold.
     """
@@ -26,19 +34,45 @@ def load_kv_tile(
     else:
         block = tl.load(table + positions // PAGE).to(tl.int64)
     offsets = block * stride_block + (positions % PAGE) * stride_token
-    key_at = key_base + offsets[None, :] + d[:, None]
-    value_at = value_base + offsets[:, None] + d[None, :]
-    if MASKED:
-        inside = positions < context_len
-        k = tl.load(key_at, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(value_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    elif HEAD_DIM != D_PAD:
-        k = tl.load(key_at, mask=(d < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(value_at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    inside = positions < context_len
+    k = _load(key_base + offsets[None, :] + d[:, None], inside[None, :], d[:, None], HEAD_DIM, D_PAD, MASKED).to(DTYPE)
+    if PAIRS:
+        pair_base = value_base.to(tl.pointer_type(tl.int16), bitcast=True)
+        pair_offsets = block * (stride_block // 2) + (positions % PAGE) * (stride_token // 2)
+        pair = tl.arange(0, D_PAD // 2)
+        at = pair_base + pair_offsets[:, None] + pair[None, :]
+        even, odd = _channels(_load(at, inside[:, None], pair[None, :], HEAD_DIM // 2, D_PAD // 2, MASKED))
+        v = (even.to(DTYPE), odd.to(DTYPE))
     else:
-        k = tl.load(key_at)
-        v = tl.load(value_at)
+        at = value_base + offsets[:, None] + d[None, :]
+        v = (_load(at, inside[:, None], d[None, :], HEAD_DIM, D_PAD, MASKED).to(DTYPE),)  # type: ignore[assignment]
     return k, v
+
+
+@triton.jit
+def _load(at, inside, channel, CHANNELS: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(at, mask=inside & (channel < CHANNELS), other=0.0)
+    elif CHANNELS != PADDED:
+        x = tl.load(at, mask=channel < CHANNELS, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def _channels(pairs):
+    """The even and the odd channels, float16, of int16 pairs of e4m3 channels [TILE, D / 2]."""
+    if INTERPRETED:
+        even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:  # a register holds the pairs of two keys, as it will hold one channel of both: three instructions for four channels
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 sorted; .reg .b16 even, odd; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted; "
+            "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
 
 
 @triton.jit
@@ -48,12 +82,38 @@ def soft_capped(scores, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def no_sum(M: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr):
+    """The parts of the sum of no values."""
+    if PAIRS:
+        acc = (tl.zeros([M, D_PAD // 2], tl.float32), tl.zeros([M, D_PAD // 2], tl.float32))
+    else:
+        acc = (tl.zeros([M, D_PAD], tl.float32),)  # type: ignore[assignment]
+    return acc
+
+
+@triton.jit
 def fold(scores, v, acc, m, l, PRECISION: tl.constexpr):
-    """One online-softmax update: base-2 scores [M, N] and values [N, D] into acc [M, D], running maximum m and sum l [M]."""
+    """One online-softmax update: base-2 scores [M, N] and the parts of values [N, D] into those of acc [M, D], and into the
+    running maximum m and sum l [M]."""
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new_m == -float("inf"), 0.0, new_m)  # every key so far is masked
     p = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(m - base)
     l = l * rescale + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    p = p.to(v[0].dtype)
+    first = tl.dot(p, v[0], acc[0] * rescale[:, None], input_precision=PRECISION)
+    if len(v) == 2:
+        acc = (first, tl.dot(p, v[1], acc[1] * rescale[:, None], input_precision=PRECISION))
+    else:
+        acc = (first,)
     return acc, new_m, l
+
+
+@triton.jit
+def whole_sum(acc):
+    """A sum of values [M, D_PAD] from its parts."""
+    if len(acc) == 2:
+        whole = tl.interleave(acc[0], acc[1])
+    else:
+        whole = acc[0]
+    return whole

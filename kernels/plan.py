@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,18 @@ class DecodePlan:
         head_dim: int,
         device: torch.device,
         num_programs: int = 0,
+        kv_dtype: torch.dtype = torch.bfloat16,
     ) -> DecodePlan:
         """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy.
 
-        For few sequences latency counts, so tiles are small and one warp needs no barrier; for many, bandwidth.
+        For few sequences latency counts, so tiles are small and one warp needs no barrier; for many, bandwidth, and
+        tiles of e4m3 hold twice the keys, so that as many bytes are on their way.
         """
-        tile, num_warps, num_stages = (32, 1, 3) if max_seqs <= FEW_SEQS or head_dim > 128 else (64, 2, 2)
+        fp8 = kv_dtype.itemsize == 1
+        if max_seqs <= FEW_SEQS or (head_dim > 128 and not fp8):
+            tile, num_warps, num_stages = 32, 1, 3
+        else:
+            tile, num_warps, num_stages = 128 if fp8 and head_dim <= 128 else 64, 2, 2
         if not num_programs:
             num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
@@ -68,7 +75,15 @@ class DecodePlan:
 
 def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Queries of one sequence in a tile: the step between the second entries of `tiles`."""
-    return prefill_block_m(head_dim, dtype) // (num_heads // num_kv_heads)
+    return prefill_block_m(head_dim, dtype) // prefill_query_rows(num_heads // num_kv_heads)
+
+
+@functools.cache
+def prefill_query_rows(group: int) -> int:
+    """A query's rows in a tile: its heads, on Hopper filled up to 2^n, as that kernel needs, where a quarter or less is lost."""
+    filled = 1 << (group - 1).bit_length()
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return filled if hopper and 4 * group >= 3 * filled else group
 
 
 def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:

@@ -4,6 +4,9 @@ Knows tensors in, tensors out; never knows requests, models or schedulers. Value
 float64 inputs) and rounded where Hugging Face's models round. A layer's KV cache is one tensor
 [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and `value_cache`. A slot is
 block_id * block_size + offset; slot -1 means "do not write". Slots that were never written may hold anything, NaN too.
+
+A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale for each KV head:
+kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kernels.plan import MIN_TILES, DecodePlan
 from kernels.step import RowState, StepTensors
 
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
+E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
 GATHER_ELEMENTS = 1 << 20  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
 
 
@@ -133,6 +137,7 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
 
@@ -145,12 +150,29 @@ def rope_and_store(
         query, key = rotated.split((num_heads, num_kv_heads), 1)
     else:
         query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps)
-    store_kv(key, value, key_cache, value_cache, slot_mapping)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale)
     return query
 
 
-def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """x [..., Hkv, D], scale [Hkv] float32 -> x / scale as float8_e4m3fn, saturated at ±448; what is not finite is NaN."""
+    scaled = (x.float() / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
+    return scaled.masked_fill_(~x.isfinite(), math.nan).to(torch.float8_e4m3fn)
+
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+) -> None:
     """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D]."""
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
+    if kv_scale is not None:  # bytes, since PyTorch indexes no float8
+        key, value = to_e4m3(key, kv_scale[0]).view(torch.uint8), to_e4m3(value, kv_scale[1]).view(torch.uint8)
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     if len(slot_mapping) and int(slot_mapping.min()) < 0:
         written = slot_mapping >= 0
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
@@ -178,12 +200,25 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     return (scores.softmax(-1) @ _wide(value)).to(query.dtype)
 
 
-def _gather(key_cache: Tensor, value_cache: Tensor, blocks: Tensor, heads: range) -> tuple[Tensor, Tensor]:
-    """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D]."""
+def _gather(
+    key_cache: Tensor, value_cache: Tensor, blocks: Tensor, heads: range, kv_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
+
+    Those of an e4m3 cache are made `dtype`, times their scales.
+    """
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     head_ids = torch.arange(heads.start, heads.stop, dtype=blocks.dtype).unsqueeze(1)
     pieces = (blocks.flatten() * num_kv_heads + head_ids).flatten()  # (block, head) pairs, head-major
     shape = (len(heads), len(blocks), -1, head_dim)
+    if kv_scale is not None:
+        key, value = (
+            cache.view(torch.uint8).view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+            .view(torch.float8_e4m3fn).float().mul_(scale[heads.start : heads.stop].view(-1, 1, 1, 1)).to(dtype)
+            for cache, scale in zip((key_cache, value_cache), kv_scale, strict=True)
+        )  # fmt: skip
+        return key, value
     key = key_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
     value = value_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
     return key, value
@@ -199,6 +234,7 @@ def _decode_one(
     window: int,
     soft_cap: float,
     slopes: Tensor | None,
+    kv_scale: Tensor | None,
 ) -> Tensor:
     """`paged_attention_decode` for one sequence: query [H, D], table [max_blocks] -> [H, D]."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
@@ -214,7 +250,7 @@ def _decode_one(
     out = []
     for start in range(0, num_kv_heads, step):
         heads = range(start, min(start + step, num_kv_heads))
-        key, value = _gather(key_cache, value_cache, blocks, heads)
+        key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)
         mask = None if bias is None else bias[heads.start : heads.stop]
         q = query[heads.start : heads.stop]
         out.append(_attend(q, key[:, :, seen], value[:, :, seen], mask, scale, soft_cap))
@@ -247,6 +283,7 @@ def paged_attention_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
     plan: object = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -270,13 +307,16 @@ def paged_attention_decode(
         if len(group) == 1:
             i = group[0]
             table = block_tables[int(rows[i])]
-            out[i] = _decode_one(query[i], key_cache, value_cache, table, lens[i], scale, window, soft_cap, slopes)
+            out[i] = _decode_one(
+                query[i], key_cache, value_cache, table, lens[i], scale, window, soft_cap, slopes, kv_scale
+            )
             continue
         members = torch.tensor(group)
         first, count = (torch.tensor([x[i] for i in group]).unsqueeze(1) for x in (first_blocks, num_blocks))
         columns = torch.minimum(torch.arange(num_blocks[group[0]]), count - 1) + first  # padding repeats the last block
         blocks = block_tables[rows[members].unsqueeze(1), columns]
-        key, value = _gather(key_cache, value_cache, blocks, range(num_kv_heads))  # [Hkv, b, S, D]
+        heads = range(num_kv_heads)
+        key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)  # [Hkv, b, S, D]
         distance = context_lens[members].unsqueeze(1) - 1 - first * block_size - torch.arange(key.shape[2])  # [b, S]
         unused = (distance < 0).nonzero(as_tuple=True)
         if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
@@ -307,6 +347,7 @@ def paged_attention_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
     tiles: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -334,7 +375,7 @@ def paged_attention_prefill(
         first_block = max(computed + 1 - window, 0) // block_size if window else 0
         origin = first_block * block_size
         blocks = block_tables[row : row + 1, first_block : -(-context // block_size)]
-        kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads))
+        kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads), kv_scale, query.dtype)
         key, value = (x[:, :, : context - origin].expand(-1, group_size, -1, -1) for x in kv)  # [Hkv, G, N, D]
         q = query[start:end].view(end - start, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
         windowed = 0 < window < context

@@ -12,19 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_cache import HEADS_PER_PROGRAM, slot_offset
+from kernels.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 
 
 @triton.jit
 def _rope_heads(
-    source, target, weight, table, stride_table, stride_target, position, eps, first_head,
+    source, target, weight, table, scales, stride_table, stride_target, position, eps, first_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
 
-    A head is read as the two halves of its ROTARY first channels and the rest of them.
+    A head is read as the two halves of its ROTARY first channels and the rest of them. An e4m3 `target` has `scales`.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
@@ -38,8 +38,8 @@ def _rope_heads(
     rest_mask = (heads < NUM_HEADS) & (j < HEAD_DIM)
     if REST > 0:
         rest = tl.load(source + heads * HEAD_DIM + j, mask=rest_mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = source.dtype.element_ty
     if NORM:
-        dtype: tl.constexpr = source.dtype.element_ty
         squares = tl.sum(first * first + second * second, 1)
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
@@ -56,6 +56,11 @@ def _rope_heads(
         cos = tl.load(row + i, mask=i < HALF)
         sin = tl.load(row + HALF + i, mask=i < HALF)
         first, second = first * cos - second * sin, second * cos + first * sin
+    if target.dtype.element_ty == tl.float8e4nv:
+        scale = tl.load(scales + heads, mask=heads < NUM_HEADS, other=1.0)
+        first, second = to_e4m3(first.to(dtype), scale), to_e4m3(second.to(dtype), scale)
+        if REST > 0:
+            rest = to_e4m3(rest.to(dtype), scale)
     to = target + heads * stride_target
     tl.store(to + i, first, mask=mask)
     tl.store(to + HALF + i, second, mask=mask)
@@ -65,7 +70,7 @@ def _rope_heads(
 
 @triton.jit
 def _rope_kernel(
-    qkv, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, eps,
+    qkv, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, kv_scale, eps,
     stride_qkv, stride_table, stride_block, stride_head, stride_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
@@ -83,7 +88,7 @@ def _rope_kernel(
     source = qkv + token * stride_qkv
     if part < QUERY_PARTS:
         _rope_heads(
-            source, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, stride_table,
+            source, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, kv_scale, stride_table,
             HEAD_DIM, position, eps, part * HEADS,
             NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE,
         )  # fmt: skip
@@ -94,8 +99,8 @@ def _rope_kernel(
             part -= QUERY_PARTS
             if part < KEY_PARTS:
                 _rope_heads(
-                    source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, stride_table, stride_head, position, eps,
-                    part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
+                    source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, kv_scale, stride_table, stride_head,
+                    position, eps, part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
                 )  # fmt: skip
             else:
                 heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -103,6 +108,9 @@ def _rope_kernel(
                 mask = (heads < NUM_KV_HEADS) & (d < HEAD_DIM)
                 source += (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
                 values = tl.load(source + heads * HEAD_DIM + d, mask=mask)
+                if value_cache.dtype.element_ty == tl.float8e4nv:
+                    scales = kv_scale + NUM_KV_HEADS + heads
+                    values = to_e4m3(values, tl.load(scales, mask=heads < NUM_KV_HEADS, other=1.0))
                 tl.store(value_cache + at + heads * stride_head + d, values, mask=mask)
 
 
@@ -119,19 +127,21 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
     num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
     assert qkv.stride(1) == key_cache.stride(3) == 1
     assert key_cache.stride() == value_cache.stride()
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
         table = positions if cos_sin is None else cos_sin  # a pointer that is not read takes the place of None
         _rope_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
             qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            out, key_cache, value_cache, slot_mapping, eps,
+            out, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale, eps,
             qkv.stride(0), table.stride(0), *key_cache.stride()[:3],
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
             HALF_PAD=triton.next_power_of_2(rotary_dim // 2),

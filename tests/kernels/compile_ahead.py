@@ -26,7 +26,7 @@ from kernels.plan import DecodePlan
 from kernels.step import RowState, StepTensors
 
 META = torch.device("meta")
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 I32, I64 = torch.int32, torch.int64
 
 
@@ -48,23 +48,29 @@ def activation(dtype: torch.dtype) -> None:
     silu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
 
 
-def rotary(head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype = BF16) -> None:
+def kv_scale(num_kv_heads: int, cache: Tensor) -> Tensor | None:
+    return tensor(2, num_kv_heads, dtype=F32) if cache.dtype == E4M3 else None
+
+
+def rotary(
+    head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None
+) -> None:
     from kernels.rotary import rope_and_store
 
-    cache = tensor(10, 8, 16, head_dim, dtype=dtype)
+    cache = tensor(10, 8, 16, head_dim, dtype=kv_dtype or dtype)
     weight = tensor(head_dim, dtype=dtype) if normed else None
     table = tensor(100, rotary_dim, dtype=F32) if rotary_dim else None
     rope_and_store(
         tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), table, cache, cache, tensor(3, dtype=I64),
-        num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight,
+        num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight, kv_scale=kv_scale(8, cache),
     )  # fmt: skip
 
 
-def kv_cache() -> None:
+def kv_cache(kv_dtype: torch.dtype) -> None:
     from kernels.kv_cache import store_kv
 
-    new, cache = tensor(3, 8, 80), tensor(10, 8, 16, 80)
-    store_kv(new, new, cache, cache, tensor(3, dtype=I64))
+    new, cache = tensor(3, 8, 80), tensor(10, 8, 16, 80, dtype=kv_dtype)
+    store_kv(new, new, cache, cache, tensor(3, dtype=I64), kv_scale(8, cache))
 
 
 def sampling(dtype: torch.dtype) -> None:
@@ -74,20 +80,30 @@ def sampling(dtype: torch.dtype) -> None:
     sample(tensor(3, 151936, dtype=dtype), row, row.int(), row, row, row.long(), row.long())
 
 
-def attention(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, **options: float) -> None:
+def attention(
+    head_dim: int,
+    group: int,
+    page: int,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+    few: bool = True,
+    **options: float,
+) -> None:
     from kernels.attention_decode import paged_attention_decode, plan_decode
     from kernels.attention_prefill import paged_attention_prefill
 
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
-    query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=dtype)
+    query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
+    scale = kv_scale(2, cache)
     tables, slopes = tensor(4, 64, dtype=I32), tensor(num_heads, dtype=F32) if options.pop("alibi", False) else None
-    plan = DecodePlan.allocate(4, num_heads, 2, head_dim, META, num_programs=264)
+    plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype)
     plan_decode(lens, rows, plan)
     paged_attention_decode(
-        query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, plan=plan, out=query, **options
-    )
+        query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale, plan=plan, out=query,
+        **options,
+    )  # fmt: skip
     paged_attention_prefill(
-        query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, alibi_slopes=slopes,
+        query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale,
         tiles=tensor(5, 2, dtype=I32), out=query, **options,
     )  # fmt: skip
 
@@ -114,8 +130,9 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(rotary, 64, 64, False, F16),
     functools.partial(rotary, 80, 40, True, F32),
     functools.partial(rotary, 256, 0, False),
-    kv_cache,
+    functools.partial(kv_cache, BF16),
     functools.partial(attention, 128, 2, 16),
+    functools.partial(attention, 128, 7, 16, few=False),
     functools.partial(attention, 64, 1, 64, F16, window=1024),
     functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi=True),
     functools.partial(attention, 256, 4, 16),
@@ -126,6 +143,14 @@ VARIANTS: list[Callable[[], None]] = [
     prepare,
 ]
 
+
+E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from compute capability 8.9
+    functools.partial(kv_cache, E4M3),
+    functools.partial(rotary, 128, 128, True, BF16, E4M3),
+    functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
+    functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi=True),
+    functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
+]
 
 HOPPER = "kernels.attention_prefill_hopper"  # for compute capability 9.0 alone
 
@@ -177,7 +202,9 @@ def main(capability: int) -> int:
         modules[HOPPER]._num_multiprocessors = lambda device: 132
     if hopper:
         importlib.import_module("kernels.attention_prefill_hopper")._num_multiprocessors = lambda device: 132
-    for variant in VARIANTS:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
+    for variant in VARIANTS + (E4M3_VARIANTS if capability >= 89 else []):
         variant()
     if capability != 90:
         launched = {kernel: hashes for kernel, hashes in launched.items() if kernel.module != HOPPER}

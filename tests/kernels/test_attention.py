@@ -11,6 +11,7 @@ from kernels import attention_decode, attention_prefill, reference
 from kernels.plan import DecodePlan, make_prefill_tiles
 
 NAN = float("nan")
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Case:
     block_tables: Tensor
     rows: Tensor
     context_lens: Tensor
+    kv_scale: Tensor | None = None
 
     @classmethod
     def make(cls, lens, num_kv_heads, page, head_dim, dtype=torch.float32, seed=0):
@@ -37,10 +39,27 @@ class Case:
             for i, block in enumerate(mine):
                 used = min(page, n - i * page)
                 kv[:, block, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
-        return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32))
+        scale = None
+        if dtype == E4M3:
+            scale = torch.rand(2, num_kv_heads) + 0.01
+            kv = kv / scale.view(2, 1, -1, 1, 1)
+        return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32), scale)
+
+    def exact(self):
+        """The keys and values as float64, for the twin."""
+        kv = self.kv.double()
+        return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
 
     def decode(self, query, num_programs, max_seqs=9, **options):
-        shape = (max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs)
+        shape = (
+            max_seqs,
+            query.shape[1],
+            self.kv.shape[2],
+            query.shape[2],
+            torch.device("cpu"),
+            num_programs,
+            self.kv.dtype,
+        )
         plan, expected = DecodePlan.allocate(*shape), DecodePlan.allocate(*shape)
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
         reference.plan_decode(self.context_lens, self.rows, expected)
@@ -57,20 +76,23 @@ class Case:
                 self.rows,
                 self.context_lens,
                 plan=plan,
+                kv_scale=self.kv_scale,
                 out=out,
                 **options,
             )
         assert not plan.arrivals.any()
         return out, reference.paged_attention_decode(
-            query.double(), *self.kv.double(), self.block_tables, self.rows, self.context_lens, **options
+            query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
         )
 
     def prefill(self, query, query_start, **options):
         out = torch.full_like(query, 7.0)
         args = (self.block_tables, self.rows, query_start, self.context_lens)
-        attention_prefill.paged_attention_prefill(query, self.kv[0], self.kv[1], *args, out=out, **options)
+        attention_prefill.paged_attention_prefill(
+            query, self.kv[0], self.kv[1], *args, kv_scale=self.kv_scale, out=out, **options
+        )
         expected = torch.full_like(query, 7.0).double()
-        reference.paged_attention_prefill(query.double(), *self.kv.double(), *args, out=expected, **options)
+        reference.paged_attention_prefill(query.double(), *self.exact(), *args, out=expected, **options)
         return out, expected
 
 
@@ -152,6 +174,40 @@ def test_prefill_shapes(group, head_dim, page):
 def test_prefill_options(kind):
     lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
     case = Case.make(lens, 2, 16, 32)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+PLANS = [pytest.param(9, torch.float16, id="for latency"), pytest.param(40, torch.float32, id="for bandwidth")]
+
+
+@pytest.mark.parametrize(("max_seqs", "dtype"), PLANS)
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_decode_of_an_e4m3_cache(group, head_dim, page, max_seqs, dtype, exact_float8):
+    lens = [1, 300, 64, 130, 0, 17, 0, 128]
+    case = Case.make(lens, 2, page, head_dim, E4M3)
+    query = torch.randn(len(lens), 2 * group, head_dim, dtype=dtype)
+    out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
+    atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (3e-3, 3e-3)
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_prefill_of_an_e4m3_cache(group, head_dim, page, exact_float8):
+    lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
+    case = Case.make(lens, 2, page, head_dim, E4M3)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, head_dim), start, scale=head_dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+def test_options_with_an_e4m3_cache(kind, exact_float8):
+    lens, query_lens = [1, 300, 64, 36, 200], [1, 130, 64, 1, 2]
+    case = Case.make(lens, 2, 16, 32, E4M3)
+    out, expected = case.decode(torch.randn(5, 8, 32), 7, 40, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     start = chunks(lens, query_lens)
     out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)

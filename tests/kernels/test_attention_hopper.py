@@ -29,6 +29,8 @@ SHAPES = [  # query heads for each KV head, KV heads, head_dim, page, dtype
     (4, 2, 80, 32, torch.bfloat16),
     (8, 1, 128, 64, torch.float16),
     (16, 1, 128, 128, torch.float16),
+    (7, 4, 128, 16, torch.bfloat16),
+    (3, 2, 128, 16, torch.bfloat16),
     (4, 2, 128, 256, torch.float16),
 ]
 

@@ -118,6 +118,46 @@ def test_store_kv(dtype, num_kv_heads, head_dim, num_tokens):
     torch.testing.assert_close(step.caches, want, equal_nan=True, rtol=0, atol=0)
 
 
+def quantised(step):
+    """The step's caches as e4m3, and uneven scales."""
+    return step.caches.to(torch.float8_e4m3fn), torch.rand(2, step.caches.shape[2]) + 0.05
+
+
+def same_bits(got, want):
+    assert got.view(torch.uint8).equal(want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (3, 80), (12, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv_in_e4m3(dtype, num_kv_heads, head_dim, exact_float8):
+    """Every bit, saturation and what is not finite included."""
+    step = Step(1, num_kv_heads, head_dim, dtype, 6)
+    step.qkv[0, head_dim : head_dim + 8] = torch.tensor([1e4, -1e4, 448.0, 0.0, -0.0, 1e-9, NAN, float("-inf")])
+    _, key, value = step.qkv.unflatten(1, (1 + 2 * num_kv_heads, head_dim)).split((1, num_kv_heads, num_kv_heads), 1)
+    caches, scale = quantised(step)
+    want = caches.clone()
+    kv_cache.store_kv(key, value, *caches, step.slots, scale)
+    reference.store_kv(key, value, *want, step.slots, scale)
+    same_bits(caches, want)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 40, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rope_and_store_in_e4m3(dtype, rotary_dim, exact_float8):
+    """Keys are rounded to the model's dtype first, as they are where the cache holds that; few land on the other side."""
+    step = Step(4, 3, 80, dtype)
+    table = torch.randn(40, rotary_dim) if rotary_dim else None
+    caches, scale = quantised(step)
+    want = caches.clone()
+    options = {"num_heads": 4, "num_kv_heads": 3, "k_norm": torch.randn(80).to(dtype), "kv_scale": scale}
+    rotary.rope_and_store(step.qkv, step.positions, table, *caches, step.slots, **options)
+    reference.rope_and_store(step.qkv.contiguous(), step.positions, table, *want, step.slots, **options)
+    same_bits(caches[1], want[1])
+    got, expected = caches[0].float(), want[0].float()
+    torch.testing.assert_close(got, expected, rtol=0.13, atol=2**-9, equal_nan=True)
+    assert ((got != expected) & ~expected.isnan()).float().mean() < 0.02
+
+
 def test_slots_beyond_two_to_the_31_elements():
     """Key and value blocks interleave in one allocation, of which two pages are touched."""
     block = 16 * 64
