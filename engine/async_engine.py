@@ -118,6 +118,11 @@ class AsyncEngine:
         return self._frontend.default_sampling
 
     @property
+    def generates(self) -> bool:
+        """Whether the model does more than embeddings."""
+        return self._frontend.spec.has_head
+
+    @property
     def default_pooling(self) -> str:
         return self._frontend.default_pooling
 

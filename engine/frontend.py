@@ -91,6 +91,8 @@ class Frontend:
         `ValueError` when the engine could not run this request; says what would be right. A grammar that is not compiled
         yet may take a second.
         """
+        if not self.spec.has_head:
+            raise ValueError(f"the model {self.model_name} is published for embeddings: it generates nothing")
         vocab_size = self.spec.vocab_size
         self._check_prompt(prompt_token_ids, 1)
         for name in ("logprobs", "prompt_logprobs"):

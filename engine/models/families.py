@@ -11,6 +11,7 @@ from typing import Any
 from engine.models.errors import ModelError
 from engine.models.files import read_json
 from engine.models.generation_config import read_eos_token_ids, token_ids
+from engine.models.pooling_config import is_embedding_model
 from engine.models.spec import ModelSpec, RopeSpec
 
 Config = dict[str, Any]
@@ -29,16 +30,20 @@ def read_spec(folder: Path) -> ModelSpec:
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     eos = dict.fromkeys((*read_eos_token_ids(folder), *spec.eos_token_ids))
-    return replace(spec, eos_token_ids=tuple(eos))
+    spec = replace(spec, eos_token_ids=tuple(eos))
+    if spec.architecture in FAMILIES and not is_embedding_model(folder):
+        return spec
+    return replace(spec, has_head=False, tie_word_embeddings=True)  # so that no memory is taken for one
 
 
 def _family(config: Config) -> Callable[[Config], ModelSpec]:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError(f"'architectures' must be a list of one name, got {names!r}")
-    if names[0] not in FAMILIES:
-        raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[names[0]]
+    for name in (names[0], names[0].removesuffix("Model") + "ForCausalLM"):  # LlamaModel: without an output head
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
 
 
 # Families. Each says only how it differs from the common decoder.
@@ -109,6 +114,8 @@ def _spec(
         raise ModelError(
             "'quantization_config': quantised checkpoints are not supported yet; use the unquantised model"
         )
+    if not _flag(config, "is_causal", True):
+        raise ModelError("'is_causal' must be true: attention to later tokens is not supported")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"'hidden_act' {activation!r} is not supported; supported: silu")

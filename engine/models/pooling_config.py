@@ -1,15 +1,47 @@
-"""1_Pooling/config.json: how an embedding model's makers pool. Knows sentence-transformers' fields; never pools."""
+"""What sentence-transformers keeps beside an embedding model: how it is pooled. Knows its files; never pools."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+from engine.models.errors import ModelError
 from engine.models.files import read_json
+
+MODULES = "modules.json"  # there is one with every embedding model
+SUPPORTED = ("Transformer", "Pooling", "Normalize")
+
+
+def is_embedding_model(folder: Path) -> bool:
+    """Whether the model in `folder` is published to make embeddings. ModelError when they take more than pooling."""
+    path = folder / MODULES
+    if not path.exists():
+        return False
+    try:
+        types = [module["type"].rpartition(".")[2] for module in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: is no list of modules, each with its type ({error}); download it again") from error
+    if unknown := [name for name in types if name not in SUPPORTED]:
+        raise ModelError(f"{path}: module {unknown[0]!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    return True
 
 
 def read_pooling(folder: Path) -> str:
-    """ "mean" where the file says so, else "last", as it is for decoders. ModelError when it is broken."""
+    """ "last" or "mean", by 1_Pooling/config.json; "last", as usual for decoders, when there is none.
+
+    ModelError when it says something else.
+    """
     path = folder / "1_Pooling" / "config.json"
     config = read_json(path) if path.exists() else {}
-    is_mean = config.get("pooling_mode_mean_tokens") is True or config.get("pooling_mode") == "mean"
-    return "mean" if is_mean else "last"
+    prefix = "pooling_mode_"
+    modes: list[Any] = [
+        name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True
+    ]
+    match modes or [config.get("pooling_mode")]:
+        case ["lasttoken"] | [None]:
+            return "last"
+        case ["mean_tokens" | "mean"]:
+            return "mean"
+        case other:
+            raise ModelError(f"{path}: pools by {', '.join(map(str, other))}; choose last or mean by --pooling")

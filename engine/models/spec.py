@@ -48,6 +48,7 @@ class ModelSpec:
     dtype: str  # of the published weights: "bfloat16", "float16" or "float32"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    has_head: bool = True  # False: it is published for embeddings, and generates nothing
 
     @property
     def context_length(self) -> int:

@@ -24,7 +24,8 @@ from engine.models.layers import Linear
 from engine.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BODY = "model."  # how names of all but the output head begin
+EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
 IGNORED = ".rotary_emb.inv_freq"  # a table that old checkpoints store with the weights
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names → bytes
 
@@ -168,6 +169,11 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bo
     """Stream every stored tensor to its place. ModelError names what does not fit."""
     filled = places(model)
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED)}
+    if not model.spec.has_head:
+        del filled[LM_HEAD]
+        stored.pop(LM_HEAD, None)
+    if EMBEDDING.removeprefix(BODY) in stored:  # saved without what is around the body
+        filled = {name.removeprefix(BODY): place for name, place in filled.items()}
     _check(filled, stored, folder, tied=model.spec.tie_word_embeddings)
     twice = model.spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored
     total = sum(tensor.num_bytes for tensor in stored.values())

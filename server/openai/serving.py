@@ -87,6 +87,8 @@ class EngineClient(Protocol):
     @property
     def default_sampling(self) -> dict[str, Any]: ...
     @property
+    def generates(self) -> bool: ...
+    @property
     def default_pooling(self) -> str: ...
     def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
@@ -365,6 +367,9 @@ class Serving:
 
         The answer's id is `kind` and the request's own `request_id`, or a new one.
         """
+        if not self.engine.generates:
+            message = f"The model `{self.names[0]}` is published for embeddings and generates nothing."
+            raise APIError(400, f"{message} Use /v1/embeddings.", "model")
         self._check_prompts(prompts, renamed.get("prompt", "prompt"), 1)
         asked = self._ask_answers(request, prompts, sampling)
         return self._begin(kind, request.request_id, prompts, sampling, sampling.n, asked, renamed)

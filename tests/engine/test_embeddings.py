@@ -18,8 +18,6 @@ from engine.core.batch import EngineOutput
 from engine.core.pooling_params import UNSAMPLED
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.models.errors import ModelError
-from engine.models.pooling_config import read_pooling
 
 LENGTHS = (1, 2, 15, 16, 17, 90, 33, 200, 1)
 PROMPTS = [[(i * 31 + k * k * 7) % 250 for k in range(n)] for i, n in enumerate(LENGTHS)]
@@ -160,20 +158,7 @@ def test_what_cannot_be(llm: LLM) -> None:
         EngineConfig(model="m", pooling="max")
 
 
-def test_the_default_is_the_models(llm: LLM, tiny_model: Path, tmp_path: Path) -> None:
-    (folder := tmp_path / "1_Pooling").mkdir()
-    assert read_pooling(tmp_path) == "last"
-    for config, pooling in (
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, "mean"),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
-        ({"pooling_mode": "mean"}, "mean"),
-        ({"pooling_mode": "lasttoken"}, "last"),
-    ):
-        (folder / "config.json").write_text(json.dumps(config))
-        assert read_pooling(tmp_path) == pooling
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="1_Pooling"):
-        read_pooling(tmp_path)
+def test_the_default_is_the_models(llm: LLM, tiny_model: Path) -> None:
     other = LLM(model=str(tiny_model), device="cpu", max_model_len=256, num_gpu_blocks_override=64, pooling="mean")
     (by_default,), (asked) = (
         other.embed("abc def", use_tqdm=False),
@@ -181,6 +166,37 @@ def test_the_default_is_the_models(llm: LLM, tiny_model: Path, tmp_path: Path) -
     )
     assert by_default.outputs == asked[0].outputs != llm.embed("abc def", use_tqdm=False)[0].outputs
     other.close()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+def test_embedding_models(architecture: str, tmp_path: Path) -> None:
+    """As sentence-transformers keeps them: flat names, no output head though config.json ties none, pooling beside."""
+    from transformers import AutoModel, Qwen3Config
+
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=300, max_position_embeddings=256, tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    reference = AutoModel.from_config(config)
+    reference.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"architectures": [architecture]}))
+    if architecture == "Qwen3ForCausalLM":
+        modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    llm = LLM(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    prompts = [[1, 2, 3], [7] * 50]
+    for result, prompt in zip(llm.embed(prompts, use_tqdm=False), prompts, strict=True):
+        with torch.inference_mode():
+            states = reference(torch.tensor([prompt])).last_hidden_state[0]
+        want = pooled(states, PoolingParams(pooling="mean"))
+        torch.testing.assert_close(torch.tensor(result.outputs.embedding), want, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="is published for embeddings: it generates nothing"):
+        llm.generate([1, 2], GREEDY)
+    llm.close()
 
 
 def test_story_as_with_hugging_face(story_model: Path) -> None:

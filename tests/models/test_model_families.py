@@ -143,6 +143,7 @@ def test_context_length(read, rope, length):
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "'hidden_size' (64) must be a multiple of"),
         ({"head_dim": 15}, "'head_dim' must be even, got 15"),
         ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number, got 0"),
+        ({"is_causal": False}, "'is_causal' must be true: attention to later tokens is not supported"),
         ({"hidden_act": "gelu"}, "'hidden_act' 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config': quantised checkpoints are not supp"),
         ({"torch_dtype": "int8"}, "'dtype' must be bfloat16, float16 or float32, got 'int8'"),

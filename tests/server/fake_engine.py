@@ -59,6 +59,7 @@ class FakeEngine:
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
         self.default_sampling: dict[str, Any] = {}
         self.default_pooling = "last"
+        self.generates = True
         self.model_name = "toy"
         self.stats: SchedulerStats | None = None
         self.dead, self.death = False, ""
@@ -81,7 +82,7 @@ class FakeEngine:
     def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
-        spec: Any = SimpleNamespace(vocab_size=259)
+        spec: Any = SimpleNamespace(vocab_size=259, has_head=True)
         frontend = Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
         frontend.check(prompt_token_ids, sampling)
         self.salts.append(cache_salt)

@@ -169,6 +169,15 @@ def test_what_is_counted(serve: Callable[..., Live]) -> None:
         assert float(lines[f"vllm:{name}_count{labels}"]) == 0, name
 
 
+def test_a_model_that_only_embeds(live: Live) -> None:
+    live.engine.generates = False
+    assert len(vectors(embed(live, input="a"))) == 1
+    for response in (live.chat(), live.complete()):
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == (400, "model")
+        assert "Use /v1/embeddings" in error["message"]
+
+
 def test_abort_and_leaving(live: Live) -> None:
     live.engine.holds = True
     with ThreadPoolExecutor(1) as thread:
