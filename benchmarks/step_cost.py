@@ -83,34 +83,47 @@ class NoDevice(ModelRunner):
 
 
 class Times:
-    """CPU time of named functions, step by step. Time in a function inside another one counts for the inner one only."""
+    """CPU time of functions, none of them inside another, and of the rest, step by step; less what reading the clock costs."""
 
     def __init__(self) -> None:
-        self.now: dict[str, int] = defaultdict(int)
-        self.steps: list[dict[str, int]] = []
+        self._now: dict[str, int] = defaultdict(int)
+        self._start = 0
+        self._steps: list[dict[str, int]] = []
+        timed, own, whole = self.timed(int, "nothing"), [], []
+        for _ in range(1000):
+            self.begin_step()
+            timed()
+            self.end_step()
+            own.append(self._steps[-1]["nothing"])
+            whole.append(self._steps[-1]["rest"])
+        self._steps.clear()
+        self._inside, self._outside = int(statistics.median(own)), int(statistics.median(whole))
 
     def watch(self, owner: Any, method: str, name: str) -> None:
         setattr(owner, method, self.timed(getattr(owner, method), name))
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            before, start = sum(self.now.values()), NOW()
+            start = NOW()
             result = function(*args)
-            elapsed = NOW() - start
-            self.now[name] += elapsed - (sum(self.now.values()) - before)
+            self._now[name] += NOW() - start
             return result
 
         return run
 
+    def begin_step(self) -> None:
+        self._start = NOW()
+
     def end_step(self) -> None:
-        self.steps.append(dict(self.now))
-        self.now.clear()
+        self._now["rest"] = NOW() - self._start - sum(self._now.values())
+        self._steps.append(dict(self._now))
+        self._now.clear()
 
     def summary(self, batch: int) -> list[dict[str, Any]]:
-        steps = self.steps[WARM_UP:-WARM_UP]
-        rows = []
-        for name in steps[0]:
-            rows.append(_row(batch, name, [step.get(name, 0) for step in steps]))
+        steps = self._steps[WARM_UP:-WARM_UP]
+        cost = dict.fromkeys(steps[0], self._inside) | {"rest": self._outside * (len(steps[0]) - 1)}
+        steps = [{name: step.get(name, 0) - cost[name] for name in steps[0]} for step in steps]
+        rows = [_row(batch, name, [step[name] for step in steps]) for name in steps[0]]
         return [*rows, _row(batch, "all", [sum(step.values()) for step in steps])]
 
 
@@ -157,15 +170,14 @@ def in_engine_process(folder: Path, batch: int, num_steps: int, prefix_caching: 
         events.connect("inproc://events")
         loop = EngineLoop(engine, commands, events)
         times.watch(loop, "_publish", "publish")
-        times.watch(loop, "_take_commands", "rest of the loop")
-        times.watch(engine, "step", "rest of the loop")
         for i, prompt in enumerate(prompts(batch)):
             request_id = f"chatcmpl-{i:032x}"
             engine.add_request(request_id, prompt, sampling)
         while engine.has_work():
+            times.begin_step()
             loop.turn()
-            reader.recv()
             times.end_step()
+            reader.recv()
         for socket in sockets:
             socket.close(linger=0)
     engine.close()
@@ -195,20 +207,14 @@ def offline(folder: Path, batch: int, num_steps: int, prefix_caching: bool) -> T
     with patch("engine.llm.Engine", partial(Engine, build_runner=NoDevice.build)):
         llm = LLM(**settings(folder, batch, num_steps, prefix_caching))
     times = Times()
-    step, last = llm._engine.step, 0
+    step = times.timed(llm._engine.step, "engine")
 
-    def timed_step() -> Any:
-        nonlocal last
-        start = NOW()
-        if last:
-            times.now["LLM"] += start - last
-            times.end_step()
-        outputs = step()
-        last = NOW()
-        times.now["engine"] += last - start
-        return outputs
+    def next_step() -> Any:
+        times.end_step()
+        times.begin_step()
+        return step()
 
-    setattr(llm._engine, "step", timed_step)  # noqa: B010
+    setattr(llm._engine, "step", next_step)  # noqa: B010
     sampling = SamplingParams(temperature=0.6, max_tokens=num_steps, stop_token_ids=[7], detokenize=False)
     llm.generate(prompts(batch), sampling, use_tqdm=False)
     llm.close()

@@ -74,7 +74,7 @@ class BlockManager:
         Returns the new ones. All or nothing: None, and no change, unless `num_spare` blocks are still free afterwards.
         """
         num_new = -(-num_tokens // self.block_size) - len(request.block_ids) - len(cached_ids)
-        revived = [block_id for block_id in cached_ids if not self._num_holders[block_id]]
+        revived = [block_id for block_id in cached_ids if not self._num_holders[block_id]] if cached_ids else ()
         if num_new + num_spare > len(self._free) - len(revived):
             return None
         for block_id in revived:
@@ -91,13 +91,13 @@ class BlockManager:
 
     def commit(self, request: Request) -> None:
         """Publish its blocks that are full of tokens which are both known and computed."""
-        ready = min(len(request.token_ids), request.num_computed_tokens)
-        while request.next_commit <= ready:
-            index = request.next_commit // self.block_size - 1
+        ready, size = min(len(request.token_ids), request.num_computed_tokens), self.block_size
+        for end in range(request.next_commit, ready + 1, size):
+            index = end // size - 1
             block_hash, block_id = self._hash(request, index), request.block_ids[index]
             if self._published.setdefault(block_hash, block_id) == block_id:
                 self._hashes[block_id] = block_hash
-            request.next_commit += self.block_size
+            request.next_commit = end + size
 
     def release(self, request: Request) -> None:
         """Take its blocks back, the last one first: the head of a prefix, shared most, is evicted last."""

@@ -178,16 +178,16 @@ class Scheduler:
         """Learn what the oldest step in flight gave: what is to be said of its requests that are still wanted."""
         step, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
-        request_ids, token_ids, partial = output.shares.request_ids, result.token_ids, output.shares.partial
+        request_ids, token_ids = output.shares.request_ids, result.token_ids
         news: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():
             requests[index].score(scores)
         apart: list[int] = []  # those of which nothing is to be said, or more than the token
         for index, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             known = request.token_ids
-            if len(known) < request.steady_until and token_id not in request.stop_ids and index not in partial:
+            if len(known) < request.steady_until and token_id not in request.stop_ids:
                 known.append(token_id)
-            elif request.finish_reason is not None or index in partial or request.pooling is not None:
+            elif request.finish_reason or index in output.shares.partial or request.pooling:
                 apart.append(index)
             elif self._learn(request, token_id):
                 apart.append(index)
@@ -209,7 +209,10 @@ class Scheduler:
         if request.finish_reason is not None:
             self._forget(request)
             return True
-        return request.is_told_in_full or len(request.token_ids) == request.num_prompt_tokens + 1
+        if request.is_told_in_full:
+            return True
+        request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
+        return len(request.token_ids) == request.num_prompt_tokens + 1
 
     def _news(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         return EngineOutput(
@@ -328,14 +331,12 @@ class Scheduler:
         request.num_computed_tokens = end
         if start < request.num_prompt_tokens:
             self._prompt_tokens += min(end, request.num_prompt_tokens) - start
-        if end >= request.next_commit:
+        if request.next_commit <= min(end, len(request.token_ids)):
             self.blocks.commit(request)
         if granted < wanted:
             plan.partial = request
         else:
             request.num_tokens += 1
-            if len(request.token_ids) > request.num_prompt_tokens and not request.is_told_in_full:
-                request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
         if granted == 1:
             plan.decodes.append(request)
         else:

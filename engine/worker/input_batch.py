@@ -34,14 +34,16 @@ class Row:
 
 
 class Members:
-    """What stays the same in all steps of the same shares. Arrays are int32, [n] for n shares."""
+    """What stays the same in all steps of the same shares."""
 
     def __init__(self, shares: Shares, rows: dict[str, Row]) -> None:
         self.shares = shares
         self.rows = [rows[request_id] for request_id in shares.request_ids]
-        self.indices = np.array([row.index for row in self.rows], dtype=np.int32)
-        self.query_lens = np.array(shares.num_tokens, dtype=np.int32)
-        self.query_start = np.concatenate([[0], np.cumsum(self.query_lens)])  # [n + 1]
+        self.indices = np.array([row.index for row in self.rows], dtype=np.int64)  # [n] of n shares
+        self.query_lens = np.array(shares.num_tokens, dtype=np.int32)  # [n]
+        self.query_start = np.zeros(len(shares) + 1, dtype=np.int32)  # [n + 1]
+        np.add.accumulate(self.query_lens, out=self.query_start[1:])
+        self.places = {request_id: i for i, request_id in enumerate(shares.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
         self.with_logprobs = [i for i, row in enumerate(self.rows) if row.sampling.logprobs is not None]
 
@@ -79,7 +81,7 @@ class InputBatch:
     _num_blocks: np.ndarray = field(init=False)  # [num_rows] int32: entries of each row's block table in use
     _members: Members | None = field(init=False, default=None)  # of the last step
     _free: list[int] = field(init=False)
-    _ring: list[Tensor] = field(init=False)
+    _ring: list[tuple[Tensor, np.ndarray]] = field(init=False)  # a tensor, and the same memory
     _turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class InputBatch:
         self.history = TokenHistory(self.num_rows, self.max_len, self.device)
         self._num_computed, self._num_known, self._num_blocks = np.zeros((3, self.num_rows), dtype=np.int32)
         self._free = list(range(self.num_rows - 1, -1, -1))
-        self._ring = [torch.empty(0, dtype=torch.int32) for _ in range(RING)]
+        self._ring = [self._new_buffer(4096) for _ in range(RING)]
 
     def apply(self, output: SchedulerOutput) -> None:
         """Free the rows of removed requests and give rows to admitted ones."""
@@ -144,46 +146,45 @@ class InputBatch:
         padding = max(padded_seqs - real, 0)
         num_seqs, num_tokens = real + padding, tokens_end + padding
         segment = segment_of(num_seqs)
-
         starts = self._num_computed[at]
         context_lens = starts + members.query_lens
         self._num_computed[at] = context_lens
-        new_blocks = output.new_block_ids
-        if output.admitted:
-            new_blocks = new_blocks | {a.request_id: a.block_ids for a in output.admitted}
-        updates: list[int] = []
-        num_updates = np.zeros(real, dtype=np.int32)
-        if new_blocks:
-            for i, request_id in enumerate(output.shares.request_ids):
-                if request_id in new_blocks:
-                    block_ids = new_blocks[request_id]
-                    num_updates[i] = len(block_ids)
-                    updates += block_ids
+        updates, num_updates = self._block_updates(output, members)
 
         size = 5 * segment + num_tokens + max(len(updates), 1)
-        packed = self._buffer(size)
-        view = packed.numpy()
+        packed, view = self._buffer(size)
         rows, contexts, query_start, update_start, update_at = view[: 5 * segment].reshape(5, segment)
         rows[:real], rows[real:] = at, self.num_rows
         contexts[:real], contexts[real:] = context_lens, 0
         query_start[: real + 1] = members.query_start
         query_start[real + 1 : num_seqs + 1] = np.arange(tokens_end + 1, num_tokens + 1)
-        update_start[0] = 0
-        np.cumsum(num_updates, out=update_start[1 : real + 1])
-        update_start[real + 1 :] = len(updates)
-        update_at[:real] = self._num_blocks[at]
-        self._num_blocks[at] += num_updates
-        tokens = view[5 * segment : 5 * segment + num_tokens]
-        tokens[:tokens_end], tokens[tokens_end:] = -1, 0
-        for i in np.nonzero(starts < self._num_known[at])[
-            0
-        ].tolist():  # those beyond are the rows' newest, on the device
-            start, first = starts[i], members.query_start[i]
-            known = members.rows[i].token_ids[start : context_lens[i]]
+        update_start[:] = 0
+        if updates:
+            np.add.accumulate(num_updates, out=update_start[1 : real + 1])
+            update_start[real + 1 :] = len(updates)
+            update_at[:real] = self._num_blocks[at]
+            self._num_blocks[at] += num_updates
+        tokens = view[5 * segment : size]
+        tokens[:tokens_end], tokens[tokens_end:num_tokens] = -1, 0
+        for i in (starts < self._num_known[at]).nonzero()[0]:  # all but these compute their row's newest token
+            first, known = members.query_start[i], members.rows[i].token_ids[starts[i] : context_lens[i]]
             tokens[first : first + len(known)] = known
-        view[5 * segment + num_tokens : 5 * segment + num_tokens + len(updates)] = updates
+        tokens[num_tokens : num_tokens + len(updates)] = updates
         num_decodes = output.shares.num_decodes + padding
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
+
+    def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray]:
+        """The blocks to append to block tables, in the order of the shares, and how many for each share [n] int32."""
+        new_blocks = output.new_block_ids
+        if output.admitted:
+            new_blocks = new_blocks | {a.request_id: a.block_ids for a in output.admitted}
+        updates: list[int] = []
+        num_updates = np.zeros(len(output.shares), dtype=np.int32)
+        if new_blocks:
+            for i, block_ids in sorted((members.places[request_id], new) for request_id, new in new_blocks.items()):
+                num_updates[i] = len(block_ids)
+                updates += block_ids
+        return updates, num_updates
 
     def num_computed(self, row: Row) -> int:
         """Tokens that the steps packed so far compute."""
@@ -195,13 +196,16 @@ class InputBatch:
             self._members = Members(shares, self.rows)
         return self._members
 
-    def _buffer(self, size: int) -> Tensor:
+    def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
         self._turn = (self._turn + 1) % RING
-        buffer = self._ring[self._turn]
-        if len(buffer) < size:
-            buffer = torch.empty(max(size, 2 * len(buffer), 4096), dtype=torch.int32, pin_memory=self.pin_memory)
-            self._ring[self._turn] = buffer
-        return buffer
+        length = len(self._ring[self._turn][1])
+        if length < size:
+            self._ring[self._turn] = self._new_buffer(max(size, 2 * length))
+        return self._ring[self._turn]
+
+    def _new_buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
+        buffer = torch.empty(size, dtype=torch.int32, pin_memory=self.pin_memory)
+        return buffer, buffer.numpy()
 
 
 def segment_of(num_seqs: int) -> int:
