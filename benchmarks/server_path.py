@@ -122,17 +122,19 @@ class Reader(asyncio.Protocol):
 
     def __init__(self, request: bytes, crowd: Crowd) -> None:
         self._request, self._crowd = request, crowd
-        self._answered = self._begun = False
+        self._accepted = self._begun = False
+        self._head = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.WriteTransport = transport  # type: ignore[assignment]
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if not self._answered:
-            self._answered = True
-            if not data.startswith(b"HTTP/1.1 200"):
-                self._crowd.failed(data)
+        if not self._accepted:
+            self._head += data
+            self._accepted = self._head.startswith(b"HTTP/1.1 200")
+            if not self._accepted and self._head.endswith(b"}"):
+                self._crowd.failed(self._head)
         num_new = data.count(b"data: {")
         if num_new and not self._begun:
             self._begun = True
