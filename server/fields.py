@@ -116,11 +116,14 @@ def _ignored_fields(body: Body, path: str) -> Iterator[tuple[str, str]]:
     for name, value in (body.model_extra or {}).items():
         if value is not None:
             yield path + name, "is not a field of this request; ignored"
+    given = body.model_fields_set
     for name, silent in body.NO_EFFECT.items():
+        if silent is None or name not in given:
+            continue
         value = getattr(body, name)
-        if silent is not None and value is not None and value not in silent:
+        if value is not None and value not in silent:
             yield path + name, "has no effect here"
-    for name in type(body).model_fields:
+    for name in [name for name in type(body).model_fields if name in given]:
         value = getattr(body, name)
         if isinstance(value, Body):
             yield from _ignored_fields(value, f"{path}{name}.")

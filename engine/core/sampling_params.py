@@ -144,7 +144,8 @@ class SamplingParams:
 
         for name, lowest, highest in _RANGES:
             value = getattr(self, name)
-            check(is_number(value) and lowest <= value <= highest, name, value, f"in [{lowest:g}, {highest:g}]")
+            if not (is_number(value) and lowest <= value <= highest):
+                raise ValueError(f"{name} must be in [{lowest:g}, {highest:g}], got {value!r}")
         for name, highest in (("repetition_penalty", 100), ("typical_p", 1)):
             value = getattr(self, name)
             check(is_number(value) and 0 < value <= highest, name, value, f"in (0, {highest}]")
@@ -169,7 +170,8 @@ class SamplingParams:
             check(bool(allowed) and all(map(is_id, allowed)), "allowed_token_ids", allowed, "at least one token id")
         for name, most in _LENGTHS:
             value = getattr(self, name)
-            check(value is None or len(value) <= most, name, f"{len(value or ())}", f"at most {most} entries")
+            if value is not None and len(value) > most:
+                raise ValueError(f"{name} must be at most {most} entries, got {str(len(value))!r}")
         for word in self.bad_words or ():
             ok = isinstance(word, str) or all(map(is_id, word))
             check(ok and 0 < len(word) <= 100, "bad_words", word, "texts or lists of token ids, of 1 to 100")

@@ -14,7 +14,7 @@ from engine.outputs import RequestUpdate
 from server.answers import AnswerReader, TokenCounter
 from server.errors import APIError
 from server.fields import Ignored
-from server.openai.conversation import Prompt, encode_messages
+from server.openai.conversation import Prompt, encode_messages, message_text
 from server.openai.logprobs import logprobs_content, prompt_logprobs
 from server.openai.protocol import ChatCompletionRequest
 from server.openai.serving import Generation, Sample, Serving
@@ -85,9 +85,9 @@ async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignor
 
 async def encode(serving: Serving, request: ChatCompletionRequest) -> Prompt:
     """The prompt alone."""
-    return await serving.in_thread(
-        encode_messages, serving, request.messages, request.template_options(), bool(request.add_special_tokens)
-    )
+    options, special = request.template_options(), bool(request.add_special_tokens)
+    num_chars = None if request.tools else sum(len(message_text(message)) for message in request.messages)
+    return await serving.in_thread(encode_messages, serving, request.messages, options, special, num_chars=num_chars)
 
 
 def _check_tools(serving: Serving, request: ChatCompletionRequest) -> None:

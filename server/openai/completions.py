@@ -34,7 +34,7 @@ async def begin(serving: Serving, request: CompletionRequest) -> Generation:
         prompt_logprobs=scores,
         renamed={},
     )
-    prompts = await serving.in_thread(serving.encode_prompts, request.prompt, request.add_special_tokens is not False)
+    prompts = await serving.encoded(request.prompt, request.add_special_tokens is not False)
     room = sampling.max_tokens or 1
     prompts = [serving.truncated(prompt, request.truncate_prompt_tokens, room) for prompt in prompts]
     return serving.generate("cmpl-", request, prompts, sampling, {})

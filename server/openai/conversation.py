@@ -46,7 +46,7 @@ def encode_messages(
 def _for_template(serving: Serving, message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it: content is one text, the arguments of tool calls are objects."""
     assert serving.template is not None
-    turn: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    turn: dict[str, Any] = {"role": message.role, "content": message_text(message)}
     if message.role == "developer" and "developer" not in serving.template.source:
         turn["role"] = "system"
     if message.name is not None:
@@ -73,7 +73,8 @@ def _for_template(serving: Serving, message: Message, index: int) -> dict[str, A
     return turn
 
 
-def _text(message: Message) -> str:
+def message_text(message: Message) -> str:
+    """What it says, in one text."""
     if isinstance(message.content, list):
         return "\n".join(part.text for part in message.content)
     return message.content or message.refusal or ""

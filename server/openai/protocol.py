@@ -103,6 +103,7 @@ _EmbeddingBase = _base("EmbeddingBase", NOT_YET_IN_EMBEDDINGS)
 TokenIds = list[int]
 Prompt = Annotated[
     str | TokenIds | list[str] | list[TokenIds],
+    Field(union_mode="left_to_right"),
     one_message("a text, a list of texts, a list of token ids, or a list of such lists"),
 ]
 LogitBias = Annotated[dict[str, float], one_message("an object of token ids, each with a number")]
@@ -393,7 +394,8 @@ class CompletionRequest(_Sampling, _CompletionBase):  # type: ignore[misc, valid
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
-        if self.prompt in ("", []) or (isinstance(self.prompt, list) and any(item in ("", []) for item in self.prompt)):
+        given = self.prompt
+        if not given or (not isinstance(given[0], int) and not all(given)):  # a text's characters are never empty
             raise wrong("prompt", "must not be empty")
         if self.scores_prompts and self.stream and (self.n or 1) > 1:
             raise wrong("echo", "with logprobs and several answers is not possible in a stream")

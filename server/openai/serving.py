@@ -37,6 +37,7 @@ from server.settings import ServerConfig
 from server.tools import find_tool_format
 
 _log = logging.getLogger(__name__)
+_SHORT_TEXT = 2000  # characters: less than a millisecond's work
 _T = TypeVar("_T")
 
 # Request fields that are the sampling parameter of the same name.
@@ -246,6 +247,10 @@ async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseExceptio
         await queue.put(error)
 
 
+def _several(given: Prompt) -> list[Any]:
+    return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
 def _by_token_id(given: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in given.items()}
@@ -308,9 +313,14 @@ class Serving:
             raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): give the prompt as token ids")
         return self.engine.tokenizer
 
-    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Text work beside the event loop: long prompts and slow templates hold up nobody else."""
+    async def in_thread(self, function: Callable[..., _T], *args: Any, num_chars: int | None = None) -> _T:
+        """Text work beside the event loop: long prompts and slow templates hold up nobody else.
+
+        `num_chars`: how much text it is, where that is known; a short one is done sooner than it gets there and back.
+        """
         try:
+            if num_chars is not None and num_chars <= _SHORT_TEXT:
+                return function(*args)
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
         except TokenizerError as error:
             raise APIError(400, str(error)) from None
@@ -340,9 +350,14 @@ class Serving:
         except ValueError as error:
             raise bad_value(error, renamed) from None
 
+    async def encoded(self, given: Prompt, add_special_tokens: bool) -> list[list[int]]:
+        """Each prompt's token ids."""
+        num_chars = sum(len(each) for each in _several(given) if isinstance(each, str))
+        return await self.in_thread(self.encode_prompts, given, add_special_tokens, num_chars=num_chars)
+
     def encode_prompts(self, given: Prompt, add_special_tokens: bool) -> list[list[int]]:
         """Texts as token ids. Takes its time: for a thread."""
-        several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        several = _several(given)
         return [self.tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each for each in several]
 
     def truncated(self, prompt: list[int], most: int | None, room: int, *, keep_first: bool = False) -> list[int]:
