@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 from kernels import reference
@@ -54,3 +55,9 @@ random_bits = reference.random_bits
 token_logprobs = reference.token_logprobs
 prepare_step = _by_device(reference.prepare_step, "prepare")
 plan_decode = _by_device(reference.plan_decode, "attention_decode")
+
+
+def compiling_only() -> AbstractContextManager[None]:
+    """See `kernels.launch.compiling_only`. Needs Triton."""
+    context: AbstractContextManager[None] = importlib.import_module("kernels.launch").compiling_only()
+    return context

@@ -130,6 +130,8 @@ class ModelRunner:
         runner = cls(model, spec, options)
         runner.weights_seconds = time.perf_counter() - start
         start = time.perf_counter()
+        if runner._cuda:
+            runner._compile()
         runner.num_blocks = runner._count_blocks()
         check_fits(runner.num_blocks, options.block_size, options.max_model_len)
         runner._kv_cache = runner._shape.allocate(runner.num_blocks, options.device)
@@ -298,6 +300,18 @@ class ModelRunner:
         self._kv_cache = []
         torch.cuda.empty_cache()
         return max(room // block_bytes, 0)
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile the kernels of every kind of step side by side: one after another takes several times as long."""
+        self._kv_cache = self._shape.allocate(1, self.device)
+        max_num_seqs = self.options.max_num_seqs
+        with kernels.compiling_only():
+            self._rehearse(1)
+            for size in {1, 2, kernels.FEW_SEQS, max_num_seqs}:
+                self._decode_on_device(min(size, max_num_seqs))
+        self._batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
+        self._kv_cache = []
 
     def _rehearse(self, tokens_each: int) -> None:
         """Run full steps through the real path, all on block 0: it compiles every kernel and shows the memory's peak."""

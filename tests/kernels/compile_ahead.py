@@ -182,17 +182,17 @@ def entry_points() -> Iterator[JITFunction]:
 
 def main(capability: int) -> int:
     hopper = capability // 10 == 9
-    launched: dict[JITFunction, set[str]] = {
-        kernel: set() for kernel in entry_points() if hopper or not kernel.module.endswith("_hopper")
+    launched: dict[JITFunction, list[triton.FutureKernel]] = {
+        kernel: [] for kernel in entry_points() if hopper or not kernel.module.endswith("_hopper")
     }
-    compiling = JITFunction.run
+    run = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
-        binary = compiling(self, *args, grid=grid, warmup=True, **options)
-        launched.setdefault(self, set()).add(binary.hash)
+    def counted(self: JITFunction, *args: object, **options: object) -> object:
+        binary = run(self, *args, **options)
+        launched.setdefault(self, []).append(binary)
         return binary
 
-    JITFunction.run = compile_only
+    JITFunction.run = counted
     triton.runtime.driver.set_active(Driver(capability))
     modules = {name: module for name, module in sys.modules.items() if name.startswith("kernels.")}
     for module in modules.values():  # what the kernels' launchers would find on such a device
@@ -204,11 +204,13 @@ def main(capability: int) -> int:
         importlib.import_module("kernels.attention_prefill_hopper")._num_multiprocessors = lambda device: 132
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    for variant in VARIANTS + (E4M3_VARIANTS if capability >= 89 else []):
-        variant()
+    with kernels.compiling_only():
+        for variant in VARIANTS + (E4M3_VARIANTS if capability >= 89 else []):
+            variant()
     if capability != 90:
-        launched = {kernel: hashes for kernel, hashes in launched.items() if kernel.module != HOPPER}
-    for kernel, hashes in launched.items():
+        launched = {kernel: binaries for kernel, binaries in launched.items() if kernel.module != HOPPER}
+    for kernel, binaries in launched.items():
+        hashes = {binary.result().hash for binary in binaries}  # raises what went wrong in its compilation
         print(f"sm_{capability} {kernel.module}.{kernel.__name__}: {len(hashes)} binaries")
     return 0 if all(launched.values()) else 1
 
