@@ -1,9 +1,10 @@
-"""How kernels are launched: each before the one ahead of it is done, and not before they are compiled, all at once.
+"""How kernels are launched: compiled side by side beforehand, and each before the one ahead of it is done.
 
-Programmatic dependent launch (Hopper and later): a kernel starts while the one before it still runs. A kernel launched with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start taking free
-multiprocessors, and `wait_for_inputs` before its first access to memory that an earlier kernel wrote, or that an earlier
-kernel may still read: the wait ends when every kernel before it is done. Both are allowed, and do nothing, elsewhere in a
-stream of kernels launched without it.
+Programmatic dependent launch (Hopper and later): a kernel starts while the one before it still runs. A kernel launched
+with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start taking free multiprocessors, and
+`wait_for_inputs` before its first access to memory that an earlier kernel wrote, or that an earlier kernel may still read:
+the wait ends when every kernel before it is done. Both are allowed, and do nothing, elsewhere in a stream of kernels
+launched without it.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def compiling_only() -> Iterator[None]:
         return run(kernel, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only
+    num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
     try:
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as threads:
-            with triton.AsyncCompileMode(threads, ignore_errors=True):
-                yield
+        with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            yield
     finally:
         JITFunction.run = run
 
