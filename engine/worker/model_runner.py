@@ -308,8 +308,9 @@ class ModelRunner:
         max_num_seqs = self.options.max_num_seqs
         with kernels.compiling_only():
             self._rehearse(1)
+            packed = torch.zeros(8 * (max_num_seqs + 8), dtype=torch.int32, device=self.device)
             for size in {1, 2, kernels.FEW_SEQS, max_num_seqs}:
-                self._decode_on_device(min(size, max_num_seqs))
+                self._decode_on_device(packed, min(size, max_num_seqs))
         self._batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
         self._kv_cache = []
 
