@@ -7,6 +7,8 @@ ARGS   ?=
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Test processes. One where a GPU, which they would share, is tested too.
 JOBS   ?= $(if $(filter cuda,$(TORCH)),0,2)
+# Seconds of `make clients` for which a server is given nonsense.
+FUZZ   ?= 60
 
 BIN   := .venv/bin
 READY := .venv/ready
@@ -14,7 +16,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format bench clean
+.PHONY: help serve test clients lint format bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +26,11 @@ serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://12
 
 test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
+	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \
+	  -o asyncio_default_test_loop_scope=session tests/clients $(ARGS)
+	@PATH=$(CURDIR)/.clients/bin:$$PATH python tests/clients/fuzz_api.py --seconds $(FUZZ)
 
 lint: $(READY) ## check style and types
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary
@@ -35,7 +42,7 @@ bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
 	@$(BIN)/quire bench throughput --model $(MODEL) $(ARGS)
 
 clean: ## remove .venv and every cache
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .clients tests/clients/ai_sdk/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted starts again. Without an NVIDIA GPU torch comes from its own
@@ -57,3 +64,13 @@ $(READY): pyproject.toml constraints.txt
 	  $(PIP) install torch==$(TORCH_VERSION); fi; \
 	$(PIP) install -c constraints.txt -e '.[test]'; \
 	touch $@
+
+# The clients bring plugins of pytest that the project's own tests shall not meet: they live beside .venv and look into it.
+.clients/ready: $(READY) tests/clients/requirements.txt
+	@set -e; \
+	$(BIN)/python -m venv --clear .clients; \
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$(.clients/bin/python -c "$$site")/venv.pth"; \
+	.clients/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -r tests/clients/requirements.txt; \
+	if command -v npm >/dev/null; then cd tests/clients/ai_sdk && npm install --no-package-lock --no-audit --no-fund; fi; \
+	touch $(CURDIR)/$@

@@ -41,8 +41,8 @@ def create_app(
 ) -> FastAPI:
     """The app that serves a running `engine`; it neither starts nor closes it.
 
-    `served_model_names`: all names that clients may use, the first one in answers; else the engine's. `log_stats`: write
-    a line of statistics now and then. `ConfigError` when the chat template in `settings` is broken.
+    `served_model_names`: all names that clients may use, else the engine's; answers bear the one that was asked for.
+    `log_stats`: write a line of statistics now and then. `ConfigError` when the chat template in `settings` is broken.
     """
     names = list(served_model_names) or [engine.model_name]
     metrics = Metrics(

@@ -387,7 +387,7 @@ class Serving:
             raise APIError(400, f"{message} Use /v1/embeddings.", "model")
         self._check_prompts(prompts, renamed.get("prompt", "prompt"), 1)
         asked = self._ask_answers(request, prompts, sampling)
-        return self._begin(kind, request.request_id, prompts, sampling, sampling.n, asked, renamed)
+        return self._begin(kind, request, prompts, sampling, sampling.n, asked, renamed)
 
     def _ask_answers(
         self, request: ChatCompletionRequest | CompletionRequest, prompts: list[list[int]], sampling: SamplingParams
@@ -412,12 +412,12 @@ class Serving:
             )
             for index, prompt in enumerate(prompts)
         )
-        return self._begin("embd-", request.request_id, prompts, pooling, 1, asked, {"prompt": "input"})
+        return self._begin("embd-", request, prompts, pooling, 1, asked, {"prompt": "input"})
 
     def _begin(
         self,
         kind: str,
-        request_id: str | None,
+        request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest,
         prompts: list[list[int]],
         params: SamplingParams | PoolingParams,
         n: int,
@@ -427,10 +427,10 @@ class Serving:
         """Begin the `n` samples of each prompt."""
         self._check_room(len(prompts) * n)
         unique = uuid.uuid4().hex
-        public_id = f"{kind}{request_id or unique}"
+        public_id = f"{kind}{request.request_id or unique}"
         if public_id in self.running:
             raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
-        engine_id = f"{public_id}-{unique}" if request_id else public_id
+        engine_id = f"{public_id}-{unique}" if request.request_id else public_id
         samples: list[Sample] = []
         try:
             for prompt_index, watch, begin in asked:
@@ -445,9 +445,8 @@ class Serving:
             lengths = ", ".join(str(len(prompt)) for prompt in prompts)
             _log.info("request %s: %s prompt tokens, %s", public_id, lengths, params)
         usage = Usage(sum(map(len, prompts)))
-        return Generation(
-            public_id, int(time.time()), self.names[0], n, prompts, samples, usage, self.metrics, self.running
-        )
+        model = request.model or self.names[0]
+        return Generation(public_id, int(time.time()), model, n, prompts, samples, usage, self.metrics, self.running)
 
     def load(self) -> dict[str, Any]:
         """How busy the server is; what the engine has not said yet is 0."""

@@ -319,7 +319,7 @@ def test_server_template_and_role(serve: Callable[..., Live], tmp_path: Any) -> 
         settings = ServerConfig(chat_template=given, default_chat_template_kwargs={"word": "A"}, response_role="bot")
         live = serve(FakeEngine(template=None), settings, served_model_names=["one", "two"])
         body = live.chat("Hi", model="two").json()
-        assert (body["model"], body["choices"][0]["message"]["role"]) == ("one", "bot")
+        assert (body["model"], body["choices"][0]["message"]["role"]) == ("two", "bot")
         assert prompt_text(live) == "A:Hi"
         live.chat("Hi", chat_template_kwargs={"word": "B"})
         assert prompt_text(live) == "B:Hi"
