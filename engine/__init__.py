@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.core.pooling_params import PoolingParams
     from engine.core.sampling_params import SamplingParams
+    from engine.core.structured_outputs import StructuredOutputs
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 
@@ -23,6 +24,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "PoolingParams": "engine.core.pooling_params",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.core.sampling_params",
+    "StructuredOutputs": "engine.core.structured_outputs",
 }
 
 

@@ -13,3 +13,12 @@ class EngineError(RuntimeError):
 
 class EngineDeadError(EngineError):
     """The engine process is gone: nothing can be generated any more."""
+
+
+class TagsError(ValueError):
+    """The schemas of some tags cannot be used; `reasons` tells why, by their place in `StructuredOutputs.tags`."""
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        place, reason = next(iter(reasons.items()))
+        super().__init__(f"structured_outputs.tags[{place}].schema: {reason}")
+        self.reasons = reasons

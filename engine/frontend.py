@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,7 +12,8 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
-from engine.errors import ConfigError
+from engine.core.structured_outputs import StructuredOutputs, Tags
+from engine.errors import ConfigError, TagsError
 from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
@@ -25,6 +27,7 @@ from engine.structured.grammar import (
     lark_grammar,
     regex_grammar,
 )
+from engine.structured.tags import MAX_TAGS, MAX_TAGS_LENGTH, compose
 from engine.text.tokenizer import Tokenizer
 
 GRAMMARS: dict[str, Callable[[Any], str]] = {  # field of StructuredOutputs → the grammar of its value
@@ -34,6 +37,7 @@ GRAMMARS: dict[str, Callable[[Any], str]] = {  # field of StructuredOutputs → 
     "grammar": lark_grammar,
     "json_object": lambda _: json_grammar({"type": "object"}),
 }
+CHECK_SECONDS = 3.0  # for the schemas of one request's tags
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
 
 
@@ -151,21 +155,58 @@ class Frontend:
         return Compiler(partial(vocabulary_of, self.tokenizer, self.spec.vocab_size, self.eos_token_ids))
 
     def with_grammar(self, sampling: SamplingParams) -> SamplingParams:
-        """Check the grammar that is asked for, if it is not yet. `ValueError` names what cannot be done. Thread-safe."""
+        """Check the grammar that is asked for, if it is not yet. `ValueError` names what cannot be done. Thread-safe.
+
+        `TagsError` when it is only the schemas of tags.
+        """
         asked = sampling.structured_outputs
         if asked is None or asked.compiled is not None:
             return sampling
-        name, write, value = next(
-            (name, write, value)
-            for name, write in GRAMMARS.items()
-            if (value := getattr(asked, name)) is not None and value is not False
-        )
+        content = None
+        for name, write in GRAMMARS.items():
+            if (value := getattr(asked, name)) is not None and value is not False:
+                content = self._checked(f"structured_outputs.{name}", write, value)
+        schemas = self._tag_grammars(asked.tags) if asked.tags is not None else []
+        if asked.tags is not None or asked.thoughts is not None:
+            ends = self.eos_token_ids
+            special = {text: i for text, i in self._special_tokens.items() if i not in ends}
+            content = compose(content, asked.tags, schemas, asked.thoughts, special)
+            self._checked("structured_outputs", lambda _: content, None)
+        return sampling.clone(structured_outputs=StructuredOutputs(compiled=content))
+
+    def _tag_grammars(self, tags: Tags) -> list[str]:
+        if len(tags.tags) > MAX_TAGS:
+            raise ValueError(f"structured_outputs.tags must be at most {MAX_TAGS}, got {len(tags.tags)}")
+        grammars, reasons = [], {}
+        until = time.monotonic() + CHECK_SECONDS
+        for place, tag in enumerate(tags.tags):
+            if time.monotonic() > until:
+                raise ValueError("structured_outputs.tags: together, their schemas are too complex")
+            try:
+                grammars.append(self._checked("", json_grammar, tag.schema))
+            except ValueError as error:
+                reasons[place] = str(error)
+            if sum(map(len, grammars)) > MAX_TAGS_LENGTH:
+                raise ValueError(f"structured_outputs.tags: their schemas may have {MAX_TAGS_LENGTH} characters in all")
+        if reasons:
+            raise TagsError(reasons)
+        return grammars
+
+    def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
+        """The grammar of a value. `ValueError` begins with its name."""
         try:
-            compiled = write(value)
-            self._compiler.check(compiled)
+            grammar = write(value)
+            self._compiler.check(grammar)
         except ValueError as error:
-            raise ValueError(f"structured_outputs.{name}: {error}") from None
-        return sampling.clone(structured_outputs=replace(asked, compiled=compiled))
+            raise ValueError(f"{name}: {error}" if name else str(error)) from None
+        return grammar
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """Text to id."""
+        assert self.tokenizer is not None
+        ids = sorted(i for i in self.tokenizer.special_ids if i < self.spec.vocab_size)
+        return {text: i for i in ids if (text := self.tokenizer.id_to_token(i))}
 
     def _spellings(self, word: str) -> list[list[int]]:
         """A word at the beginning of a text and after a space: many vocabularies have tokens of their own for the latter."""

@@ -89,7 +89,8 @@ ENDPOINTS = (
         CHAT,
         "Continue a conversation",
         "The prompt is made by the model's chat template. With `stream` the answer comes as server-sent events, the last "
-        "of which is `[DONE]`. Tool calls and reasoning are told apart from the content.",
+        "of which is `[DONE]`. Tool calls and reasoning are told apart from the content. `response_format` and the schemas "
+        "of tools are kept to by a grammar.",
         {
             "An answer": {"model": MODEL, "messages": _HELLO, "max_tokens": 50},
             "A stream": {
@@ -99,7 +100,13 @@ ENDPOINTS = (
                 "stream_options": {"include_usage": True},
             },
             "Sampling": {"model": MODEL, "messages": _HELLO, "temperature": 0.7, "top_p": 0.9, "seed": 1, "n": 2},
+            "An answer by a JSON schema": {
+                "model": MODEL,
+                "messages": _HELLO,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": _WEATHER}},
+            },
             "Tools": {"model": MODEL, "messages": _HELLO, "tools": [_TOOL]},
+            "A call that must be": {"model": MODEL, "messages": _HELLO, "tools": [_TOOL], "tool_choice": "required"},
             "A tool's result": {
                 "model": MODEL,
                 "messages": [

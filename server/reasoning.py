@@ -21,6 +21,10 @@ class ReasoningFormat:
         """
         return prompt.rstrip().endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end)
 
+    def closed_by(self, prompt: str, continued: str = "") -> bool:
+        """Whether no thoughts may come, for they were in the prompt, or the answer has begun without."""
+        return not self.opened_by(prompt, continued) and (bool(continued) or prompt.rstrip().endswith(self.end))
+
 
 _THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {

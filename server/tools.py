@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.structured_outputs import Tag, Tags
 from server.pieces import CallArguments, CallStart, Content, Piece, begun
 
 
@@ -31,6 +32,9 @@ class ToolFormat:
     begin: str  # a mark before one call, or before several
     end: str = ""  # a mark after each call
     written: tuple[str, str, str] = ("", "", "")  # a call, before its name, between that and the arguments, after them
+    opening: str = ""  # what else is written before the first call, after the mark
+    separator: str = ""  # what is written between calls
+    closing: str = ""  # what is written after the last one
     bare: bool = False  # an answer that is nothing but the object is a call, without a mark
     between: str = ""  # characters that may stand between calls, besides white space
     headed: bool = False  # newer models write the name before the object, which is the arguments
@@ -52,23 +56,36 @@ TOOL_FORMATS = {
             ("<function=", "<arg_key>"),
             "<tool_call>",
             "</tool_call>",
-            written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+            written=('\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+            separator="\n<tool_call>",
         ),
         ToolFormat(
             "mistral",
             ("[TOOL_CALLS]",),
             ("[ARGS]",),
             "[TOOL_CALLS]",
-            written=('[TOOL_CALLS][{"name": "', '", "arguments": ', "}]"),
+            written=('{"name": "', '", "arguments": ', "}"),
+            opening="[",
+            separator=", ",
+            closing="]",
             **_MISTRAL,
         ),
-        ToolFormat("mistral_args", ("[ARGS]",), (), "[TOOL_CALLS]", written=("[TOOL_CALLS]", "[ARGS]", ""), **_MISTRAL),
+        ToolFormat(
+            "mistral_args",
+            ("[ARGS]",),
+            (),
+            "[TOOL_CALLS]",
+            written=("", "[ARGS]", ""),
+            separator="[TOOL_CALLS]",
+            **_MISTRAL,
+        ),
         ToolFormat(
             "llama3_json",
             ("<|python_tag|>", '"parameters": dictionary of argument name'),
             (),
             "<|python_tag|>",
             written=('{"name": "', '", "parameters": ', "}"),
+            separator="; ",
             bare=True,
             between=",;",
         ),
@@ -86,34 +103,28 @@ def find_tool_format(name: str, template: str) -> ToolFormat | None:
     return None
 
 
-def call_constraint(
-    format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, max_calls: int | None
-) -> dict[str, Any]:
-    """What a grammar has to see to so that every call is one of `tools`, with arguments by its JSON schema.
-
-    Text is free until a trigger is written; then one of the tags follows: its beginning, JSON by its schema, its end;
-    then text is free again. `at_least_one`: text must not end without a tag, nor anything stand before the first.
-    `stop_after_first`: the answer ends with the first tag.
-    """
+def call_tags(
+    format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, several: bool
+) -> Tags:
+    """What the engine sees to so that every call is one of `tools`, with arguments by its JSON schema."""
     before, between, after = format.written
-    listed = format.written[0].startswith(format.begin + "[")
-    if listed and max_calls != 1:
-        calls = [{"name": {"const": name}, "arguments": schema} for name, schema in tools]
-        items = [
-            {"type": "object", "properties": call, "required": [*call], "additionalProperties": False} for call in calls
-        ]
-        tags = [
-            {"begin": format.begin, "schema": {"type": "array", "items": {"anyOf": items}, "minItems": 1}, "end": ""}
-        ]
-    else:
-        tags = [{"begin": before + name + between, "schema": schema, "end": after} for name, schema in tools]
-    return {
-        "type": "structural_tag",
-        "triggers": [format.begin if before.startswith(format.begin) else before],
-        "tags": tags,
-        "at_least_one": required,
-        "stop_after_first": max_calls == 1 or listed,
-    }
+    return Tags(
+        trigger=format.begin,
+        opening=format.opening,
+        tags=[
+            Tag(
+                begin=before + name + between,
+                schema=schema,
+                end=after,
+                head=_head(re.escape(name)) if format.bare else None,
+            )
+            for name, schema in tools
+        ],
+        between=format.separator,
+        closing=format.closing,
+        several=several,
+        required=required,
+    )
 
 
 class ToolReader:
@@ -161,13 +172,13 @@ class ToolReader:
 
     def _read_content(self, pieces: list[Piece]) -> bool:
         if self._may_be_bare:
-            text = self._held.lstrip()
+            text = self._held.lstrip(" \t\r\n")
             if not text:
                 return False
             self._may_be_bare = False
             if text.startswith("{"):
                 self._raw, self._held = self._held[: -len(text)], text
-                self._object = _CallObject()
+                self._object = _CallObject(whole=False)
                 return True
         before, mark, rest = self._held.partition(self._format.begin)
         if mark:
@@ -231,22 +242,31 @@ class ToolReader:
         self._raw, self._object, self._in_calls = "", None, False
 
 
+_SPACE = r"[ \t\r\n]*"
+_STRING = r'[^"\\]*'
+
+
+def _head(name: str) -> str:
+    """A regular expression: a call's object up to the colon before its arguments. `name`: one for its name."""
+    other = f'(?:"(?:id|type)"{_SPACE}:{_SPACE}"{_STRING}"{_SPACE},{_SPACE})*'
+    key = f'"(?:arguments|parameters)"{_SPACE}:'
+    return rf'\{{{_SPACE}{other}"name"{_SPACE}:{_SPACE}"{name}"{_SPACE},{_SPACE}{other}{key}'
+
+
 _HEADER = re.compile(r"([\w.:/-]+)(?:\[[\w\[\]]*)?")  # name[ARGS] or name[CALL_ID]id[ARGS]
-_OTHER = r'(?:"(?:id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*'
-_HEAD = re.compile(
-    r"\{\s*" + _OTHER + r'"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*' + _OTHER + r'"(?:arguments|parameters)"\s*:\s*'
-)
+_HEAD = re.compile(_head(f"({_STRING})") + _SPACE)
 _FIRST_KEYS = ('"name"', '"id"', '"type"', '"arguments"', '"parameters"')
 
 
 class _CallObject:
     """Reads `{"name": …, "arguments": {…}}` and gives out the arguments as they come, if the name stands before them.
 
-    An object in another order is given out when it is complete. With a name given, the object is the arguments alone.
+    With `whole`, an object in another order is given out when it is complete. With a name given, the object is the
+    arguments alone.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        self._given = name
+    def __init__(self, name: str | None = None, whole: bool = True) -> None:
+        self._given, self._whole = name, whole
         self.name: str | None = None  # None: not known yet
         self.begun = False  # for the reader: it has told of this call
         self.over = False  # the object is complete, or it is no call
@@ -267,7 +287,7 @@ class _CallObject:
         num_read = len(self._chars) - num_before
         if self.name is None and not self._may_be_call():
             self.over = True
-        if self.over and self.name is None:
+        if self.over and self.name is None and self._whole:
             self._read_whole()
         return num_read
 
@@ -303,7 +323,7 @@ class _CallObject:
         if self._given is not None:
             self.name, self._start = self._given, len(self._chars)
         elif self._depth == 2 and (head := _HEAD.fullmatch("".join(self._chars).lstrip())):
-            self.name, self._start = _unquoted(head[1]), len(self._chars)
+            self.name, self._start = head[1], len(self._chars)
 
     def _may_be_call(self) -> bool:
         text = "".join(self._chars[:100]).lstrip()[1:].lstrip() if self._given is None else ""
@@ -319,10 +339,3 @@ class _CallObject:
         arguments = call.get("arguments", call.get("parameters")) or {}
         self.name, self._start, self._stop = call["name"], 0, None
         self._chars = [arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)]
-
-
-def _unquoted(text: str) -> str | None:
-    try:
-        return str(json.loads(text, strict=False))
-    except ValueError:
-        return None

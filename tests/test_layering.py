@@ -18,6 +18,7 @@ CONTRACT = {
     "engine.core.batch",
     "engine.core.pooling_params",
     "engine.core.sampling_params",
+    "engine.core.structured_outputs",
 }  # between policy and mechanism
 SERVER = {"server", "server.cli", "server.commands.bench", "engine", "engine.text", "engine.models.errors"} | CONTRACT
 ALLOWED = {
@@ -26,7 +27,7 @@ ALLOWED = {
     "engine.worker": {"engine.worker", "engine.models", "kernels"} | CONTRACT,
     "engine.core": {"engine.core"},
     "engine.text": {"engine.text"},
-    "engine.structured": {"engine.structured"},
+    "engine.structured": {"engine.structured", "engine.core.structured_outputs"},
     "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
     "server": SERVER,
     "server.cli": SERVER | {"benchmarks"},

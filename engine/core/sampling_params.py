@@ -3,35 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
-    """What an answer has to be: exactly one of these. `ValueError` when it is not one, or of the wrong type."""
-
-    json: dict[str, Any] | str | None = None  # an instance of this JSON Schema
-    regex: str | None = None  # a match of this regular expression, as a whole
-    choice: list[str] | None = None  # one of these texts
-    grammar: str | None = None  # a sentence of this context-free grammar, in Lark's notation or GBNF
-    json_object: bool = False  # any JSON object
-    compiled: str | None = None  # the same as one of the above, checked and in the engine's own words; by front ends
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        given += ["json_object"] if self.json_object else []
-        if len(given) != 1:
-            got = ", ".join(given) or "none"
-            raise ValueError(
-                f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {got}"
-            )
-        for name, kinds in (("json", (dict, str)), ("regex", str), ("grammar", str), ("choice", list)):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, kinds) and value):
-                raise ValueError(f"structured_outputs.{name} must not be empty, nor of type {type(value).__name__}")
-        if not all(isinstance(text, str) and text for text in self.choice or ()):
-            raise ValueError("structured_outputs.choice must be a list of non-empty texts")
-
+from engine.core.structured_outputs import StructuredOutputs
 
 _RANGES = (
     ("presence_penalty", -2.0, 2.0),

@@ -6,6 +6,7 @@ they may cost is bounded: the library counts its work, and the limits here keep 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import threading
@@ -26,6 +27,7 @@ MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
 MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
+MAX_REMEMBERED = 10_000  # grammars that were found to be sound
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # in JSON, wherever it may stand: a line break and an indentation
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
@@ -55,6 +57,8 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(grammar: str) -> str:
     """All sentences of a context-free grammar in Lark's notation, or llama.cpp's (GBNF)."""
+    if grammar.lstrip().startswith("{"):
+        raise ValueError("a grammar begins with a rule, not with {")
     if "::=" in grammar and len(grammar) <= MAX_GBNF_LENGTH:
         try:
             grammar = any_to_lark(grammar)
@@ -79,6 +83,7 @@ class Compiler:
         """`load` is called by the first grammar: most servers never see one."""
         self._load: Callable[[], Vocabulary] | None = load
         self._lock = threading.Lock()
+        self._sound: set[bytes] = set()  # digests of grammars that passed `check`
 
     def compile(self, grammar: str) -> LLMatcher:
         """`ValueError` when the library refuses it. Takes from a millisecond to a second."""
@@ -89,7 +94,15 @@ class Compiler:
 
     def check(self, grammar: str) -> None:
         """Compile it, and follow it a little way at random. `ValueError` when that fails."""
-        matcher = self.compile(grammar)
+        digest = hashlib.blake2b(grammar.encode(errors="surrogatepass")).digest()
+        if digest in self._sound:
+            return
+        self._try(self.compile(grammar))
+        if len(self._sound) >= MAX_REMEMBERED:
+            self._sound.clear()
+        self._sound.add(digest)
+
+    def _try(self, matcher: LLMatcher) -> None:
         dice = random.Random(0)
         until = time.monotonic() + TRIAL_SECONDS
         for _ in range(TRIAL_STEPS):

@@ -152,6 +152,7 @@ class _Conversation(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = Field(None, description="Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="The older name of output_config.format.")
 
     def as_chat(self) -> ChatCompletionRequest:
         """The same as a chat request. `APIError` in the names of this request."""
@@ -176,8 +177,9 @@ class _Conversation(Body):
             "include_reasoning": thinks,
             "reasoning_effort": config.effort if config is not None else None,
         }
-        if config is not None and config.format is not None:
-            schema = {"name": "output", "schema": config.format.schema_}
+        format = (config.format if config is not None else None) or self.output_format
+        if format is not None:
+            schema = {"name": "output", "schema": format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
             return ChatCompletionRequest.model_validate(chat)
@@ -246,6 +248,8 @@ def _result(block: ToolResultBlock) -> str:
 
 def _chat_tool(tool: AnthropicTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}

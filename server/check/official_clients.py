@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
 
 from server.check.runner import AbsentError, Server, Suite, want
 
@@ -51,6 +53,27 @@ def chat(server: Server) -> None:
             for choice in chunk.choices
         ]
         want([end for end in ends if end] in (["stop"], ["length"]), "the stream has not one finish_reason")
+
+
+@check("openai client", "chat.completions.parse")
+def parsed(server: Server) -> None:
+    class Weather(pydantic.BaseModel):
+        city: Literal["Paris", "Rome"]
+        days: Literal[1, 2, 3]
+
+    client = _openai(server)
+    openai = importlib.import_module("openai")
+    try:
+        body = client.chat.completions.parse(
+            model=server.model, messages=HELLO, response_format=Weather, max_tokens=300
+        )
+        want(isinstance(body.choices[0].message.parsed, Weather), "it was not parsed")
+    except openai.LengthFinishReasonError:
+        raise AbsentError("the model came to no end") from None
+    except openai.BadRequestError as error:
+        raise AbsentError(f"status 400: {error}") from None
+    finally:
+        client.close()
 
 
 @check("openai client", "completions")

@@ -238,6 +238,13 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def finished(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice, if it came to an end: half an object says nothing."""
+    if choice["finish_reason"] == "length":
+        raise AbsentError("the model came to no end")
+    return choice
+
+
 @check("tools", "tool_choice auto is accepted")
 def tools_auto(server: Server) -> None:
     first(server.ask(CHAT, messages=ASK, tools=[TOOL], max_tokens=64, optional=True))
@@ -246,7 +253,7 @@ def tools_auto(server: Server) -> None:
 @check("tools", "tool_choice required, arguments by the schema")
 def tools_required(server: Server) -> None:
     body = server.ask(CHAT, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=200, optional=True)
-    calls = first(body)["message"].get("tool_calls")
+    calls = finished(first(body))["message"].get("tool_calls")
     want(calls, "no tool is called")
     for call in calls:
         want(call["id"] and call["type"] == "function", "a call has no id or type")
@@ -257,8 +264,9 @@ def tools_required(server: Server) -> None:
 def tools_streamed(server: Server) -> None:
     choice = {"type": "function", "function": {"name": "get_weather"}}
     events = server.stream(CHAT, messages=ASK, tools=[TOOL], tool_choice=choice, max_tokens=200, optional=True)
-    deltas = [c["delta"] for chunk in chunks_of(events) for c in chunk["choices"]]
-    parts = [part for delta in deltas for part in delta.get("tool_calls") or () if part["index"] == 0]
+    choices = [choice for chunk in chunks_of(events) for choice in chunk["choices"]]
+    parts = [part for c in choices for part in c["delta"].get("tool_calls") or () if part["index"] == 0]
+    finished(choices[-1])
     want(parts, "no tool is called")
     want(parts[0].get("id") and not any(part.get("id") for part in parts[1:]), "the id is not in the first delta alone")
     name = "".join(part["function"].get("name") or "" for part in parts)
@@ -275,6 +283,20 @@ def tool_result(server: Server) -> None:
     first(server.ask(CHAT, messages=turns, tools=[TOOL], max_tokens=16, optional=True))
 
 
+@check("tools", "parallel_tool_calls false")
+def one_call(server: Server) -> None:
+    asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    body = server.ask(CHAT, messages=ASK, max_tokens=200, optional=True, **asked)
+    want(len(first(body)["message"].get("tool_calls") or ()) == 1, "it is not one call")
+
+
+@check("tools", "a tool that is not there is 400")
+def unknown_tool(server: Server) -> None:
+    choice = {"type": "function", "function": {"name": "no_such_tool"}}
+    server.ask(CHAT, messages=ASK, tools=[TOOL], max_tokens=1, optional=True)
+    error_of(server, 400, CHAT, {"messages": ASK, "tools": [TOOL], "tool_choice": choice})
+
+
 # ---- structured output ----
 
 
@@ -282,15 +304,24 @@ def tool_result(server: Server) -> None:
 def json_schema(server: Server) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
     body = server.ask(CHAT, messages=ASK, response_format=format, max_tokens=200, optional=True)
-    arguments_of({"function": {"name": "get_weather", "arguments": first(body)["message"]["content"]}})
+    arguments_of({"function": {"name": "get_weather", "arguments": finished(first(body))["message"]["content"]}})
+
+
+@check("structured output", "response_format json_schema, streamed")
+def json_schema_streamed(server: Server) -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
+    events = server.stream(CHAT, messages=ASK, response_format=format, max_tokens=200, optional=True)
+    choices = [choice for chunk in chunks_of(events) for choice in chunk["choices"]]
+    finished(choices[-1])
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    arguments_of({"function": {"name": "get_weather", "arguments": text}})
 
 
 @check("structured output", "response_format json_object")
 def json_object(server: Server) -> None:
     asked = [{"role": "user", "content": "Give me a short JSON object with one key."}]
     body = server.ask(CHAT, messages=asked, response_format={"type": "json_object"}, max_tokens=300, optional=True)
-    if first(body)["finish_reason"] != "length":
-        want(isinstance(json.loads(body["choices"][0]["message"]["content"]), dict), "it is no JSON object")
+    want(isinstance(json.loads(finished(first(body))["message"]["content"]), dict), "it is no JSON object")
 
 
 @check("structured output", "structured_outputs regex (vLLM)")
@@ -298,6 +329,27 @@ def regex(server: Server) -> None:
     body = server.ask(TEXT, prompt="A number:", structured_outputs={"regex": "[0-9]{3}"}, max_tokens=16, optional=True)
     text = first(body)["text"]
     want(len(text) == 3 and text.isdigit(), f"{text!r} does not match [0-9]{{3}}")
+
+
+@check("structured output", "structured_outputs choice (vLLM)")
+def choice(server: Server) -> None:
+    asked = {"choice": ["yes", "no"]}
+    body = server.ask(CHAT, messages=HELLO, structured_outputs=asked, max_tokens=300, optional=True)
+    text = finished(first(body))["message"]["content"]
+    want(text in ("yes", "no"), f"{text!r} is neither yes nor no")
+
+
+@check("structured output", "guided_json (vLLM, older)")
+def guided(server: Server) -> None:
+    body = server.ask(CHAT, messages=ASK, guided_json=WEATHER, max_tokens=200, optional=True)
+    arguments_of({"function": {"name": "get_weather", "arguments": finished(first(body))["message"]["content"]}})
+
+
+@check("structured output", "a schema that is none is 400")
+def bad_schema(server: Server) -> None:
+    format: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "no such type"}}}
+    server.ask(CHAT, messages=HELLO, response_format={"type": "json_object"}, max_tokens=1, optional=True)
+    error_of(server, 400, CHAT, {"messages": HELLO, "response_format": format, "max_tokens": 1})
 
 
 # ---- errors ----

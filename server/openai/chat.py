@@ -18,6 +18,7 @@ from server.openai.conversation import Prompt, encode_messages, message_text
 from server.openai.logprobs import logprobs_content, prompt_logprobs
 from server.openai.protocol import ChatCompletionRequest
 from server.openai.serving import Generation, Sample, Serving
+from server.openai.structured import constrained_chat
 from server.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 from server.reasoning import ReasoningReader
 from server.sse import event
@@ -74,6 +75,7 @@ async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignor
     )
     prompt = await encode(serving, request)
     sampling = _show_marks(serving, request, sampling)
+    sampling = await constrained_chat(serving, request, prompt, sampling, ignored)
     token_ids = serving.truncated(prompt.token_ids, request.truncate_prompt_tokens, sampling.max_tokens or 1)
     generation = serving.generate(kind, request, [token_ids], sampling, renamed)
     if serving.reasoning_format is not None:
@@ -95,8 +97,6 @@ def _check_tools(serving: Serving, request: ChatCompletionRequest) -> None:
         return
     if request.call_mode == "auto" and not serving.settings.enable_auto_tool_choice:
         raise APIError(400, 'tool_choice: "auto" is turned off here (--no-enable-auto-tool-choice)', "tool_choice")
-    if request.call_mode == "required":
-        raise APIError(400, 'tool_choice: is not supported yet (only "auto" and "none")', "tool_choice")
     if serving.tool_format is None and serving.template is not None:
         message = "the chat template has no form of tool calls that is known here (the server's --tool-call-parser)"
         raise APIError(400, f"tools: {message}", "tools")
@@ -126,8 +126,7 @@ def _reader(serving: Serving, request: ChatCompletionRequest, prompt: Prompt) ->
         counter = TokenCounter(marks.end, serving.tokenizer.token_text)
     if serving.tool_format is not None and request.call_mode != "none":
         names = request.chosen_tools or [tool.function.name for tool in request.tools or ()]
-        only_one = request.parallel_tool_calls is False or serving.single_calls
-        tools = ToolReader(serving.tool_format, names, 1 if only_one else None)
+        tools = ToolReader(serving.tool_format, names, None if serving.takes_several_calls(request) else 1)
     return AnswerReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning is not False)
 
 

@@ -13,6 +13,7 @@ from server.fields import Ignored
 from server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 from server.openai.protocol import CompletionRequest
 from server.openai.serving import Generation, Serving
+from server.openai.structured import constrained
 from server.sse import event
 
 _encode = msgspec.json.encode
@@ -37,6 +38,7 @@ async def begin(serving: Serving, request: CompletionRequest) -> Generation:
     prompts = await serving.encoded(request.prompt, request.add_special_tokens is not False)
     room = sampling.max_tokens or 1
     prompts = [serving.truncated(prompt, request.truncate_prompt_tokens, room) for prompt in prompts]
+    sampling = await constrained(serving, request, sampling)
     return serving.generate("cmpl-", request, prompts, sampling, {})
 
 

@@ -15,10 +15,11 @@ from server.openai.serving import Serving
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt, and whether it ends inside the model's thoughts."""
+    """The prompt, and what is known of the model's thoughts."""
 
     token_ids: list[int]
-    in_reasoning: bool
+    in_reasoning: bool  # it ends inside of them
+    past_reasoning: bool  # there will be none
 
 
 def encode_messages(
@@ -40,6 +41,7 @@ def encode_messages(
     return Prompt(
         serving.tokenizer.encode(text, add_special_tokens=add_special_tokens),
         reasoning is not None and reasoning.opened_by(text, continued),
+        reasoning is None or reasoning.closed_by(text, continued),
     )
 
 

@@ -42,14 +42,8 @@ MAX_STOP_LENGTH = 1000
 # answer as it is. `None` always does.
 NOT_YET_IN_BOTH: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "use_beam_search": (False,),
-    "priority": (0,),
     "logits_processors": ([],),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -74,6 +68,12 @@ NOT_YET_IN_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
+NOT_YET_IN_STRUCTURED: dict[str, tuple[Any, ...]] = {
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+    "structural_tag": (),
+}
 NOT_YET_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "prompt_embeds": ()}
 
 # Fields that never change the answer, and the values of them that need no word. None: labels, which ask for nothing.
@@ -88,6 +88,7 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "service_tier": ("auto", "default"),
     "prediction": (),
     "spaces_between_special_tokens": None,  # our decoding puts none there
+    "guided_decoding_backend": None,  # there is one
 }
 
 
@@ -116,6 +117,52 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Accepted; has no effect.")
 
     NO_EFFECT: ClassVar[Any] = {"include_obfuscation": (False,)}
+
+
+JsonSchema = Annotated[dict[str, Any] | str, one_message("a JSON schema: an object, or its JSON as a text")]
+
+
+class NamedSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Left out: any JSON object.")
+    strict: bool | None = Field(None, description="Accepted; answers always follow the schema.")
+
+
+class ResponseFormat(Body):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description='With "json_object": the same, briefly.')
+
+    @model_validator(mode="after")
+    def _check_format(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise wrong("response_format.json_schema", "is required")
+        return self
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments for the engine's `StructuredOutputs`; none: the answer is free."""
+        if self.type == "text":
+            return {}
+        schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        return {"json_object": True} if schema is None else {"json": schema or "{}"}
+
+
+_structured: dict[str, Any] = unsupported_fields(NOT_YET_IN_STRUCTURED)
+_StructuredBase: type[Body] = create_model("StructuredBase", __base__=Body, **_structured)
+
+
+class StructuredOutputsFields(_StructuredBase):  # type: ignore[misc, valid-type]
+    """What the answer has to be: exactly one of these."""
+
+    json_: JsonSchema | None = Field(None, alias="json", description="An instance of this JSON schema.")
+    regex: str | None = Field(None, description="A match of this regular expression, as a whole.")
+    choice: list[str] | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="A sentence of this grammar, in Lark's notation or llama.cpp's.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
 
 
 class _Sampling(Body):
@@ -169,6 +216,13 @@ class _Sampling(Body):
     stream: bool | None = Field(None, description="Send the answer as it comes.")
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides.")
     add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Requests of lower ones come first.")
+    response_format: ResponseFormat | None = Field(None, description="What the answer has to be.")
+    structured_outputs: StructuredOutputsFields | None = Field(None, description="The same, with more to choose from.")
+    guided_json: JsonSchema | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(None, description="The older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
     request_id: str | None = Field(
         None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
     )
@@ -182,7 +236,25 @@ class _Sampling(Body):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
             raise wrong("stop", f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters")
+        if len(self.asked) > 1:
+            first, second, *_ = self.asked
+            raise wrong(second, f"cannot be given together with {first}")
         return self
+
+    @property
+    def asked(self) -> dict[str, dict[str, Any]]:
+        """What the answer has to be: the field that says so, with arguments for the engine's `StructuredOutputs`."""
+        found = {}
+        if self.response_format is not None and (format := self.response_format.asked):
+            found["response_format"] = format
+        if (given := self.structured_outputs) is not None:
+            names = ("regex", "choice", "grammar")
+            found["structured_outputs"] = {"json": given.json_} | {name: getattr(given, name) for name in names}
+            found["structured_outputs"]["json_object"] = bool(given.json_object)
+        for name in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                found[f"guided_{name}"] = {name: value}
+        return found
 
 
 class TextPart(Body):
@@ -228,7 +300,7 @@ class Function(Body):
     name: str = Field(pattern=r'^[^\s"\\<>{}\[\]]{1,256}$')
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema; none: there are no arguments.")
-    strict: bool | None = Field(None, description="Accepted; arguments always follow the schema.")
+    strict: bool | None = Field(None, description="True: refuse a schema that cannot be enforced, not just say so.")
 
 
 class Tool(Body):

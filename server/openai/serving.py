@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
 from engine.errors import ConfigError, EngineDeadError
 from engine.outputs import RequestMetrics, RequestUpdate, with_samples
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
@@ -30,6 +31,7 @@ from server.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
+    NamedTool,
     Prompt,
 )
 from server.reasoning import find_reasoning_format
@@ -91,8 +93,15 @@ class EngineClient(Protocol):
     def generates(self) -> bool: ...
     @property
     def default_pooling(self) -> str: ...
+    async def prepare(self, sampling: SamplingParams) -> SamplingParams: ...
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestUpdate, None]: ...
     def embed(
         self,
@@ -350,6 +359,15 @@ class Serving:
         except ValueError as error:
             raise bad_value(error, renamed) from None
 
+    async def prepare(self, sampling: SamplingParams, structured: StructuredOutputs) -> SamplingParams:
+        """`sampling` with a grammar for the answer, checked beside the event loop. `ValueError` when it cannot be."""
+        return await self.engine.prepare(sampling.clone(structured_outputs=structured))
+
+    def takes_several_calls(self, request: ChatCompletionRequest) -> bool:
+        """Whether an answer to it may call more than one tool."""
+        named = isinstance(request.tool_choice, NamedTool)
+        return request.parallel_tool_calls is not False and not named and not self.single_calls
+
     async def encoded(self, given: Prompt, add_special_tokens: bool) -> list[list[int]]:
         """Each prompt's token ids."""
         num_chars = sum(len(each) for each in _several(given) if isinstance(each, str))
@@ -392,12 +410,12 @@ class Serving:
     def _ask_answers(
         self, request: ChatCompletionRequest | CompletionRequest, prompts: list[list[int]], sampling: SamplingParams
     ) -> Iterator[Asked]:
-        salt = request.cache_salt or ""
+        options: dict[str, Any] = {"cache_salt": request.cache_salt or "", "priority": request.priority or 0}
         for index, prompt in enumerate(prompts):
             room = self.engine.max_model_len - len(prompt)
             max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
             for each in with_samples(sampling.clone(max_tokens=max_tokens)):
-                begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each, cache_salt=salt)
+                begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each, **options)
                 yield index, self.metrics.watch(len(prompt), each), begin
 
     def embed(self, request: EmbeddingRequest, prompts: list[list[int]], pooling: PoolingParams) -> Generation:

@@ -13,7 +13,8 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput
-from engine.core.sampling_params import SamplingParams, StructuredOutputs
+from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
 from engine.frontend import Frontend
 from engine.llm import LLM

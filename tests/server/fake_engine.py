@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
@@ -16,8 +17,9 @@ from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
-from engine.frontend import Frontend
+from engine.frontend import Frontend, vocabulary_of
 from engine.outputs import OutputStream, RequestUpdate
+from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -72,6 +74,7 @@ class FakeEngine:
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
         self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
+        self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
 
@@ -79,13 +82,28 @@ class FakeEngine:
     def num_requests(self) -> int:
         return len(self.active)
 
+    @property
+    def _frontend(self) -> Frontend:
+        size = self.tokenizer.vocab_size if self.tokenizer is not None else 259
+        spec: Any = SimpleNamespace(vocab_size=size, eos_token_ids=(257,), hidden_size=HIDDEN_SIZE, has_head=True)
+        return Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
+
+    async def prepare(self, sampling: SamplingParams) -> SamplingParams:
+        """The grammar is checked, and heeded by `GrammarEngine` alone."""
+        return await asyncio.to_thread(self._frontend.with_grammar, sampling)
+
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestUpdate, None]:
-        spec: Any = SimpleNamespace(vocab_size=259, has_head=True)
-        frontend = Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
-        frontend.check(prompt_token_ids, sampling)
+        self._frontend.check(prompt_token_ids, sampling)
         self.salts.append(cache_salt)
+        self.priorities.append(priority)
         if self.dead:
             raise EngineDeadError(self.death)
         return self._generate(request_id, prompt_token_ids, sampling)
@@ -99,10 +117,7 @@ class FakeEngine:
         cache_salt: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[RequestUpdate, None]:
-        spec: Any = SimpleNamespace(vocab_size=259, hidden_size=HIDDEN_SIZE)
-        Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5).check_pooling(
-            prompt_token_ids, pooling
-        )
+        self._frontend.check_pooling(prompt_token_ids, pooling)
         self.salts.append(cache_salt)
         self.embedded.append((prompt_token_ids, pooling, priority))
         if self.dead:
@@ -207,3 +222,39 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = len(generated)
+
+
+class GrammarEngine(FakeEngine):
+    """Writes `answer` as far as the request's grammar allows, then what comes to its mind: a model that knows nothing.
+
+    It likes to come to an end.
+    """
+
+    def __init__(self, *, special: Sequence[str] = (), template: str | None = TEMPLATE, **options: Any) -> None:
+        """`special`: tokens of the vocabulary beside the usual ones."""
+        super().__init__(template=template, **{"max_model_len": 8192, **options})
+        self.tokenizer = make_tokenizer(template, special)
+        self.compiler = Compiler(lambda: vocabulary_of(self.tokenizer, self.tokenizer.vocab_size, [257]))  # type: ignore
+
+    def tokens(self, sampling: SamplingParams) -> list[int]:
+        if sampling.structured_outputs is None:
+            return super().tokens(sampling)
+        assert sampling.structured_outputs.compiled is not None
+        assert self.tokenizer is not None
+        matcher = self.compiler.compile(sampling.structured_outputs.compiled)
+        dice, found = random.Random(sampling.seed), list[int]()
+        wanted = self.tokenizer.encode(self.answer)
+        while len(found) < (sampling.max_tokens or 1):
+            bits = int.from_bytes(matcher.compute_bitmask(), "little")
+            if wanted and bits >> wanted[0] & 1:
+                token = wanted.pop(0)
+            else:
+                wanted = []
+                allowed = [i for i in range(bits.bit_length()) if bits >> i & 1]
+                ends = [i for i in (257, *self.tokenizer.encode('"]}')) if i in allowed]
+                token = dice.choice(ends if ends and dice.random() < 0.3 else allowed)
+            assert matcher.consume_token(token), matcher.get_error()
+            found.append(token)
+            if token == 257:
+                break
+        return found

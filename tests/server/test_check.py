@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import GrammarEngine
 from live_server import Live, run_server
 from templates import HERMES
 
@@ -19,7 +19,7 @@ from server.settings import ServerConfig
 
 @pytest.fixture(scope="module")
 def quire() -> Iterator[Live]:
-    engine = FakeEngine(template=HERMES, max_model_len=2048)
+    engine = GrammarEngine(template=HERMES, max_model_len=2048)
     with run_server(engine, ServerConfig(api_key=("sesame",))) as live:
         yield live
 

@@ -86,8 +86,8 @@ def check(response: httpx.Response, status: int, param: str | None, *words: str)
         ("prompt_logprobs", -1, ["[0, 20]"]),
         ("truncate_prompt_tokens", -2, ["-1"]),
         ("cache_salt", "", ["at least 1"]),
-        ("response_format", {"type": "json_object"}, ["not supported yet", '{"type": "text"}']),
-        ("guided_json", {"type": "object"}, ["not supported yet"]),
+        ("priority", 2**31, ["2147483647"]),
+        ("use_beam_search", True, ["not supported yet", "false"]),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -1,13 +1,14 @@
 """The reader of tool calls: every family's form, broken forms, and any way to cut the text."""
 
 import random
+import re
 from typing import Any
 
 import pytest
 from templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 from server.pieces import Blocks, CallArguments, CallStart, Content
-from server.tools import TOOL_FORMATS, ToolReader, call_constraint, find_tool_format
+from server.tools import TOOL_FORMATS, ToolReader, call_tags, find_tool_format
 
 Found = list[tuple[str, str]]  # ("", content) or (name, arguments)
 
@@ -144,24 +145,33 @@ def test_the_template_tells_the_format(template: str, format: Any) -> None:
     assert find_tool_format("mistral", template) is TOOL_FORMATS["mistral"]
 
 
-SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-
-
 @pytest.mark.parametrize("format", TOOL_FORMATS)
-@pytest.mark.parametrize("max_calls", [1, None])
-def test_what_the_grammar_allows_is_read_as_calls(format: str, max_calls: int | None) -> None:
-    spec = call_constraint(TOOL_FORMATS[format], [("f", SCHEMA), ("g", {})], required=True, max_calls=max_calls)
-    assert (spec["type"], spec["at_least_one"]) == ("structural_tag", True)
-    (trigger,) = spec["triggers"]
-    assert all(tag["begin"].startswith(trigger) for tag in spec["tags"])
-    if format == "mistral" and max_calls is None:
-        (tag,) = spec["tags"]
-        call, other = tag["schema"]["items"]["anyOf"]
-        assert call["properties"] == {"name": {"const": "f"}, "arguments": SCHEMA}
-        assert other["required"] == ["name", "arguments"]
-        text = tag["begin"] + '[{"name":"f","arguments":{"x":1}}, {"name": "g", "arguments": {}}]' + tag["end"]
-        assert read(format, [text]) == [("f", '{"x":1}'), ("g", "{}")]
-    else:
-        assert [tag["schema"] for tag in spec["tags"]] == [SCHEMA, {}]
-        text = "".join(tag["begin"] + '{"x": 1}' + tag["end"] for tag in spec["tags"][:max_calls])
-        assert read(format, [text]) == [("f", '{"x": 1}'), ("g", '{"x": 1}')][:max_calls]
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_grammar_allows_is_read_as_calls(format: str, number: int) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form = TOOL_FORMATS[format]
+    tags = call_tags(form, [("f", schema), ("g", {})], required=True, several=number > 1)
+    assert (tags.required, tags.several) == (True, number > 1)
+    assert [tag.schema for tag in tags.tags] == [schema, {}]
+    calls = tags.between.join(tag.begin + '{"x": "]"}' + tag.end for tag in tags.tags[:number])
+    text = ("" if form.bare else tags.trigger) + tags.opening + calls + tags.closing
+    assert read(format, [text]) == [("f", '{"x": "]"}'), ("g", '{"x": "]"}')][:number]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ('{"name":"f","parameters":{}}', True),
+        ('{ "type" : "function", "id": "x", "name": "f" ,\n"arguments"  :  {}}', True),
+        ('{"name": "f.g", "parameters": {}}', False),
+        ('{"parameters": {}, "name": "f"}', False),
+        ('{"name": "\\u0066", "parameters": {}}', False),
+        ('{"name": "f", "name": "f", "parameters": {}}', False),
+    ],
+)
+def test_bare_calls_are_read_where_the_grammar_sees_them(text: str, is_call: bool) -> None:
+    """Anything else would have arguments that nobody has checked."""
+    (tag,) = call_tags(TOOL_FORMATS["llama3_json"], [("f", {})], required=False, several=True).tags
+    assert tag.head is not None
+    assert bool(re.match(tag.head, text)) is is_call
+    assert [name for name, _ in read("llama3_json", [text])] == (["f"] if is_call else [""])

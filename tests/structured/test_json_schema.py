@@ -14,7 +14,7 @@ from schemas import SUPPORTED, UNSUPPORTED
 from walks import walk
 
 from engine import LLM, SamplingParams
-from engine.core.sampling_params import StructuredOutputs
+from engine.core.structured_outputs import StructuredOutputs
 from engine.structured.grammar import Compiler, json_grammar
 from engine.structured.json_schema import prepare
 

@@ -11,7 +11,8 @@ import torch
 from slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
 from engine.core.batch import Admission, SchedulerOutput, Shares
-from engine.core.sampling_params import SamplingParams, StructuredOutputs
+from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
 from engine.worker import filters
 from engine.worker.input_batch import InputBatch
 from engine.worker.logits_processor import LogitsProcessor

@@ -1,0 +1,81 @@
+"""What an answer has to be, if it is not free. Plain data; knows no grammar, no text models, no HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """Free text before the answer: between the marks, white space around them."""
+
+    begin: str
+    end: str
+    opened: bool  # the prompt ends with `begin`: there are thoughts; else there may be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """A part of an answer: `begin`, an instance of a JSON Schema, `end`."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str
+    head: str | None = None  # a regular expression: how it may also begin, where an answer begins with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """Tags, as the last part of an answer: `trigger`, `opening`, one tag or several with `between`, `closing`.
+
+    The text before is free, but it ends where the trigger is written. Marks of the vocabulary's special tokens are those
+    tokens.
+    """
+
+    trigger: str
+    tags: list[Tag]
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+    several: bool = True  # false: one tag, and that is all
+    required: bool = False  # there is no text, and at least one tag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer has to be: one of the first five. `ValueError` when it is not one, or of the wrong type.
+
+    With `tags` it is that or tags; with `tags` alone it is free text that may end in them. With `thoughts` it is that
+    after them.
+    """
+
+    json: dict[str, Any] | str | None = None  # an instance of this JSON Schema
+    regex: str | None = None  # a match of this regular expression, as a whole
+    choice: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # a sentence of this context-free grammar, in Lark's notation or GBNF
+    json_object: bool = False  # any JSON object
+    tags: Tags | None = None
+    thoughts: Thoughts | None = None
+    compiled: str | None = None  # the same, checked and in the engine's own words; by front ends
+
+    def __post_init__(self) -> None:
+        if self.compiled is not None:
+            return
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) > 1 or (not given and self.tags is None):
+            got = ", ".join(given) or "none"
+            raise ValueError(
+                f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {got}"
+            )
+        if given and self.tags is not None and self.tags.required:
+            raise ValueError(f"structured_outputs must have no {given[0]} where tags are required")
+        for name, kinds in (("json", (dict, str)), ("regex", str), ("grammar", str), ("choice", list)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, kinds) and value):
+                raise ValueError(f"structured_outputs.{name} must not be empty, nor of type {type(value).__name__}")
+        if not all(isinstance(text, str) and text for text in self.choice or ()):
+            raise ValueError("structured_outputs.choice must be a list of non-empty texts")
+        if self.tags is not None and not (self.tags.trigger and self.tags.tags):
+            raise ValueError("structured_outputs.tags must have a trigger and at least one tag")

@@ -1,0 +1,159 @@
+"""Answers of several parts, as one grammar: thoughts, then content, or free text that ends in tags. Knows no tools.
+
+Marks are written as text or, where the vocabulary has a special token of that text, as this token; where the model is
+free to write them, both count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.core.structured_outputs import Tags, Thoughts
+
+MAX_TAGS = 512
+MAX_TAGS_LENGTH = 1_000_000  # characters of their schemas' grammars
+SPACE = r"[ \t\r\n]"
+
+
+def compose(
+    content: str | None,
+    tags: Tags | None,
+    schemas: Sequence[str],
+    thoughts: Thoughts | None,
+    special: Mapping[str, int],
+) -> str:
+    """`content` (a grammar; None: free text) or `tags`, after `thoughts`.
+
+    `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, but for those that end a text.
+    """
+    return _Composition(content, tags, schemas, thoughts, special).text()
+
+
+class _Composition:
+    """Writes one grammar in Lark's notation, which refers to others by name."""
+
+    def __init__(
+        self,
+        content: str | None,
+        tags: Tags | None,
+        schemas: Sequence[str],
+        thoughts: Thoughts | None,
+        special: Mapping[str, int],
+    ) -> None:
+        self.content, self.tags, self.schemas, self.thoughts = content, tags, schemas, thoughts
+        marks = [tags.trigger, tags.opening, tags.between, tags.closing] if tags is not None else []
+        marks += [text for tag in tags.tags for text in (tag.begin, tag.end)] if tags is not None else []
+        marks += [thoughts.begin, thoughts.end] if thoughts is not None else []
+        written = "\0".join(marks)
+        self.special = {mark: i for mark, i in special.items() if mark and mark in written}
+        self.all_special = special
+        self.rules = ["TEXT: /(?s:.*)/"]
+
+    def text(self) -> str:
+        answer = self.answer()
+        if self.thoughts is not None:
+            self.rule("end", self.reached("ended", self.thoughts.end, self.others("thought", self.thoughts.end)))
+            begun = ""
+            if not self.thoughts.opened:
+                self.rules.append(f"SPACES: /{SPACE}*/")
+                self.rule("begin", self.reached("begun", self.thoughts.begin, before="SPACES"))
+                begun = "begin "
+            self.rule("thoughts", f"{begun}end GAP")
+            answer = f"thoughts {answer}" if self.thoughts.opened else f"thoughts? {answer}"
+        if any("GAP" in rule for rule in self.rules):
+            self.rules.append(f"GAP: /{SPACE}{{0,16}}/")
+        self.rule("start", answer)
+        grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(self.rules)}]
+        if self.content is not None:
+            grammars.append(_named("content", self.content))
+        grammars += [_named(f"schema_{i}", schema) for i, schema in enumerate(self.schemas)]
+        return json.dumps({"grammars": grammars})
+
+    def rule(self, name: str, *options: str) -> None:
+        self.rules.append(f"{name}: " + " | ".join(options))
+
+    def others(self, name: str, *marks: str) -> str:
+        """Text that ends in a special token which is none of `marks`, any number of times: it means nothing."""
+        ids = [i for mark, i in self.all_special.items() if mark not in marks]
+        if not ids:
+            return ""
+        self.rule(name, f"TEXT {_token(ids)}")
+        return f"{name}* "
+
+    def reached(self, name: str, mark: str, free: str = "", before: str = "TEXT") -> str:
+        """Text up to a mark, the mark included: where it is written, the text is over. Before it, `free`."""
+        self.rules.append(f"{name}[lazy]: {before} {_quoted(mark)}")
+        token = f" | {before} {_token([self.special[mark]])}" if mark in self.special else ""
+        return f"{free}({name}{token})"
+
+    def literal(self, text: str) -> str:
+        """This text and no other, with its special tokens."""
+        symbols = []
+        while text:
+            found = [(text.index(mark), -len(mark), mark) for mark in self.special if mark in text]
+            at, _, mark = min(found, default=(len(text), 0, ""))
+            symbols += [_quoted(text[:at])] if at else []
+            symbols += [_token([self.special[mark]])] if mark else []
+            text = text[at + len(mark) :]
+        return " ".join(symbols)
+
+    def answer(self) -> str:
+        tags, free = self.tags, ""
+        if self.content is None and tags is not None and not tags.required:
+            free = self.others("free", tags.trigger, *([self.thoughts.begin] if self.thoughts is not None else []))
+        content = "@content" if self.content is not None else f"{free}TEXT"
+        if tags is None:
+            return content
+        for i, tag in enumerate(tags.tags):
+            self.rule(f"inner_{i}", f"@schema_{i} {self.literal(tag.end)}")
+            self.rule(f"tag_{i}", f"{self.literal(tag.begin)} inner_{i}")
+        self.rule("tag", *(f"tag_{i}" for i in range(len(tags.tags))))
+        more = f"({self.literal(tags.between)} tag)* " if tags.several else ""
+        end = f"{more}{self.literal(tags.closing)}"
+        self.rule("tags", f"{self.literal(tags.opening)} tag {end}")
+        # Some vocabularies put a space before the first word after a special token.
+        space = '" "? ' if tags.trigger in self.special else ""
+        heads = [i for i, tag in enumerate(tags.tags) if tag.head is not None]
+        if tags.required:
+            return "tags" if heads else f"{self.literal(tags.trigger)} {space}tags"
+        for i in heads:
+            self.rules.append(f"head_{i}[lazy]: /{SPACE}*{_slashed(tags.tags[i].head or '')}/")
+            self.rule(f"headed_{i}", f"head_{i} GAP inner_{i} {end}")
+        triggered = self.literal(tags.trigger)
+        if self.content is None:
+            triggered = self.reached("triggered", tags.trigger, free)
+        return "(" + " | ".join([content, f"{triggered} {space}tags", *(f"headed_{i}" for i in heads)]) + ")"
+
+
+def _named(name: str, grammar: str) -> dict[str, Any]:
+    """A grammar as one of several."""
+    if not grammar.startswith("{"):
+        return {"name": name, "lark_grammar": grammar}
+    (found,) = json.loads(grammar)["grammars"]
+    return {key: value for key, value in found.items() if value is not None} | {"name": name}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _slashed(pattern: str) -> str:
+    return pattern.replace("/", r"\/")
+
+
+def _token(ids: Collection[int]) -> str:
+    """One of these tokens: `<[3,5-9]>`."""
+    return f"<[{','.join(_ranges(sorted(ids)))}]>"
+
+
+def _ranges(ids: Iterable[int]) -> Iterable[str]:
+    first = last = -2
+    for i in ids:
+        if i != last + 1:
+            if last >= 0:
+                yield f"{first}-{last}" if last > first else f"{first}"
+            first = i
+        last = i
+    yield f"{first}-{last}" if last > first else f"{first}"
