@@ -107,6 +107,25 @@ def test_among_requests_that_generate(tiny_model: Path, expected: list[torch.Ten
     engine.close()
 
 
+def test_steps_with_embeddings_take_no_cuda_graph(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when they look like decodes: a graph gives no hidden states."""
+
+    class Graphs:
+        def padded_size(self, num_seqs: int) -> int:
+            raise RuntimeError("a graph")
+
+    engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256), progress=False)
+    monkeypatch.setattr(engine.runner, "_graphs", Graphs())
+    engine.add_request("embed", [1], UNSAMPLED, pooling=PoolingParams())
+    assert engine.step() == []
+    (output,) = engine.step()
+    assert output.embedding is not None
+    engine.add_request("answer", [1], GREEDY)
+    with pytest.raises(RuntimeError, match="a graph"):
+        engine.step()
+    engine.close()
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
     llm = LLM(model=str(tiny_model), device="cpu", max_model_len=256, num_gpu_blocks_override=64)
