@@ -74,6 +74,15 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
     block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
+    kv_cache_dtype: str = flag(
+        "auto",
+        "of the KV cache; fp8 (float8_e4m3) holds twice the tokens of bfloat16 in the same memory; auto: as dtype",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
+    calculate_kv_scales: bool = flag(
+        False,
+        "scale an fp8 KV cache, head by head, by what random tokens show at start-up (else as the checkpoint says)",
+    )
     enforce_eager: bool = flag(False, "no CUDA graphs: slower steps, shorter start-up")
 
     pooling: str = flag(
@@ -92,5 +101,7 @@ class EngineConfig:
             raise ConfigError("model must be a folder with a model's files or a Hugging Face id, got ''")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ConfigError("calculate_kv_scales needs kv_cache_dtype fp8, got 'auto'")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")

@@ -117,9 +117,10 @@ class Engine:
         size, unit = runner.kv_cache_bytes / 2**30, "GiB"
         if size < 1:
             size, unit = size * 1024, "MiB"
+        quantised = "" if self.options.kv_dtype == self.options.dtype else ", fp8"
         return (
             f"{self._name} · {str(self.options.dtype).removeprefix('torch.')} · {runner.device_name} · "
-            f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}) · "
+            f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}{quantised}) · "
             f"context {runner.max_model_len:,}"
         )
 
@@ -232,9 +233,17 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
     else:
         dtype = torch.float32
+    fp8 = config.kv_cache_dtype != "auto"
+    if fp8 and on_gpu and (capability := torch.cuda.get_device_capability()) < (8, 9):
+        raise ConfigError(
+            f"kv_cache_dtype must be auto on this GPU, got {config.kv_cache_dtype!r}: its compute capability is "
+            f"{capability[0]}.{capability[1]}, fp8 needs 8.9 (Ada, Hopper and later)"
+        )
     return RunnerOptions(
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
         dtype=dtype,
+        kv_dtype=torch.float8_e4m3fn if fp8 else dtype,
+        calculate_kv_scales=config.calculate_kv_scales,
         max_model_len=context_length(config, spec),
         max_num_seqs=config.max_num_seqs or 256,
         max_num_batched_tokens=config.max_num_batched_tokens or (2048 if not on_gpu else 16384 if offline else 8192),

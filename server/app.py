@@ -38,11 +38,13 @@ def create_app(
     *,
     served_model_names: Sequence[str] = (),
     log_stats: bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> FastAPI:
     """The app that serves a running `engine`; it neither starts nor closes it.
 
     `served_model_names`: all names that clients may use, else the engine's; answers bear the one that was asked for.
-    `log_stats`: write a line of statistics now and then. `ConfigError` when the chat template in `settings` is broken.
+    `log_stats`: write a line of statistics now and then. `kv_cache_dtype`: as the metrics name it. `ConfigError` when the
+    chat template in `settings` is broken.
     """
     names = list(served_model_names) or [engine.model_name]
     metrics = Metrics(
@@ -51,6 +53,7 @@ def create_app(
         max_model_len=engine.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        cache_dtype=kv_cache_dtype,
     )
     serving = Serving(engine, settings, names, metrics)
 

@@ -47,13 +47,22 @@ Stats = Callable[[], SchedulerStats | None]
 class Metrics:
     """All metrics of one server, in a registry of their own."""
 
-    def __init__(self, model_name: str, stats: Stats, *, max_model_len: int, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Stats,
+        *,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        cache_dtype: str = "auto",
+    ) -> None:
         """`stats`: the engine's newest statistics; None before its first step."""
         self.registry = CollectorRegistry()
         self._labels = (model_name, _ENGINE)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": cache_dtype}
         self.registry.register(_EngineCollector(stats, self._labels, cache))
         tokens = _one_two_five(max_model_len)
 

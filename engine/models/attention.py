@@ -37,6 +37,7 @@ class _Options(TypedDict):
     window: int
     soft_cap: float
     alibi_slopes: Tensor | None
+    kv_scale: Tensor | None
 
 
 def attend(
@@ -48,13 +49,15 @@ def attend(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
-    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D].
+    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D]. kv_scale [2, num_kv_heads] float32
+    for an e4m3 cache, else None.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
-    options = _Options(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
+    options = _Options(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, kv_scale=kv_scale)
     m, n = metadata, metadata.num_decodes
     out = torch.empty_like(query)
     if n:

@@ -77,6 +77,8 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over the paged KV cache."""
 
+    kv_scale: Tensor
+
     def __init__(self, spec: ModelSpec, window: int, placement: _Placement) -> None:
         super().__init__()
         self.spec = spec
@@ -86,6 +88,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **placement) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **placement) if spec.qk_norm else None
         self.o = Linear(query_size, spec.hidden_size, bias=spec.o_bias, **placement)
+        # What the keys and the values of each head are divided by where the cache is e4m3: [2, Hkv].
+        scale = torch.ones(2, spec.num_kv_heads, dtype=torch.float32, device=placement["device"])
+        self.register_buffer("kv_scale", scale, persistent=False)
 
     def forward(
         self,
@@ -97,6 +102,7 @@ class Attention(nn.Module):
         attention: AttentionMetadata,
     ) -> Tensor:
         spec = self.spec
+        kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
         query = kernels.rope_and_store(
             self.qkv.after_norm(hidden, norm),  # [T, (H + 2 Hkv) D]
             positions,
@@ -109,8 +115,17 @@ class Attention(nn.Module):
             q_norm=self.q_norm.weight if self.q_norm else None,
             k_norm=self.k_norm.weight if self.k_norm else None,
             eps=spec.rms_norm_eps,
+            kv_scale=kv_scale,
         )  # [T, H, D]
-        out = attend(query, kv, attention, scale=spec.attention_scale, window=self.window, soft_cap=spec.soft_cap)
+        out = attend(
+            query,
+            kv,
+            attention,
+            scale=spec.attention_scale,
+            window=self.window,
+            soft_cap=spec.soft_cap,
+            kv_scale=kv_scale,
+        )
         return self.o.add_to(hidden, out.flatten(1))
 
 

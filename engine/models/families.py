@@ -100,6 +100,16 @@ def _qwen_windows(config: Config) -> tuple[int, ...]:
     return tuple(window if slide else 0 for slide in slides)
 
 
+def _quantises_weights(quantization: Any) -> bool:
+    """False where a checkpoint quantises nothing, or only says how to quantise its KV cache."""
+    if not isinstance(quantization, dict):
+        return quantization is not None
+    groups = quantization.get("config_groups")
+    if quantization.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
+        return any(not isinstance(group, dict) or group.get("weights") is not None for group in groups.values())
+    return True
+
+
 def _spec(
     config: Config,
     *,
@@ -110,7 +120,7 @@ def _spec(
     sliding_windows: tuple[int, ...] | None = None,
 ) -> ModelSpec:
     """What all families share."""
-    if config.get("quantization_config") is not None:
+    if _quantises_weights(config.get("quantization_config")):
         raise ModelError(
             "'quantization_config': quantised checkpoints are not supported yet; use the unquantised model"
         )

@@ -6,6 +6,7 @@ and shapes of all files are held against the decoder: every place is filled exac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ INDEX = "model.safetensors.index.json"
 BODY = "model."  # how names of all but the output head begin
 EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
 IGNORED = ".rotary_emb.inv_freq"  # a table that old checkpoints store with the weights
+# Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them. Queries and probabilities,
+# which they may scale too, are not quantised here.
+KV_SCALE = re.compile(
+    r"(?:model\.)?layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.|qkv_proj\.)?(?P<what>q|k|v|kv|prob)_scale"
+)
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names → bytes
 
 
@@ -174,6 +180,7 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bo
         stored.pop(LM_HEAD, None)
     if EMBEDDING.removeprefix(BODY) in stored:  # saved without what is around the body
         filled = {name.removeprefix(BODY): place for name, place in filled.items()}
+    scales = {name: stored.pop(name) for name in list(stored) if _is_kv_scale(name, model.spec)}
     _check(filled, stored, folder, tied=model.spec.tie_word_embeddings)
     twice = model.spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored
     total = sum(tensor.num_bytes for tensor in stored.values())
@@ -184,6 +191,7 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bo
                     if not (twice and name == LM_HEAD):
                         filled[name].copy_(opened.get_tensor(name))
                     bar.update(stored[name].num_bytes)
+    _fill_kv_scales(model, scales)
     if twice:
         with _open(stored[LM_HEAD].file) as opened:
             if not torch.equal(opened.get_tensor(LM_HEAD).to(filled[LM_HEAD]), filled[LM_HEAD]):
@@ -191,6 +199,31 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bo
                     f"{stored[LM_HEAD].file}: {LM_HEAD!r} differs from {EMBEDDING!r} although config.json ties them; "
                     "set 'tie_word_embeddings' to false in config.json"
                 )
+
+
+def _is_kv_scale(name: str, spec: ModelSpec) -> bool:
+    found = KV_SCALE.fullmatch(name)
+    return found is not None and int(found["layer"]) < spec.num_layers
+
+
+def _fill_kv_scales(model: Decoder, scales: dict[str, _Stored]) -> None:
+    """One positive number for all KV heads of a layer, or one for each."""
+    num_kv_heads = model.spec.num_kv_heads
+    for name, tensor in scales.items():
+        found = KV_SCALE.fullmatch(name)
+        assert found
+        if found["what"] in ("q", "prob"):
+            continue
+        with _open(tensor.file) as opened:
+            scale = opened.get_tensor(name).float().flatten()
+        if len(scale) not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0)).all():
+            raise ModelError(
+                f"{tensor.file}: {name!r} must be a positive number, or one for each of {num_kv_heads} KV heads, "
+                f"got {scale.tolist()[:9]}"
+            )
+        layer = cast(DecoderLayer, model.layers[int(found["layer"])])
+        places = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2)}
+        layer.attention.kv_scale[places[found["what"]]] = scale.to(layer.attention.kv_scale.device)
 
 
 def _check(filled: dict[str, Tensor], stored: dict[str, _Stored], folder: Path, *, tied: bool) -> None:

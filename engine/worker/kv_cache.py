@@ -15,6 +15,18 @@ class KVCacheTooSmallError(ValueError):
     """The KV cache cannot hold one sequence of the context length that was asked for."""
 
 
+HEADROOM = 2.0  # how much larger than in its calibration a key or value may be before it saturates
+
+
+def e4m3_scales(kv: Tensor) -> Tensor:
+    """What to divide K and V of each head by before they become e4m3: [2, num_kv_heads] float32.
+
+    kv [2, num_blocks, num_kv_heads, block_size, head_dim] shows how large they get, in any dtype.
+    """
+    largest = kv.abs().amax((1, 3, 4)).float()
+    return torch.where(largest > 0, largest * (HEADROOM / torch.finfo(torch.float8_e4m3fn).max), 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
     """One layer's cache is [2, num_blocks, num_kv_heads, block_size, head_dim]: K then V."""

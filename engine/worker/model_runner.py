@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,18 +21,19 @@ import kernels
 from engine.core.batch import Admission, SchedulerOutput, Shares, StepResult
 from engine.core.sampling_params import SamplingParams
 from engine.models.attention import AttentionMetadata
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
-from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, gpu_cache_bytes
+from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, e4m3_scales, gpu_cache_bytes
 from engine.worker.logits_processor import Group, LogitsProcessor
 from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.sampler import LogprobsRequest, PromptLogprobs, sample
 from kernels.step import StepTensors
 
 SCORED_ELEMENTS = 1 << 24  # logits of prompt tokens held at once
+CALIBRATION_TOKENS = 2048
 GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
 
 
@@ -41,6 +43,7 @@ class RunnerOptions:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # `dtype` or torch.float8_e4m3fn
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -50,6 +53,7 @@ class RunnerOptions:
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    calculate_kv_scales: bool = False
     enforce_eager: bool = False
 
 
@@ -103,13 +107,15 @@ class ModelRunner:
         self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
         self._processor = LogitsProcessor(self._batch, self._step, spec.eos_token_ids, spec.vocab_size)
         self._pooler = Pooler(self._batch, model.norm, spec.hidden_size)
-        self._shape = KVCacheShape.of(spec, options.block_size, options.dtype)
+        self._shape = KVCacheShape.of(spec, options.block_size, options.kv_dtype)
         self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
         self._tile_queries = 0
         if self._cuda:
             heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
             limits = sorted({min(kernels.FEW_SEQS, options.max_num_seqs), options.max_num_seqs})
-            self._plans = [kernels.DecodePlan.allocate(n, *heads, device=self.device) for n in limits]
+            self._plans = [
+                kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits
+            ]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._launched = 0
@@ -132,6 +138,8 @@ class ModelRunner:
         start = time.perf_counter()
         if runner._cuda:
             runner._compile()
+        if options.calculate_kv_scales:
+            runner._calibrate()
         runner.num_blocks = runner._count_blocks()
         check_fits(runner.num_blocks, options.block_size, options.max_model_len)
         runner._kv_cache = runner._shape.allocate(runner.num_blocks, options.device)
@@ -312,6 +320,22 @@ class ModelRunner:
             for size in {1, 2, kernels.FEW_SEQS, max_num_seqs}:
                 self._decode_on_device(packed, min(size, max_num_seqs))
         self._batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
+        self._kv_cache = []
+
+    @torch.inference_mode()
+    def _calibrate(self) -> None:
+        """Set every layer's scales of the e4m3 cache by a prompt of random tokens, whose K and V a wider cache takes."""
+        options, name = self.options, "calibration"
+        num_tokens = min(CALIBRATION_TOKENS, options.max_model_len - 1, options.max_num_batched_tokens)
+        generator = torch.Generator().manual_seed(options.seed)
+        ids = torch.randint(self.spec.vocab_size, (num_tokens,), generator=generator).tolist()
+        blocks = list(range(-(-num_tokens // options.block_size)))
+        self._kv_cache = replace(self._shape, dtype=options.dtype).allocate(len(blocks), self.device)
+        prompt = Admission(name, ids, num_tokens, 0, blocks, SamplingParams(temperature=0), 0)
+        self.launch(SchedulerOutput(0, [prompt], Shares([name], [num_tokens], num_tokens, 0, []), {}, [])).read()
+        self._batch.apply(SchedulerOutput(1, [], Shares([], [], 0, 0, []), {}, [name]))
+        for layer, kv in zip(self.model.layers, self._kv_cache, strict=True):
+            cast(DecoderLayer, layer).attention.kv_scale.copy_(e4m3_scales(kv))
         self._kv_cache = []
 
     def _rehearse(self, tokens_each: int) -> None:

@@ -176,6 +176,7 @@ class _Service:
             settings,
             served_model_names=engine_config.served_model_name,
             log_stats=not engine_config.disable_log_stats,
+            kv_cache_dtype=engine_config.kv_cache_dtype,
         )
         config = uvicorn.Config(
             app,

@@ -108,7 +108,7 @@ def test_metrics(serve: Callable[..., Live]) -> None:
         assert found[f"vllm:{name}_count{labels}"] == count, name
     assert found['vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="toy"}'] <= 3
     assert found['vllm:request_prompt_tokens_bucket{engine="0",le="500.0",model_name="toy"}'] == 3
-    assert found['vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="32"}'] == 1
+    assert found['vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="32"}'] == 1
     assert found['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
     assert found['http_request_duration_seconds_count{handler="/v1/chat/completions",method="POST"}'] == 1
     live.http.request("PROPFIND", "/coffee/1")
