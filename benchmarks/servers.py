@@ -10,6 +10,7 @@ import dataclasses
 import http.client
 import importlib.util
 import json
+import shutil
 import signal
 import socket
 import statistics
@@ -55,6 +56,7 @@ class ServersFlags:
     )
     repeat: int = flag(2, "runs of the client in each round", at_least=1)
     time_limit: int | None = flag(None, "seconds that the whole comparison may take", at_least=1)
+    ready_timeout: int = flag(300, "seconds that a server may take until it is ready", at_least=1)
     dtype: str | None = flag(None, "of the weights", choices=("bfloat16", "float16", "float32"))
     max_model_len: int = flag(4096, "context", size=True, at_least=2)
     gpu_memory_utilization: float = flag(0.85, "share of the GPU's memory for each engine", above=0, at_most=1)
@@ -112,6 +114,7 @@ class Comparison:
         durations: dict[tuple[str, str], float] = {}
         with tempfile.TemporaryDirectory() as scratch:
             self.machine = compare.describe_machine(Path(scratch))
+            self.machine["command"] = " ".join(["python -m benchmarks.servers", *sys.argv[1:]])
             for number in range(flags.rounds):
                 for model in flags.models:
                     engines = flags.engines[:: -1 if number % 2 else 1]
@@ -153,11 +156,13 @@ class Comparison:
         port = free_port()
         begin = time.time()
         with compare.process_group(server_command(job, port), job.engine, log_path) as process:
-            if not wait_until_ready(process, port, self.deadline):
-                if time.time() > self.deadline:
+            if not wait_until_ready(process, port, min(self.deadline, begin + self.flags.ready_timeout)):
+                if process.poll() is not None:
+                    self._failed(job, f"the server ended with code {process.poll()}", log_path)
+                elif time.time() > self.deadline:
                     self.results.left_out.append(f"round {number + 1}: {job.engine} · {job.model}: the time was over")
                 else:
-                    self._failed(job, f"the server ended with code {process.poll()}", log_path)
+                    self._failed(job, f"the server was not ready after {self.flags.ready_timeout} s", log_path)
                 return
             startup = time.time() - begin
             client_log = scratch / "client.txt"
@@ -175,6 +180,7 @@ class Comparison:
                 self.served.append(row)
             if client.returncode:
                 self._failed(job, f"the client ended with code {client.returncode}", client_log)
+                self._keep_log(job, log_path)
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
@@ -202,6 +208,12 @@ class Comparison:
     def _failed(self, job: Job, what: str, log_path: Path) -> None:
         self.results.failures.append(f"{job.engine} · {job.model}: {what}: {compare.last_words(log_path)}")
         print(log_path.read_text(errors="replace")[-8000:], file=sys.stderr)
+        self._keep_log(job, log_path)
+
+    def _keep_log(self, job: Job, log_path: Path) -> None:
+        """What a process said, beside the result."""
+        name = f"{self.path.stem}-{job.engine}-{job.model}-{log_path.name}"
+        print(f"kept {shutil.copy(log_path, self.path.with_name(name))}", file=sys.stderr)
 
     def save(self) -> dict[str, Any]:
         """What is known so far, into the files."""

@@ -3,6 +3,7 @@
 import json
 import random
 import runpy
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,16 @@ def test_a_server_that_cannot_start(model: Path, tmp_path: Path) -> None:
     (failure,) = comparison.results.failures
     assert failure.startswith("quire · tiny: the server ended with code 1: ")
     assert "block_size must be a power of two, got 3" in failure
+    assert failure.endswith((tmp_path / "r-quire-tiny-server.txt").read_text().strip().splitlines()[-1][:300])
+
+
+def test_a_server_that_never_gets_ready(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"]
+    monkeypatch.setattr(servers, "server_command", lambda job, port: sleeper)
+    wanted = flags(models=(str(model),), num_prompts=2, rounds=1, ready_timeout=1)
+    comparison = Comparison(wanted, tmp_path / "r.json", float("inf"))
+    comparison._serve(comparison._job("quire", str(model), model, has_gpu=False), 0, tmp_path)
+    assert comparison.results.failures[0].startswith("quire · tiny: the server was not ready after 1 s")
 
 
 def test_a_made_up_tokenizer_is_one(tmp_path: Path) -> None:
