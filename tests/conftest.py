@@ -6,6 +6,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores with each other
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,16 @@ def story_model() -> Path:
     if not folder.is_dir():
         pytest.skip("the story model is not on this machine")
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[Path], Path]:
+    """A tiny random model in a folder; to have one that may be damaged."""
+    from tiny_model import write_model  # brings torch
+
+    return write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
