@@ -165,10 +165,26 @@ class StructuredOutputsFields(_StructuredBase):  # type: ignore[misc, valid-type
     json_object: bool | None = Field(None, description="Any JSON object.")
 
 
-class _Sampling(Body):
-    """What both kinds of request say about sampling. `None` takes the model's default, else OpenAI's."""
+class _Request(Body):
+    """What every request to the engine may say."""
 
     model: str | None = Field(None, description="A name that /v1/models lists.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as fit."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Only prompts of the same salt share their KV cache."
+    )
+    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Requests of lower ones come first.")
+    request_id: str | None = Field(
+        None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
+    )
+
+
+class _Sampling(_Request):
+    """What both kinds of request say about sampling. `None` takes the model's default, else OpenAI's."""
+
     temperature: float | None = Field(None, description="0: always the likeliest token; up to 100.")
     top_p: float | None = Field(None, description="Sample from the likeliest tokens of this total probability.")
     top_k: int | None = Field(None, description="Sample from this many likeliest tokens; 0 or -1: from all.")
@@ -205,27 +221,16 @@ class _Sampling(Body):
     prompt_logprobs: int | None = Field(
         None, description="Log-probabilities of the prompt's tokens too, and of so many likeliest ones."
     )
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as fit."
-    )
     return_token_ids: bool | None = Field(None, description="Give the token ids of prompt and answer.")
     return_tokens_as_token_ids: bool | None = Field(None, description='Log-probabilities name tokens "token_id:1".')
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Only prompts of the same salt share their KV cache."
-    )
     stream: bool | None = Field(None, description="Send the answer as it comes.")
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides.")
-    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Requests of lower ones come first.")
     response_format: ResponseFormat | None = Field(None, description="What the answer has to be.")
     structured_outputs: StructuredOutputsFields | None = Field(None, description="The same, with more to choose from.")
     guided_json: JsonSchema | None = Field(None, description="The older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
     guided_choice: list[str] | None = Field(None, description="The older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
-    request_id: str | None = Field(
-        None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
-    )
 
     @model_validator(mode="after")
     def _check_together(self) -> _Sampling:
@@ -515,10 +520,9 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-class _Embedding(_EmbeddingBase):  # type: ignore[misc, valid-type]
+class _Embedding(_Request, _EmbeddingBase):  # type: ignore[misc, valid-type]
     """What a request for embeddings says besides its text."""
 
-    model: str | None = Field(None, description="A name that /v1/models lists.")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description='"base64": of float32 values; smaller, quicker, and what OpenAI\'s clients ask for.'
     )
@@ -530,19 +534,8 @@ class _Embedding(_EmbeddingBase):  # type: ignore[misc, valid-type]
     )
     normalize: bool | None = Field(None, description="To length 1; so by default.")
     use_activation: bool | None = Field(None, description="vLLM's newer name of normalize.")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep only so many tokens of the prompt; -1: as many as fit."
-    )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description='"right": keep the first tokens; else the last.'
-    )
-    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Only prompts of the same salt share their KV cache."
-    )
-    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="Lower ones come first; 0 by default.")
-    request_id: str | None = Field(
-        None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
+        None, description='"right": truncate_prompt_tokens keeps the first ones instead.'
     )
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT

@@ -115,8 +115,8 @@ class EngineClient(Protocol):
     async def abort(self, request_id: str) -> None: ...
 
 
-# What the engine is asked for one sample: its prompt's index, who counts, and what begins it, given its id.
-Asked = tuple[int, SampleWatch, Callable[[str], AsyncGenerator[RequestUpdate, None]]]
+# What the engine is asked for one sample: its prompt's index, who counts, and what begins it, given its id and options.
+Asked = tuple[int, SampleWatch, Callable[..., AsyncGenerator[RequestUpdate, None]]]
 
 
 @dataclass(slots=True)
@@ -404,29 +404,25 @@ class Serving:
             message = f"The model `{self.names[0]}` is published for embeddings and generates nothing."
             raise APIError(400, f"{message} Use /v1/embeddings.", "model")
         self._check_prompts(prompts, renamed.get("prompt", "prompt"), 1)
-        asked = self._ask_answers(request, prompts, sampling)
+        asked = self._ask_answers(prompts, sampling)
         return self._begin(kind, request, prompts, sampling, sampling.n, asked, renamed)
 
-    def _ask_answers(
-        self, request: ChatCompletionRequest | CompletionRequest, prompts: list[list[int]], sampling: SamplingParams
-    ) -> Iterator[Asked]:
-        options: dict[str, Any] = {"cache_salt": request.cache_salt or "", "priority": request.priority or 0}
+    def _ask_answers(self, prompts: list[list[int]], sampling: SamplingParams) -> Iterator[Asked]:
         for index, prompt in enumerate(prompts):
             room = self.engine.max_model_len - len(prompt)
             max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
             for each in with_samples(sampling.clone(max_tokens=max_tokens)):
-                begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each, **options)
+                begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each)
                 yield index, self.metrics.watch(len(prompt), each), begin
 
     def embed(self, request: EmbeddingRequest, prompts: list[list[int]], pooling: PoolingParams) -> Generation:
         """The same for embeddings: each is one update of its prompt's only sample."""
         self._check_prompts(prompts, "messages" if request.input is None else "input", 0)
-        options: dict[str, Any] = {"cache_salt": request.cache_salt or "", "priority": request.priority or 0}
         asked = (
             (
                 index,
                 self.metrics.watch(len(prompt), UNSAMPLED),
-                partial(self.engine.embed, prompt_token_ids=prompt, pooling=pooling, **options),
+                partial(self.engine.embed, prompt_token_ids=prompt, pooling=pooling),
             )
             for index, prompt in enumerate(prompts)
         )
@@ -449,12 +445,14 @@ class Serving:
         if public_id in self.running:
             raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
         engine_id = f"{public_id}-{unique}" if request.request_id else public_id
+        salt, priority = request.cache_salt or "", request.priority or 0
         samples: list[Sample] = []
         try:
             for prompt_index, watch, begin in asked:
                 index = len(samples)
                 sample_id = f"{engine_id}-{index}" if len(prompts) * n > 1 else engine_id
-                samples.append(Sample(sample_id, index, prompt_index, begin(sample_id), watch))
+                updates = begin(sample_id, cache_salt=salt, priority=priority)
+                samples.append(Sample(sample_id, index, prompt_index, updates, watch))
         except ValueError as error:
             raise bad_value(error, renamed) from None
         except EngineDeadError as error:
