@@ -8,6 +8,7 @@ the time in which the device could move the bytes that the operation must move. 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import kernels
-from benchmarks.check_attention import all_errors
+from benchmarks.check_attention import attention_errors, product_errors, rounding_errors
 from kernels import reference, sampling
 
 BANDWIDTH = 4.3e12  # bytes a second that an H200 copies
@@ -97,6 +98,11 @@ def check_rotary(checks: Checks) -> None:
         (256, 24, 8, 128, True, F32, False),
     ):  # fmt: skip
         check_rotary_case(checks, tokens, heads, kv_heads, head_dim, normed, dtype, huge)
+    for tokens, heads, kv_heads, head_dim, normed, dtype in (
+        (1, 16, 8, 128, True, BF16), (256, 16, 8, 128, True, BF16), (8192, 32, 8, 128, False, BF16),
+        (256, 28, 4, 80, False, F16), (256, 8, 4, 256, True, F32),
+    ):  # fmt: skip
+        check_e4m3_store(checks, tokens, heads, kv_heads, head_dim, normed, dtype)
 
 
 def check_rotary_case(
@@ -147,6 +153,54 @@ def check_rotary_case(
     got = key_cache[blocks, :, offsets], value_cache[blocks, :, offsets]
     error = max(relative_error(got[0], key[kept]), relative_error(got[1], value[kept]))
     checks.add(f"store_kv {name}", error, 0.0, store, 4 * key.numel() * dtype.itemsize)
+
+
+def check_e4m3_store(
+    checks: Checks, tokens: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
+) -> None:
+    """rope_and_store and store_kv into an e4m3 cache, some values too large for it, infinite or NaN."""
+    shape = (2, max(tokens // 16, 1) * 2, kv_heads, 16, head_dim)
+    caches = torch.zeros(shape, dtype=torch.uint8, device=checks.device).view(torch.float8_e4m3fn)
+    slots = torch.randperm(shape[1] * 16, device=checks.device)[:tokens]
+    qkv = checks.random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    qkv[-1, -head_dim:] = torch.tensor([1e4, -1e4, float("nan"), float("inf")], device=checks.device).repeat(
+        head_dim // 4
+    )
+    scale = torch.rand(2, kv_heads, device=checks.device) + 0.05
+    table = torch.randn(64, head_dim, device=checks.device)
+    positions = torch.randint(0, 64, (tokens,), device=checks.device)
+    q_norm, k_norm = (checks.random(head_dim, dtype=dtype) if normed else None for _ in "qk")
+
+    def stored() -> tuple[Tensor, Tensor]:
+        found = caches.view(torch.uint8)[:, slots // 16, :, slots % 16].view(torch.float8_e4m3fn).float()
+        caches.view(torch.uint8).zero_()
+        return found[:, 0], found[:, 1]
+
+    def difference(got: Tensor, want: Tensor) -> float:
+        if not got.isnan().equal(want.isnan()):
+            return float("nan")
+        return relative_error(got.nan_to_num(), want.nan_to_num())
+
+    query, key, value = qkv.view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    call = partial(
+        kernels.rope_and_store, qkv, positions, table, caches[0], caches[1], slots,
+        num_heads=heads, num_kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, kv_scale=scale,
+    )  # fmt: skip
+    call()
+    got = stored()
+    _, rotated = reference.rope(query, key, positions, table, q_norm, k_norm)
+    want = tuple(reference.to_e4m3(x, s).float() for x, s in zip((rotated, value), scale, strict=True))
+    name = f"{tokens} x ({heads} + {kv_heads}) x {head_dim} {dtype}{' normed' if normed else ''} fp8 cache"
+    checks.add(f"rope_and_store {name}: keys", difference(got[0], want[0]), 6e-3, call, 3 * qkv.nbytes // 2)
+    checks.add(f"rope_and_store {name}: values", difference(got[1], want[1]), 0.0)
+    stored()
+    store = partial(kernels.store_kv, key, value, caches[0], caches[1], slots, scale)
+    store()
+    got = stored()
+    error = max(
+        difference(g, reference.to_e4m3(x, s).float()) for g, x, s in zip(got, (key, value), scale, strict=True)
+    )
+    checks.add(f"store_kv {name}", error, 0.0, store, 3 * key.numel() * dtype.itemsize)
 
 
 FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top_k, top_p, min_p
@@ -228,14 +282,20 @@ def check_elementwise(device: str = "cuda") -> list[Result]:
 def check_attention(device: str = "cuda") -> list[Result]:
     """Attention and the products of small batches: as `check_elementwise`."""
     checks = Checks(device)
-    for name, error in all_errors(device):
-        checks.add(name, error, TOLERANCE[BF16])
+    torch.manual_seed(0)
+    for name, error, limit in itertools.chain(
+        attention_errors(device), rounding_errors(device), product_errors(device)
+    ):
+        checks.add(name, error, limit)
+    torch.cuda.empty_cache()
     return checks.results
 
 
 def main() -> int:
     results = check_attention() + check_elementwise()
     failed = [name for name, _, ok in results if not ok]
+    for name in failed:
+        print(f"FAILED: {name}")
     print(f"{len(results) - len(failed)} checks passed, {len(failed)} failed")
     return 1 if failed else 0
 

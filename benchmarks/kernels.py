@@ -2,6 +2,7 @@
 
     quire bench kernels                      the standard cases
     quire bench kernels --sweep decode       context lengths, head sizes, batch sizes, dtypes and page sizes
+    quire bench kernels --kv-cache-dtype fp8 the same over an fp8 cache, beside a wide one
 
 A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 · head_dim
 per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs), blocks in
@@ -16,7 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Case:
     head_dim: int = 128
     block_size: int = 16
     dtype: str = "bfloat16"
+    kv_dtype: str = ""  # float8_e4m3fn, or empty: as `dtype`
 
     @property
     def decode(self) -> bool:
@@ -47,9 +49,9 @@ class Case:
     @property
     def bytes(self) -> int:
         """K and V of every context once, queries in, outputs out."""
-        size = getattr(torch, self.dtype).itemsize
+        size, kv_size = (getattr(torch, name).itemsize for name in (self.dtype, self.kv_dtype or self.dtype))
         kv = 2 * sum(self.context_lens) * self.num_kv_heads
-        return size * self.head_dim * (kv + 2 * sum(self.query_lens) * self.num_heads)
+        return self.head_dim * (kv_size * kv + size * 2 * sum(self.query_lens) * self.num_heads)
 
     @property
     def flops(self) -> int:
@@ -67,6 +69,7 @@ def standard_cases() -> list[Case]:
         decode("decode 1 x 1k", [k]),
         decode("decode 1 x 32k", [32 * k]),
         decode("decode 32 x 4k", [4 * k] * 32),
+        decode("decode 32 x 8k", [8 * k] * 32),
         decode("decode 256 x 1k", [k] * 256),
         decode("decode 1 x 128k + 31 x 4k", [128 * k] + [4 * k] * 31),
         decode("decode 16 heads 256 x 1k", [k] * 256, num_heads=16),
@@ -106,10 +109,11 @@ class Inputs:
     rows: Tensor
     query_start: Tensor
     context_lens: Tensor
+    kv_scale: Tensor | None  # [2, num_kv_heads] of an e4m3 cache
 
     @classmethod
     def make(cls, case: Case, device: str = "cuda") -> Inputs:
-        dtype = getattr(torch, case.dtype)
+        dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype or case.dtype)
         counts = [-(-n // case.block_size) for n in case.context_lens]
         ids = list(range(sum(counts)))
         random.Random(0).shuffle(ids)
@@ -121,11 +125,12 @@ class Inputs:
         return cls(
             case,
             torch.randn(sum(case.query_lens), case.num_heads, case.head_dim, dtype=dtype, device=device),
-            torch.randn(shape, dtype=dtype, device=device),
+            torch.randn(shape, dtype=dtype, device=device).to(kv_dtype),
             tables.to(device),
             torch.arange(len(counts), dtype=torch.int32, device=device),
             starts.to(device),
             torch.tensor(case.context_lens, dtype=torch.int32, device=device),
+            torch.ones(2, case.num_kv_heads, device=device) if case.kv_dtype else None,
         )
 
     def quire(self, **options: Any) -> Callable[[], Tensor]:
@@ -135,19 +140,19 @@ class Inputs:
         key, value = self.kv[0], self.kv[1]
         if case.decode:
             plan = kernels.DecodePlan.allocate(
-                len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, device=self.query.device
+                len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, self.query.device, kv_dtype=key.dtype
             )
             kernels.plan_decode(self.context_lens, self.rows, plan)
             return lambda: kernels.paged_attention_decode(
                 self.query, key, value, self.block_tables, self.rows, self.context_lens,
-                scale=scale, plan=plan, out=out, **options,
+                scale=scale, kv_scale=self.kv_scale, plan=plan, out=out, **options,
             )  # fmt: skip
         step = kernels.prefill_tile_queries(case.num_heads, case.num_kv_heads, case.head_dim, self.query.dtype)
         grid = kernels.make_prefill_tiles(case.query_lens, case.context_lens, step)
         tiles = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
         return lambda: kernels.paged_attention_prefill(
             self.query, key, value, self.block_tables, self.rows, self.query_start, self.context_lens,
-            scale=scale, tiles=tiles, out=out, **options,
+            scale=scale, kv_scale=self.kv_scale, tiles=tiles, out=out, **options,
         )  # fmt: skip
 
     def flash_attention(self) -> Callable[[], Tensor] | None:
@@ -158,6 +163,8 @@ class Inputs:
         except ImportError:
             return None
         case = self.case
+        if case.kv_dtype:
+            return None
         key, value = (self.kv[i].transpose(1, 2).contiguous() for i in (0, 1))
         longest = max(case.query_lens), max(case.context_lens)
         metadata = get_scheduler_metadata(
@@ -214,6 +221,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="quire bench kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sweep", choices=("decode", "prefill"), help="a grid of shapes instead of the standard cases")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: an e4m3 cache, beside the wide one"
+    )
     parser.add_argument("--match", default="", help="only cases whose name contains this text")
     parser.add_argument("--output-json", type=Path, help="where to save the results")
     args = parser.parse_args(argv)
@@ -224,7 +234,11 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{torch.cuda.get_device_name()}: copy {bound['copy_TB_s']} TB/s, bfloat16 matmul {bound['matmul_TFLOP_s']} TFLOP/s"
     )
-    print(f"{'case':<60}{'µs':>10}{'rate':>14}{'of limit':>10}{'FA3 µs':>10}{'FA3/quire':>11}{'difference':>12}")
+    fp8 = args.kv_cache_dtype == "fp8"
+    print(
+        f"{'case':<60}{'µs':>10}{'rate':>14}{'of limit':>10}{'FA3 µs':>10}{'FA3/quire':>11}{'difference':>12}"
+        + (f"{'fp8 µs':>10}{'rate':>14}{'of limit':>10}{'wide/fp8':>10}" if fp8 else "")
+    )
     results = []
     for case in sweep_cases(args.sweep) if args.sweep else standard_cases():
         if args.match not in case.name:
@@ -232,13 +246,20 @@ def main(argv: list[str] | None = None) -> int:
         result = measure(case)
         results.append(result)
         ours, peer = result["quire"], result.get("flash_attention_3")
-        rate, unit, limit = (
-            (ours["TB_s"], "TB/s", bound["copy_TB_s"])
-            if case.decode
-            else (ours["TFLOP_s"], "TFLOP/s", bound["matmul_TFLOP_s"])
+        key, unit, limit = (
+            ("TB_s", "TB/s", bound["copy_TB_s"]) if case.decode else ("TFLOP_s", "TFLOP/s", bound["matmul_TFLOP_s"])
         )
-        beside = f"{peer['us']:>10.1f}{peer['us'] / ours['us']:>11.2f}{result['difference']:>12.1e}" if peer else ""
-        print(f"{case.name:<60}{ours['us']:>10.1f}{rate:>7.2f} {unit:<7}{rate / limit:>9.0%}{beside}", flush=True)
+
+        def timed(found: dict[str, float], key: str = key, unit: str = unit, limit: float = limit) -> str:
+            return f"{found['us']:>10.1f}{found[key]:>7.2f} {unit:<7}{found[key] / limit:>9.0%}"
+
+        line = f"{case.name:<60}{timed(ours)}"
+        if peer:
+            line += f"{peer['us']:>10.1f}{peer['us'] / ours['us']:>11.2f}{result['difference']:>12.1e}"
+        if fp8:
+            results.append(narrow := measure(replace(case, kv_dtype="float8_e4m3fn")))
+            line += f"{'' if peer else ' ' * 33}{timed(narrow['quire'])}{ours['us'] / narrow['quire']['us']:>10.2f}"
+        print(line, flush=True)
     if args.output_json:
         args.output_json.write_text(
             json.dumps({"environment": environment(), "limits": bound, "results": results}, indent=1)
