@@ -79,6 +79,32 @@ def test_the_official_client_chats(server: str) -> None:
     client.close()
 
 
+def test_embeddings_among_chats(server: str) -> None:
+    """Whatever else runs, a text's vector is the same; texts about the same thing are nearer than others."""
+    model = httpx.get(f"{server}/v1/models").json()["data"][0]["id"]
+    texts = ["The cat sleeps on the mat.", "A cat is sleeping on a mat.", "What is 17 plus 25?"]
+
+    async def embed(client: httpx.AsyncClient, **body: str) -> list[list[float]]:
+        response = await client.post(f"{server}/v1/embeddings", json={"input": texts, "pooling": "mean", **body})
+        assert response.status_code == 200, response.text
+        return [entry["embedding"] for entry in response.json()["data"]]
+
+    async def run() -> tuple[list[list[float]], list[list[list[float]]]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            alone = await embed(client)
+            chats = [stream(client, server, model, i, hang_up=i % 2 == 1) for i in range(8)]
+            among = [embed(client, cache_salt=str(i)) for i in range(8)]
+            found = await asyncio.gather(*chats, *among)
+            return alone, found[len(chats) :]
+
+    alone, among = asyncio.run(run())
+    for vectors in among:
+        assert vectors == [pytest.approx(vector, abs=1e-5) for vector in alone]
+    near, far = (sum(a * b for a, b in zip(alone[0], alone[i], strict=True)) for i in (1, 2))
+    assert near > far
+    assert blocks_in_use(server) == 0
+
+
 @pytest.fixture(scope="module")
 def story(story_model: Path) -> list[dict]:
     return json.loads((story_model / "expected_greedy.json").read_text())
