@@ -49,6 +49,7 @@ rope_and_store = _by_device(reference.rope_and_store, "rotary")
 store_kv = _by_device(reference.store_kv, "kv_cache")
 paged_attention_decode = _by_device(reference.paged_attention_decode, "attention_decode")
 paged_attention_prefill = _by_device(reference.paged_attention_prefill, "attention_prefill")
+mask_logits = _by_device(reference.mask_logits, "sampling")
 sample = _by_device(reference.sample, "sampling")
 sampling_thresholds = _by_device(reference.sampling_thresholds, "sampling")
 random_bits = reference.random_bits

@@ -484,6 +484,16 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     return floor.squeeze(1)
 
 
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """Rows of logits [B, V] with all but some tokens at -inf -> [n, V] of the same dtype.
+
+    rows [n] int64: which. masks [n, (V + 31) // 32] int32: a bit for each token that stays, the lowest bit first.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = ((masks.unsqueeze(2) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    return logits[rows].masked_fill_(~allowed, -math.inf)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

@@ -6,6 +6,8 @@ Three kernels, whose grids depend on shapes alone, so that a CUDA graph can hold
 2. one program for each row and piece of the vocabulary adds the noise and takes the piece's best token;
 3. one program for each row takes the best of its pieces.
 
+Where a grammar has its say, one more kernel goes before them: it copies the rows that wait for it, masked.
+
 Thresholds are exact: logits map to integers in the same order, and a search over those integers ends at one of them. To
 keep the search short, a first pass finds a bound below the threshold, and a second copies the few logits above it aside.
 The noise is a pure function of (seed, position, token id); see `kernels.reference.random_bits`.
@@ -185,6 +187,23 @@ def _threshold_kernel(
 
 
 @triton.jit
+def _mask_kernel(
+    logits, rows, masks, masked, stride_row, num_words, vocab_size, PIECE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    i = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    inside = tokens < vocab_size
+    words = tl.load(masks + i * num_words + tokens // 32, mask=inside, other=0)
+    allowed = inside & (((words >> (tokens % 32)) & 1) != 0)
+    row = tl.load(rows + i).to(tl.int64)
+    x = tl.load(logits + row * stride_row + tokens, mask=allowed, other=NEG_INF)
+    tl.store(masked + i * vocab_size + tokens, x, mask=inside)
+
+
+@triton.jit
 def _mix(x, inject):
     """A bijection of uint32 whose output bits each depend on every input bit; see `kernels.reference`."""
     x = x ^ (x >> 16)
@@ -269,6 +288,20 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
         **pdl_options(logits.device),
     )  # fmt: skip
     return thresholds
+
+
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """See `kernels.reference.mask_logits`. Rows of logits must be contiguous, the row stride is free."""
+    vocab_size = logits.shape[1]
+    assert logits.stride(1) == 1
+    assert masks.is_contiguous()
+    masked = torch.empty(len(rows), vocab_size, dtype=logits.dtype, device=logits.device)
+    if len(rows):
+        _mask_kernel[(len(rows), triton.cdiv(vocab_size, PIECE))](
+            logits, rows, masks, masked, logits.stride(0), masks.shape[1], vocab_size,
+            PIECE=PIECE, num_warps=4, **pdl_options(logits.device),
+        )  # fmt: skip
+    return masked
 
 
 def sample(

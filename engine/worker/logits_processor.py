@@ -107,20 +107,28 @@ class LogitsProcessor:
         """
         state, at = self.batch.state, group.at
         now = Now(self.step.next_position[at], group.longest, state.seed[group.rows])
-        own = logits[at].float()
-        for edit in group.edits:
-            edit(own, now)
-        if group.allowed is not None:
-            own = _restrict(own, group.allowed, logits[at])
-        if masks is not None:
-            own = _restrict(own, _unpack(masks, self.vocab_size), logits[at])
-        for edit in group.filters:
-            edit(own, now)
+        if masks is not None and not group.edits and not group.filters and group.allowed is None:
+            own = kernels.mask_logits(logits, at, masks)
+        else:
+            own = self._edited(logits, group, now, masks)
         sampled = kernels.sample(own, *group.params, now.seeds, now.lengths)
         tokens[at] = sampled
         state.last_token[group.rows] = sampled
         if len(group.slots):
             self.batch.history.append(group.slots, now.lengths[group.slots_of], sampled[group.slots_of])
+
+    def _edited(self, logits: Tensor, group: Group, now: Now, masks: Tensor | None) -> Tensor:
+        """The group's logits [n, V] float32 after all that its members ask for."""
+        own = logits[group.at].float()
+        for edit in group.edits:
+            edit(own, now)
+        if group.allowed is not None:
+            own = _restrict(own, group.allowed, logits[group.at])
+        if masks is not None:
+            own = _restrict(own, _unpack(masks, self.vocab_size), logits[group.at])
+        for edit in group.filters:
+            edit(own, now)
+        return own
 
 
 def _restrict(edited: Tensor, allowed: Tensor, raw: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 import kernels
 from engine.core.batch import Admission, SchedulerOutput, Shares, StepResult
 from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.spec import ModelSpec
@@ -345,12 +346,22 @@ class ModelRunner:
         num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
         blocks = [0] * -(-(tokens_each + 1) // options.block_size)
         sampling = SamplingParams(temperature=0.7, top_k=10, top_p=0.9, min_p=0.01)
+        both = sampling, sampling.clone(structured_outputs=StructuredOutputs(compiled=""))
         ids = [f"rehearsal-{i}" for i in range(num_seqs)]
-        admitted = [Admission(i, [0] * tokens_each, tokens_each, 0, blocks, sampling, 0) for i in ids]
+        admitted = [
+            Admission(name, [0] * tokens_each, tokens_each, 0, blocks, both[i % 2], 0) for i, name in enumerate(ids)
+        ]
         prefill = Shares(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])
-        self.launch(SchedulerOutput(0, admitted, prefill, {}, [])).read()
+        self._launch_unconstrained(SchedulerOutput(0, admitted, prefill, {}, []))
         half = num_seqs // 2  # a mixed step: the first half decode, the rest come anew
         lens = [1] * half + [tokens_each] * (num_seqs - half)
         mixed = Shares(ids, lens, sum(lens), half, [])
-        self.launch(SchedulerOutput(1, admitted[half:], mixed, {}, ids[half:])).read()
+        self._launch_unconstrained(SchedulerOutput(1, admitted[half:], mixed, {}, ids[half:]))
         self._batch.apply(SchedulerOutput(2, [], Shares([], [], 0, 0, []), {}, ids))
+
+    def _launch_unconstrained(self, output: SchedulerOutput) -> None:
+        """Run a step whose grammars allow everything."""
+        handle = self.launch(output)
+        if handle.constrained:
+            handle.constrain(np.full((len(handle.constrained), (self.spec.vocab_size + 31) // 32), -1, dtype=np.int32))
+        handle.read()

@@ -253,3 +253,21 @@ def test_an_empty_batch(module):
 def test_the_package_picks_the_twin_on_a_cpu():
     logits = torch.randn(3, 50)
     assert kernels.sample(logits, *options(3)).equal(reference.sample(logits, *options(3)))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks(module, dtype, small_blocks):
+    generator = torch.Generator().manual_seed(0)
+    for vocab_size in (1, 31, 32, 33, 300):
+        logits = torch.randn(5, vocab_size + 3, generator=generator).to(dtype)[:, :vocab_size]
+        rows = torch.tensor([4, 0, 2])
+        bits = torch.rand(3, -(-vocab_size // 32) * 32, generator=generator) < 0.5
+        places = torch.arange(32)
+        words = (bits.view(3, -1, 32).long() << places).sum(-1)
+        masks = torch.where(words >= 2**31, words - 2**32, words).int()
+        masked = module.mask_logits(logits, rows, masks)
+        expected = torch.where(bits[:, :vocab_size], logits[rows], -INF)
+        assert masked.dtype == dtype
+        assert torch.equal(masked, expected)
+    assert module.mask_logits(logits, rows[:0], masks[:0]).shape == (0, vocab_size)
