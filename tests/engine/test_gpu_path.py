@@ -1,0 +1,92 @@
+"""The road that a step takes on a GPU, without one: all of it but the hardware. Triton's interpreter runs the kernels.
+
+What only a GPU has is played: pinned memory is memory, an event has always happened, and a captured graph is its step,
+run again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.core.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.worker import model_runner
+from engine.worker.cuda_graphs import DecodeGraphs
+from engine.worker.model_runner import ModelRunner
+
+pytest.importorskip("triton")
+
+REQUESTS = {
+    "greedy": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=12)),
+    "long prompt": (list(range(40)), SamplingParams(temperature=0, max_tokens=4)),
+    "sampled": ([9] * 13, SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1, max_tokens=10)),
+    "special": ([1, 2], SamplingParams(temperature=0.8, repetition_penalty=1.3, logprobs=2, seed=2, max_tokens=6)),
+    "scored": ([8, 3, 8, 3, 8], SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2)),
+    "late": ([4] * 30, SamplingParams(temperature=0, max_tokens=5)),
+}
+
+
+class Replayed(DecodeGraphs):
+    """Graphs whose replay is the captured step."""
+
+    replays: ClassVar[list[int]] = []
+
+    def __init__(self, step: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
+        self._step, self._buffer, self._sizes = step, buffer, sizes
+
+    def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
+        self.replays.append(size)
+        self._buffer[: len(packed)].copy_(packed)
+        found: tuple[Tensor, Tensor] = self._step(self._buffer, size)
+        return found
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, event = torch.empty, SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(ModelRunner, "_cuda", property(lambda runner: True, lambda runner, value: None), raising=False)
+    monkeypatch.setattr(ModelRunner, "_compile", lambda runner: None)  # the interpreter would run what it launches
+    monkeypatch.setattr(model_runner, "DecodeGraphs", Replayed)
+    monkeypatch.setattr(Replayed, "replays", [])
+
+
+def answers(model: Path) -> dict[str, list[int]]:
+    config = EngineConfig(
+        model=str(model), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24,
+        block_size=8, num_gpu_blocks_override=8,
+    )  # fmt: skip
+    engine = Engine(config, progress=False)
+    tokens: dict[str, list[int]] = {name: [] for name in REQUESTS}
+    for name, (prompt, sampling) in REQUESTS.items():
+        if name != "late":
+            engine.add_request(name, prompt, sampling)
+    steps = 0
+    while engine.has_work():
+        steps += 1
+        if steps == 6:
+            engine.add_request("late", *REQUESTS["late"])
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+    engine.close()
+    return tokens
+
+
+def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRequest) -> None:
+    expected = answers(tiny_model)
+    request.getfixturevalue("gpu")
+    assert answers(tiny_model) == expected
+    assert set(Replayed.replays) >= {1, 2, 4}
