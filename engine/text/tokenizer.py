@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LONG_TEXT = 2000  # characters
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -99,14 +100,23 @@ class Tokenizer:
         (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([token])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; special tokens written in it are recognised. `TokenizerError` for broken Unicode."""
+        """The token ids of `text`; special tokens written in it are recognised. `TokenizerError` for broken Unicode.
+
+        In a thread, a long text leaves the others running.
+        """
         try:
             if not add_special_tokens or self._frame is None:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._encode(text, add_special_tokens)
             bos, eos = self._frame
-            return bos + self._backend.encode(text, add_special_tokens=False).ids + eos
+            return bos + self._encode(text, False) + eos
         except (TypeError, UnicodeEncodeError):
             raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # unlike `encode` it gives up the interpreter's lock, and it notes no offsets, which takes as long as the ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         pieces = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]

@@ -28,6 +28,15 @@ def test_encode_and_decode_equal_the_library(tokenizer: Tokenizer, backend: toke
             assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
 
 
+@given(text=TEXTS.filter(bool))
+def test_long_texts_are_encoded_like_short_ones(tokenizer: Tokenizer, backend: tokenizers.Tokenizer, text: str) -> None:
+    long = text * (3000 // len(text) + 1)
+    for special in (True, False):
+        assert tokenizer.encode(long, special) == backend.encode(long, add_special_tokens=special).ids
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        tokenizer.encode(long + "\ud800")
+
+
 @given(data=st.data())
 def test_any_ids_decode_as_the_library_decodes_them(
     tokenizer: Tokenizer, backend: tokenizers.Tokenizer, data: st.DataObject
