@@ -50,9 +50,9 @@ class AsyncEngine:
     engine.close()
     """
 
-    def __init__(self, frontend: Frontend, process: _EngineProcess) -> None:
+    def __init__(self, frontend: Frontend, process: _EngineProcess, stream_interval: int) -> None:
         """Use `start`."""
-        self._frontend, self._process = frontend, process
+        self._frontend, self._process, self._stream_interval = frontend, process, stream_interval
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
         self._closed = False
@@ -77,7 +77,7 @@ class AsyncEngine:
         except BaseException:
             process.end(kill=True)
             raise
-        engine = cls(frontend, process)
+        engine = cls(frontend, process, config.stream_interval)
         try:
             process.send(Start(frontend.local(config), frontend.eos_token_ids))
             ready = await engine._ready
@@ -185,15 +185,16 @@ class AsyncEngine:
         self._check_alive()
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        stream = _Stream(OutputStream(request.prompt_token_ids, request.sampling, self.tokenizer))
+        output = OutputStream(request.prompt_token_ids, request.sampling, self.tokenizer)
+        stream = _Stream(output, self._stream_interval)
         self._streams[request_id] = stream
         try:
             self._process.send(request)
-            finished, output = False, stream.output
+            finished = False
             while not finished:
-                while not output.has_news:
+                while not stream.ready:
                     await stream.news()
-                update = output.take()
+                update = stream.take()
                 finished = update.finish_reason is not None
                 if finished:
                     self._forget(request_id, stream)
@@ -289,8 +290,11 @@ class AsyncEngine:
 class _Stream:
     """An `OutputStream` that one task can wait for."""
 
-    def __init__(self, output: OutputStream) -> None:
+    def __init__(self, output: OutputStream, interval: int) -> None:
+        """`interval`: how many tokens after the first are worth to be told of, when there is nothing else to say."""
         self.output = output
+        self.ready = False  # there is something to take
+        self._interval, self._num_held = interval, 0
         self._death: str | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -298,16 +302,25 @@ class _Stream:
     def add(self, output: EngineOutput, now: float) -> None:
         if not self.output.finished:
             self.output.add(output, now)
+            self.ready = True
             self._wake()
 
     def add_token(self, token_id: int, now: float) -> None:
         if not self.output.finished:
             self.output.add_token(token_id, now)
-            self._wake()
+            self._num_held += 1
+            if self._num_held >= self._interval:
+                self.ready = True
+                self._wake()
+
+    def take(self) -> RequestUpdate:
+        self.ready, self._num_held = False, 0
+        return self.output.take()
 
     def close(self, how: str) -> None:
         """Nothing more will come; `how` the engine died."""
         self._death = how
+        self.ready = self.output.has_news
         self._wake()
 
     def news(self) -> asyncio.Future[None]:

@@ -90,6 +90,11 @@ class EngineConfig:
         "what makes embeddings: mean, of all tokens, or the last one; auto: as the model's 1_Pooling says, else last",
         choices=("auto", "last", "mean"),
     )
+    stream_interval: int = flag(
+        1,
+        "tokens of an answer that are streamed at a time, after the first one; more spare the server work",
+        at_least=1,
+    )
     max_logprobs: int = flag(
         20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
     )

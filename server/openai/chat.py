@@ -25,7 +25,8 @@ from server.sse import event
 from server.tools import ToolReader
 
 _encode = msgspec.json.encode
-_TEXT_EVENT = b'data: %b,"choices":[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n'
+_TEXT_BEGIN = b',"choices":[{"index":%d,"delta":{"content":'
+_TEXT_END = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 _RENAMED = {"logprobs": "top_logprobs", "prompt": "messages", "max_tokens": "max_completion_tokens"}
 
 
@@ -223,20 +224,19 @@ async def events(serving: Serving, request: ChatCompletionRequest, chat: Chat) -
     first = b'{"role":%b,"content":""}' % _encode(chat.role)
     as_ids = bool(request.return_tokens_as_token_ids)
     only_text = not (usage_always or request.return_token_ids)
-    begun: set[int] = set()
+    begun: dict[int, bytes] = {}  # index → how its events begin that hold nothing but text
     async for sample, update in generation.updates():
         index, data, pieces = sample.index, b"", chat.read(sample, update)
-        if only_text and index in begun and update.finish_reason is None and update.logprobs is None:
-            match pieces:
-                case [Content(text)]:  # nearly all are such: the same bytes as below
-                    yield _TEXT_EVENT % (head, index, _encode(text))
-                    continue
+        usual = only_text and index in begun and update.finish_reason is None and update.logprobs is None
+        if usual and len(pieces) == 1 and type(pieces[0]) is Content:  # nearly all are such: the same bytes as below
+            yield begun[index] + _encode(pieces[0].text) + _TEXT_END
+            continue
         if index not in begun:
             more = b"" if begun else chat.ignored.member
             if request.return_token_ids and not begun:
                 more += b',"prompt_token_ids":' + _encode(generation.prompts[0])
             data = event(chunk(index, first, b"null", b"null") + more + b"}")
-            begun.add(index)
+            begun[index] = b"data: " + head + _TEXT_BEGIN % index
         deltas = _deltas(pieces)
         logprobs = b"null"
         if update.logprobs is not None:

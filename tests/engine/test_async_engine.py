@@ -123,6 +123,19 @@ def test_logprobs_travel(run: Run) -> None:
     run(test)
 
 
+def test_stream_interval(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with running(tiny_model, stream_interval=5) as engine:
+            sampling = SamplingParams(max_tokens=22, ignore_eos=True, temperature=0)
+            updates = await collect(engine.generate("a", [1, 2], sampling))
+        lengths = [len(update.token_ids) for update in updates]
+        assert sum(lengths) == 22
+        assert lengths[0] == 1, "the first token does not wait"
+        assert all(length >= 5 for length in lengths[1:-1])
+
+    asyncio.run(test())
+
+
 def test_slow_reader_gets_merged_updates(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
         async with aclosing(engine.generate("a", [1, 2], LONG.clone(max_tokens=200))) as updates:
