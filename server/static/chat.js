@@ -38,7 +38,7 @@ function save(storage, name, value) {
 function addView(turn) {
   const root = $("turn-template").content.firstElementChild.cloneNode(true);
   const view = { root };
-  const parts = ["answer", "thinking", "thinking-text", "prose", "waiting", "failure", "failure-text", "meta", "stats"];
+  const parts = ["answer", "thinking", "thinking-label", "thinking-text", "prose", "waiting", "failure", "failure-text", "meta", "stats"];
   for (const name of parts) view[name] = root.querySelector(`.${name}`);
   root.querySelector(".question-text").textContent = turn.question;
   root.querySelector(".copy").addEventListener("click", (event) => copy(answerOf(turn).text, event.currentTarget));
@@ -56,6 +56,7 @@ function show(turn) {
   const busy = turn.state === "waiting" || turn.state === "streaming";
   view.root.dataset.state = turn.state;
   view.thinking.hidden = reasoning === "";
+  view["thinking-label"].textContent = busy && text === "" ? "Thinking" : "Thoughts";
   view["thinking-text"].textContent = reasoning;
   renderMarkdown(view.prose, text);
   view.waiting.hidden = !busy || text !== "";

@@ -44,6 +44,11 @@ out of the fog, and the fisherman waved his hat.
 
 “I was not afraid,” he said when he stood on the pier. “I could see that you were still awake.”"""
 
+THOUGHTS = """The user wants to know how a paged cache keeps its promises. Let me go through it.
+
+First the block table: it maps positions to blocks, so nothing has to be contiguous.
+Then the free list: what is released last is found again first."""
+
 HOSTILE = '<img src=x onerror="document.title=1"> <b>bold?</b> [bad](javascript:alert(1)) and **[good](https://example.org/)**.'
 
 
@@ -92,15 +97,17 @@ def build_app(api_key: str | None, delay: float) -> FastAPI:
             return JSONResponse({"error": error}, 400)
         text = answer_to(question, body["messages"])
         pieces = re.findall(r"\s*\S{1,6}", text)[: body.get("max_tokens", 10_000)]
+        thoughts = re.findall(r"\s*\S{1,6}", THOUGHTS) if "think" in question else []
         breaks = "break" in question
-        return StreamingResponse(sse(pieces, breaks, delay), media_type="text/event-stream; charset=utf-8")
+        return StreamingResponse(sse(thoughts, pieces, breaks, delay), media_type="text/event-stream; charset=utf-8")
 
     return app
 
 
-async def sse(pieces: list[str], breaks: bool, delay: float) -> AsyncIterator[bytes]:
+async def sse(thoughts: list[str], pieces: list[str], breaks: bool, delay: float) -> AsyncIterator[bytes]:
     """The events of one answer, in network chunks whose borders fall inside lines and inside characters."""
     events = [chunk({"role": "assistant", "content": ""})]
+    events += [chunk({"reasoning": thought, "reasoning_content": thought}) for thought in thoughts]
     events += [chunk({"content": piece}, "stop" if piece is pieces[-1] else None) for piece in pieces]
     usage = {"prompt_tokens": 12, "completion_tokens": len(pieces), "total_tokens": 12 + len(pieces)}
     events.append(json.dumps({"choices": [], "usage": usage}))

@@ -247,6 +247,20 @@ def test_the_model_sees_the_conversation_and_the_settings(page: Browser) -> None
     assert page.text(".turn:last-child .stats").startswith("2 tokens")
 
 
+def test_thoughts_are_folded_away(page: Browser) -> None:
+    page.ask("think about paged attention", until="streaming")
+    page.wait("document.querySelector('.thinking-text').textContent.length > 40")
+    assert page.text(".thinking-label") == "Thinking"
+    page.wait("document.querySelector('.turn').dataset.state === 'done'")
+    assert page.text(".thinking-label") == "Thoughts"
+    assert page.text(".prose").startswith("A paged KV cache")
+    assert not page.run("document.querySelector('.thinking').open")
+    page.click(".thinking-label")
+    assert page.text(".thinking-text").startswith("The user wants to know")
+    page.ask("echo")
+    assert json.loads(page.text(".turn:last-child pre"))[1]["content"].startswith("A **paged** KV cache")
+
+
 def test_stop_keeps_what_was_written(page: Browser) -> None:
     page.ask("long", until="streaming")
     page.press("Escape", 27)
