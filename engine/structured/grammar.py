@@ -171,6 +171,8 @@ def _explain(error: str) -> str:
     """The library's message without what only its authors can read."""
     if "oneOf constraints" in error:
         return "oneOf is supported where at most one of its schemas can match; anyOf takes any"
+    if "grammar.symbols.len()" in error or "schema too large" in error:
+        return "it is too large"
     if error.startswith(("NoExtension", "panic")):
         return "the grammar matches nothing"
     if "items; max is" in error:

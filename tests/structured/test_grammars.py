@@ -89,6 +89,8 @@ def test_lark_with_a_schema_inside(compiler: Compiler) -> None:
     assert isinstance(json.loads(text.removeprefix("<call>").removesuffix("</call>"))["a"], int)
     with pytest.raises(ValueError, match="multipleOf"):
         bounded('start: %json {"multipleOf": 0.3}')
+    with pytest.raises(ValueError, match="begins with a rule"):
+        lark_grammar('{"grammars": [{"json_schema": {}}]}')
     with pytest.raises(ValueError, match="%json must be followed by JSON"):
         bounded("start: %json {")
 
