@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -131,7 +131,7 @@ class Shape:
         return " ".join(names + (["beyond 2^31 elements"] if self.skip else []))
 
     def calls(self, contexts: list[int], queries: list[int], device: str) -> Iterator[tuple[str, Calls]]:
-        """(name, (the kernel, what it should give)): decode planned for latency and for bandwidth, and prefill."""
+        """(name, (the kernel, what it should give)): decode under several plans, and prefill."""
         heads, scale = NUM_KV_HEADS * self.group, self.head_dim**-0.5
         paged = Paged.make(contexts, self.block_size, self.head_dim, self.kv_dtype, device, self.skip)
         here = (paged.kv[0], paged.kv[1], paged.block_tables, paged.rows)
@@ -142,17 +142,21 @@ class Shape:
 
         query = random(len(contexts))
         want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **self.options)  # type: ignore[arg-type]
-        for name, max_seqs in (
-            ("decode for latency", kernels.FEW_SEQS),
-            ("decode for bandwidth", 4 * kernels.FEW_SEQS),
+        for name, max_seqs, fan_in in (
+            ("decode for latency", kernels.FEW_SEQS, 0),
+            ("decode for bandwidth", 4 * kernels.FEW_SEQS, 0),
+            ("decode merging twice", kernels.FEW_SEQS, 8),
         ):
             plan = None
             if query.is_cuda:
                 plan = kernels.DecodePlan.allocate(
                     max_seqs, heads, NUM_KV_HEADS, self.head_dim, query.device, kv_dtype=self.kv_dtype
                 )
+                plan = replace(plan, fan_in=fan_in)
                 kernels.plan_decode(paged.context_lens, paged.rows, plan)
                 torch.cuda.synchronize()
+            elif fan_in:
+                continue  # the twin knows no plan
             out = torch.full_like(query, float("nan"))
             decode = partial(kernels.paged_attention_decode, query, *here, paged.context_lens, **options)  # type: ignore[arg-type]
             yield name, (partial(decode, plan=plan, out=out), want)
@@ -170,8 +174,9 @@ def shapes() -> Iterator[Shape]:
     for group in (7, 3, 6, 5):
         yield Shape(128, group, 16)
     yield Shape(64, 7, 64)
-    for block_size, head_dim, group in itertools.product((16, 64), (64, 80, 128, 256), (1, 4, 7)):
+    for block_size, head_dim, group in itertools.product((16, 64), (64, 80, 128, 256), (4, 7)):
         yield Shape(head_dim, group, block_size, kv_dtype=E4M3)
+    yield Shape(128, 1, 16, kv_dtype=E4M3)
     yield Shape(128, 8, 128, F16, E4M3)
     yield Shape(64, 4, 16, F32, E4M3)
     for block_size, head_dim, group in itertools.product((16, 64), (64, 80, 128, 256), (1, 4, 8)):

@@ -88,52 +88,100 @@ def _attend_tile(
 
 
 @triton.jit
-def _merge(
-    partial_out, partial_stats, out, first_program, last_program, pair_start, share,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MAX_PARTS: tl.constexpr,
+def _merged(
+    partial_out, partial_stats, first_program, origin, step, count, pair_start, share,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results that programs first..last left of one (sequence, KV head) pair into out [GROUP, D]."""
+    """The sum (acc [G2, D_PAD], m, l [G2]) of `count` partial results of one (sequence, KV head) pair: those that the programs
+    origin, origin + step, ... left, the first of which is first_program where origin lies before it."""
     G2: tl.constexpr = triton.next_power_of_2(GROUP)
     CHUNK: tl.constexpr = max(1, 4096 // (G2 * D_PAD))
     g = tl.arange(0, G2)
     d = tl.arange(0, D_PAD)
-    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-
-    program = first_program + tl.arange(0, MAX_PARTS)
-    part = program * 2 + tl.where(program * share >= pair_start, 0, 1)
-    at = partial_stats + part[:, None] * 2 * GROUP + g[None, :]
-    there = (program <= last_program)[:, None] & (g < GROUP)[None, :]
-    m = tl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
-    total = tl.max(m, 0)
-    total = tl.where(total == -float("inf"), 0.0, total)
-    l = tl.sum(tl.exp2(m - total[None, :]) * tl.load(at + GROUP, mask=there, other=0.0, cache_modifier=".cg"), 0)
-
     acc = tl.zeros([G2, D_PAD], tl.float32)
-    for first in range(first_program, last_program + 1, CHUNK):
+    m = tl.full([G2], -float("inf"), tl.float32)
+    l = tl.zeros([G2], tl.float32)
+    for first in range(0, count, CHUNK):
         some = first + tl.arange(0, CHUNK)
-        some_parts = (some * 2 + tl.where(some * share >= pair_start, 0, 1))[:, None]
-        valid = (some <= last_program)[:, None] & (g < GROUP)[None, :]
-        some_m = tl.load(
-            partial_stats + some_parts * 2 * GROUP + g[None, :],
-            mask=valid, other=-float("inf"), cache_modifier=".cg",
-        )  # fmt: skip
+        programs = tl.maximum(origin + some * step, first_program)
+        parts = (programs * 2 + tl.where(programs * share >= pair_start, 0, 1))[:, None]
+        valid = (some < count)[:, None] & (g < GROUP)[None, :]
+        at = partial_stats + parts * 2 * GROUP + g[None, :]
+        some_m = tl.load(at, mask=valid, other=-float("inf"), cache_modifier=".cg")
+        some_l = tl.load(at + GROUP, mask=valid, other=0.0, cache_modifier=".cg")
         some_out = tl.load(
-            partial_out + (some_parts * GROUP + g[None, :])[:, :, None] * HEAD_DIM + d[None, None, :],
+            partial_out + (parts * GROUP + g[None, :])[:, :, None] * HEAD_DIM + d[None, None, :],
             mask=valid[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        acc += tl.sum(some_out * tl.exp2(some_m - total[None, :])[:, :, None], 0)
-    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
-    tl.store(out + g[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        new_m = tl.maximum(m, tl.max(some_m, 0))
+        base = tl.where(new_m == -float("inf"), 0.0, new_m)
+        weights = tl.exp2(some_m - base[None, :])
+        rescale = tl.exp2(m - base)
+        acc = acc * rescale[:, None] + tl.sum(some_out * weights[:, :, None], 0)
+        l = l * rescale + tl.sum(some_l * weights, 0)
+        m = new_m
+    return acc, m, l
+
+
+@triton.jit
+def _arrive(
+    partial_out, partial_stats, counter, group_counters, out, program, pair_start, num_tiles, share,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, FAN_IN: tl.constexpr,
+):  # fmt: skip
+    """Count that `program` has left its partial result of a pair. The last program to do so merges all into out [GROUP, D].
+
+    With FAN_IN, the last of FAN_IN neighbours first merges what they left into the part of the first of them.
+    """
+    g = tl.arange(0, triton.next_power_of_2(GROUP))
+    d = tl.arange(0, D_PAD)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    first_program = pair_start // share
+    last_program = (pair_start + num_tiles - 1) // share
+    origin = first_program
+    step = 1
+    awaited = last_program - first_program + 1
+    complete = awaited > 0
+    if FAN_IN > 0:  # noqa: SIM102 (what follows is compiled only where it is asked for)
+        if awaited > 2 * FAN_IN:
+            first = tl.maximum(program // FAN_IN * FAN_IN, first_program)
+            neighbours = tl.minimum(program // FAN_IN * FAN_IN + FAN_IN - 1, last_program) - first + 1
+            part = first * 2 + tl.where(first * share >= pair_start, 0, 1)
+            complete = tl.atomic_add(group_counters + part, 1, sem="acq_rel", scope="gpu") == neighbours - 1
+            if complete:
+                tl.debug_barrier()
+                acc, m, l = _merged(
+                    partial_out, partial_stats, first, first, 1, neighbours, pair_start, share, GROUP, HEAD_DIM, D_PAD
+                )
+                tl.debug_barrier()  # all is read that is now written over
+                tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+                tl.store(partial_stats + part * 2 * GROUP + g, m, mask=g < GROUP)
+                tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=g < GROUP)
+                tl.store(group_counters + part, 0)
+                tl.debug_barrier()
+            origin = first_program // FAN_IN * FAN_IN
+            step = FAN_IN
+            awaited = last_program // FAN_IN - first_program // FAN_IN + 1
+    if complete:
+        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if before == awaited - 1:
+            tl.debug_barrier()
+            acc, m, l = _merged(
+                partial_out, partial_stats, first_program, origin, step, awaited, pair_start, share,
+                GROUP, HEAD_DIM, D_PAD,
+            )  # fmt: skip
+            acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+            tl.store(out + g[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes"])
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, kv_scale,
-    work, partial_out, partial_stats, arrivals, scale, num_seqs,
+    work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, MAX_PARTS: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The work map, the lengths, the rows and the block tables are older than the kernel before this one (see `plan_decode`),
     # so they may be read before the wait. The queries and the newest keys and values may not.
@@ -220,18 +268,12 @@ def _decode_kernel(
                 tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
                 tl.store(partial_stats + part * 2 * GROUP + g, m, mask=head_mask)
                 tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=head_mask)
-                first_program = pair_start // share
-                last_program = (pair_start + num_tiles - 1) // share
                 tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
-                counter = arrivals + seq * NUM_KV_HEADS + head
-                before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if before == last_program - first_program:
-                    tl.debug_barrier()
-                    _merge(
-                        partial_out, partial_stats, out + seq * stride_ot + head * GROUP * HEAD_DIM,
-                        first_program, last_program, pair_start, share, GROUP, HEAD_DIM, D_PAD, MAX_PARTS,
-                    )  # fmt: skip
-                    tl.store(counter, 0)
+                _arrive(
+                    partial_out, partial_stats, arrivals + seq * NUM_KV_HEADS + head, group_arrivals,
+                    out + seq * stride_ot + head * GROUP * HEAD_DIM, program, pair_start, num_tiles, share,
+                    GROUP, HEAD_DIM, D_PAD, FAN_IN,
+                )  # fmt: skip
             at_tile += count
             inner += count
             if inner == num_tiles * NUM_KV_HEADS:
@@ -278,14 +320,14 @@ def paged_attention_decode(
     _decode_kernel[(len(plan.work),)](
         query, key_cache, value_cache, out, block_tables, rows, context_lens,
         context_lens if alibi_slopes is None else alibi_slopes, context_lens if kv_scale is None else kv_scale,
-        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, scale, num_seqs,
+        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=plan.num_stages, MAX_PARTS=triton.next_power_of_2(len(plan.work)), num_warps=plan.num_warps,
+        STAGES=plan.num_stages, FAN_IN=plan.fan_in, num_warps=plan.num_warps,
         **launch_options,
     )  # fmt: skip
     return out

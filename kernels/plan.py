@@ -25,6 +25,12 @@ class DecodePlan:
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
+    group_arrivals: (
+        Tensor  # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them
+    )
+    fan_in: int = (
+        0  # neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none
+    )
 
     @property
     def max_seqs(self) -> int:
@@ -70,6 +76,7 @@ class DecodePlan:
             partial_out=float32(num_programs, 2, group, head_dim),
             partial_stats=float32(num_programs, 2, 2, group),
             arrivals=int32(max_seqs * num_kv_heads),
+            group_arrivals=int32(2 * num_programs),
         )
 
 

@@ -9,7 +9,7 @@ SMALL = {"contexts": [1, 300, 17, 64], "queries": [1, 130, 17, 5]}
 
 def test_the_checks_pass_on_the_twins():
     found = list(check_attention.attention_errors("cpu", **SMALL))
-    assert len({name for name, _, _ in found}) == len(found) > 150
+    assert len({name for name, _, _ in found}) == len(found) > 140
     found += [*check_attention.rounding_errors("cpu", **SMALL), *check_attention.product_errors("cpu")]
     assert [(name, error) for name, error, limit in found if not error <= limit] == []
 

@@ -1,5 +1,6 @@
 """The paged attention kernels in Triton's interpreter, against their torch twins in float64."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Case:
         kv = self.kv.double()
         return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
 
-    def decode(self, query, num_programs, max_seqs=9, **options):
+    def decode(self, query, num_programs, max_seqs=9, fan_in=0, **options):
         shape = (
             max_seqs,
             query.shape[1],
@@ -61,6 +62,7 @@ class Case:
             self.kv.dtype,
         )
         plan, expected = DecodePlan.allocate(*shape), DecodePlan.allocate(*shape)
+        plan = dataclasses.replace(plan, fan_in=fan_in)
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
         reference.plan_decode(self.context_lens, self.rows, expected)
         busy = expected.work[:, 0] > 0
@@ -81,6 +83,7 @@ class Case:
                 **options,
             )
         assert not plan.arrivals.any()
+        assert not plan.group_arrivals.any()
         return out, reference.paged_attention_decode(
             query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
         )
@@ -127,11 +130,13 @@ def test_decode_options(kind):
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 3, 16, 61])
-def test_decode_is_the_same_however_it_is_split(num_programs):
+@pytest.mark.parametrize(
+    ("num_programs", "fan_in"), [(1, 0), (2, 0), (3, 0), (16, 0), (61, 0), (61, 2), (61, 4), (16, 1)]
+)
+def test_decode_is_the_same_however_it_is_split(num_programs, fan_in):
     lens = [1500, 1, 64, 700]
     case = Case.make(lens, 2, 16, 16)
-    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, scale=0.25)
+    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, fan_in=fan_in, scale=0.25)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
