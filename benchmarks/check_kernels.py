@@ -220,6 +220,11 @@ def check_sampling(checks: Checks) -> None:
         logits = (checks.random(batch, vocab_size, dtype=F32) * spread).to(dtype)
         seeds = torch.randint(-(2**62), 2**62, (batch,), device=checks.device)
         positions = torch.randint(0, 2**17, (batch,), device=checks.device)
+        rows = torch.randperm(batch, device=checks.device)[: (batch + 1) // 2]
+        masks = torch.randint(-(2**31), 2**31, (len(rows), vocab_size // 32), device=checks.device).int()
+        mask = partial(kernels.mask_logits, logits, rows, masks)
+        error = float((mask() != reference.mask_logits(logits, rows, masks)).float().mean())
+        checks.add(f"mask_logits {len(rows)} of {batch} x {vocab_size} {dtype}", error, 0.0, mask, logits.nbytes)
         for name, (temperature, top_k, top_p, min_p) in FILTERS.items():
             filters = (
                 torch.full((batch,), temperature, device=checks.device),
