@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    write_model = runpy.run_path(str(ROOT / "tests" / "engine" / "tiny_model.py"))["write_model"]
+    write_model = runpy.run_path(str(ROOT / "tests" / "tiny_model.py"))["write_model"]
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
