@@ -41,6 +41,7 @@ def _by_device(twin: Callable[P, R], module: str) -> Callable[P, R]:
 rms_norm = _by_device(reference.rms_norm, "norm")
 add_rms_norm = _by_device(reference.add_rms_norm, "norm")
 silu_and_mul = _by_device(reference.silu_and_mul, "activation")
+pack_weight = reference.pack_weight
 linear = _by_device(reference.linear, "matmul")
 linear_add = _by_device(reference.linear_add, "matmul")
 norm_linear = _by_device(reference.norm_linear, "matmul")

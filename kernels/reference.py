@@ -12,6 +12,7 @@ kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
 from __future__ import annotations
 
 import math
+import platform
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,11 @@ from torch import Tensor
 from kernels.plan import MIN_TILES, DecodePlan
 from kernels.step import RowState, StepTensors
 
+_onednn = torch.ops.mkldnn
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
 E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
-GATHER_ELEMENTS = 1 << 20  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
+GATHER_ELEMENTS = 1 << 18  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
+PACKED_FOR = 16  # tokens that weights are packed for: about the best blocks for fewer, and for many more
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
@@ -59,20 +62,38 @@ def silu_and_mul(x: Tensor) -> Tensor:
 # Matrix products
 
 
+def pack_weight(weight: Tensor) -> Tensor:
+    """weight [N, K] -> the same in the blocks that oneDNN's products read best, where that pays; else itself.
+
+    On x86 CPUs: an eighth faster than PyTorch's products for one token, twice as fast for 16. For `linear` and the three
+    operations after it, and for nothing else.
+    """
+    supported = weight.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
+    if not supported or not torch.backends.mkldnn.is_available():
+        return weight
+    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _onednn._is_mkldnn_bf16_supported()):
+        return _onednn._reorder_linear_weight(weight, PACKED_FOR)
+    return weight
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> x weightᵀ + bias [T, N]."""
+    """x [T, K], weight [N, K] (it may be packed), bias [N] -> x weightᵀ + bias [T, N]."""
+    if weight.is_mkldnn:
+        return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """residual [T, N] += linear(x [T, K], weight [N, K], bias [N]), in place; the sum is rounded once."""
+    if weight.is_mkldnn:
+        return residual.copy_(_onednn._linear_pointwise.binary(x, residual, weight, bias, "add"))
     residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N]."""
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -41,6 +41,12 @@ class Decoder(nn.Module):
         table = rope_table(spec.rope, max_model_len or spec.context_length).to(device) if spec.rope else None
         self.register_buffer("cos_sin", table, persistent=False)  # [max_model_len, rotary_dim] float32
 
+    def pack_weights(self) -> None:
+        """The weights are filled, for good: give the matrices the form that products on their device like best."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_cache: list[Tensor], attention: AttentionMetadata
     ) -> Tensor:

@@ -42,6 +42,10 @@ class Linear(nn.Module):
         """residual + the projection of x, in residual's place."""
         return kernels.linear_add(residual, x, self.weight, self.bias)
 
+    def pack(self) -> None:
+        """The weights are filled, for good: give them the form that products on their device like best."""
+        self.weight = nn.Parameter(kernels.pack_weight(self.weight), requires_grad=False)
+
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
         """weight [out_features[i], in] and bias [out_features[i]] or None of each projection: views, to be filled."""
         weights = self.weight.split(self.out_features)

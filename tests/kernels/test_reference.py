@@ -235,3 +235,28 @@ def test_token_logprobs():
     torch.testing.assert_close(want.gather(1, top_ids), top_logprobs)
     assert rank.tolist() == [1 + sum(x > row[c] for x in row) for row, c in zip(logits, chosen, strict=True)]
     assert kernels.token_logprobs(logits, chosen, 0)[2].shape == (4, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_packed_weights_give_the_same_products(dtype: torch.dtype, num_tokens: int) -> None:
+    x, residual = torch.randn(num_tokens, 48).to(dtype), torch.randn(num_tokens, 64).to(dtype)
+    weight, bias, norm = torch.randn(64, 48).to(dtype), torch.randn(64).to(dtype), torch.randn(48).to(dtype)
+    packed = reference.pack_weight(weight)
+    assert packed.shape == weight.shape
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    for b in (None, bias):
+        for run in (
+            lambda w, b=b: reference.linear(x, w, b),
+            lambda w, b=b: reference.linear_add(residual.clone(), x, w, b),
+            lambda w, b=b: reference.norm_linear(x, norm, 1e-5, w, b),
+            lambda w, b=b: reference.norm_swiglu(x, norm, 1e-5, w, b),
+        ):
+            torch.testing.assert_close(run(packed), run(weight), **tolerance)
+    into = residual.clone()
+    assert reference.linear_add(into, x, packed) is into
+
+
+def test_wide_weights_stay_as_they_are() -> None:
+    weight = torch.randn(4, 4, dtype=torch.float64)
+    assert reference.pack_weight(weight) is weight
