@@ -236,7 +236,8 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence
         (tokenizer.id_to_token(i) or "").encode() if i in special else tokenizer.token_bytes(i)
         for i in range(vocab_size)
     ]
-    return Vocabulary(tokens, sorted(i for i in special if i < vocab_size), list(end_token_ids))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return Vocabulary(tokens, sorted(i for i in special if i < vocab_size), list(end_token_ids), encode)
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

@@ -31,6 +31,7 @@ MAX_REMEMBERED = 10_000  # grammars that were found to be sound
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # in JSON, wherever it may stand: a line break and an indentation
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
+_MARK = "\x02"  # before a text, parts it from the space that some vocabularies put before every first word
 STACK_BYTES = 64 << 20  # for threads that compile: the library recurses as deep as a grammar is nested
 
 _LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
@@ -69,11 +70,15 @@ def lark_grammar(grammar: str) -> str:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's tokens write. `tokens[i]` is b"" for an id that writes nothing; the ends of text are special."""
+    """What a model's tokens write. `tokens[i]` is b"" for an id that writes nothing; the ends of text are special.
+
+    `encode`: the tokens of a text as the model has learned to read and write them. None: one for each byte.
+    """
 
     tokens: list[bytes]
     special_token_ids: list[int]
     end_token_ids: list[int]
+    encode: Callable[[str], list[int]] | None = None
 
 
 class Compiler:
@@ -140,16 +145,27 @@ def make_executor(num_threads: int) -> ThreadPoolExecutor:
 
 
 class _Tokens:
-    """A vocabulary as the library asks for it. It is never asked to tokenize anything that matters."""
+    """A vocabulary as the library asks for it."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens, self.special_token_ids = vocabulary.tokens, vocabulary.special_token_ids
         self.eos_token_id = vocabulary.end_token_ids[0]
+        self._encode, self._special = vocabulary.encode, frozenset(vocabulary.special_token_ids)
         self._byte_ids = {token: i for i, token in enumerate(vocabulary.tokens) if len(token) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text that a grammar leaves no choice about: the masks allow these and no others.
+
+        Other tokens of the same text would be strange to the model, and what it goes on to write would suffer.
+        """
+        for mark in ("", _MARK):
+            token_ids = self._encode(mark + text.decode()) if self._encode is not None else []
+            for first in range(min(len(token_ids), 3)):  # after the mark, or a space that some vocabularies begin with
+                found = token_ids[first:]
+                if b"".join(self.tokens[i] for i in found) == text and self._special.isdisjoint(found):
+                    return found
         return [self._byte_ids.get(bytes([byte]), 0) for byte in text]
 
 

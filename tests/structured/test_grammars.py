@@ -8,11 +8,13 @@ import re
 import time
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 from walks import END, allowed_by, walk
 
+from engine.frontend import vocabulary_of
 from engine.structured.grammar import (
     Compiler,
     Vocabulary,
@@ -24,6 +26,7 @@ from engine.structured.grammar import (
 )
 from engine.structured.lark import bounded
 from engine.structured.regex import portable
+from engine.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,30 @@ def test_every_end_of_text_counts() -> None:
     none = Compiler(lambda: Vocabulary([b"a"], [], []))
     with pytest.raises(ValueError, match="no end of text"):
         none.compile(regex_grammar("a"))
+
+
+def test_forced_text_has_the_tokens_that_the_model_has_learned(demo_model: Path) -> None:
+    """Where a grammar leaves no choice, a model must not be made to spell."""
+    tokenizer = Tokenizer.from_folder(demo_model)
+    compiler = Compiler(lambda: vocabulary_of(tokenizer, 3072, [2]))
+    schema = {"const": {"location": "San Francisco", "number_of_days": 3, "größe": "👋"}}
+    matcher = compiler.compile(json_grammar(schema))
+    for token in tokenizer.encode('{"location": "San Francisco", "number_of_days": 3, "größe": "👋"}'):
+        assert int.from_bytes(matcher.compute_bitmask(), "little") >> token & 1, tokenizer.token_text(token)
+        matcher.consume_token(token)
+    assert matcher.is_accepting()
+
+
+def test_vocabularies_that_begin_texts_with_a_space() -> None:
+    tokens = [b"</s>", b" name", b"name", b" ", b"\x02", *(bytes([byte]) for byte in b"name")]
+
+    def encode(text: str) -> list[int]:
+        return [1] if text == "name" else [3, 4, 2]
+
+    matcher = Compiler(lambda: Vocabulary(tokens, [0], [0], encode)).compile(choice_grammar(["name"]))
+    assert allowed_by(matcher) == [2]
+    matcher = Compiler(lambda: Vocabulary(tokens, [0], [0], lambda _: [1])).compile(choice_grammar(["name"]))
+    assert allowed_by(matcher) == [5], "without a way to write it, byte by byte"
 
 
 def optional(inner: Any, _: int) -> Any:
