@@ -8,11 +8,12 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _BAR_SECONDS = 0.2
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} requests [{elapsed}<{remaining}{postfix}]"
 
 
 class LLM:
@@ -67,6 +69,7 @@ class LLM:
         )
         self._ids = itertools.count()
         self._broken = False
+        self._process = os.getpid()
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def generate(
@@ -108,6 +111,10 @@ class LLM:
         if not messages:
             raise ValueError("messages must hold at least one message, got an empty list")
         conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages  # type: ignore
+        for conversation in conversations:
+            for message in [conversation] if isinstance(conversation, (str, Mapping)) else conversation:
+                if not isinstance(message, Mapping) or "role" not in message:
+                    raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
         template = self._chat_template(chat_template)
         prompts = [
             template.render(
@@ -227,10 +234,12 @@ class LLM:
     def _run_all(self, jobs: list[_Job], use_tqdm: bool | Callable[..., Any], title: str) -> None:
         if self._broken:
             raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
+        if os.getpid() != self._process:  # neither the device nor PyTorch's threads came along
+            raise EngineDeadError("this process was forked from the one that the LLM is in: make an LLM of its own here")
         bar = None
         if use_tqdm:
             make = use_tqdm if callable(use_tqdm) else tqdm
-            bar = make(total=len(jobs), desc=title, unit=" requests", dynamic_ncols=True)
+            bar = make(total=len(jobs), desc=title, bar_format=_BAR_FORMAT, dynamic_ncols=True)
         try:
             with _interrupt_later() as interrupted:
                 self._run(jobs, bar, interrupted)
@@ -450,6 +459,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, list) and prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a text, token ids, or a list of prompts, got {type(prompts).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
 

@@ -133,6 +133,8 @@ def test_defaults_are_the_models(llm: LLM) -> None:
         (["a", {}], r"prompts\[1\]: a prompt must have 'prompt' or 'prompt_token_ids'"),
         (["a", 3], r"prompts\[1\]: 'prompt_token_ids' must be a list of integers, got int"),
         ({"prompt": 3}, r"prompts\[0\]: 'prompt' must be a text, got int"),
+        (3, r"prompts must be a text, token ids, or a list of prompts, got int"),
+        (None, r"prompts must be a text, token ids, or a list of prompts, got NoneType"),
     ],
 )
 def test_bad_prompts_are_named_and_nothing_runs(llm: LLM, prompts: Any, message: str) -> None:
@@ -168,6 +170,10 @@ def test_chat(llm: LLM) -> None:
         llm.chat(messages, continue_final_message=True)
     with pytest.raises(ValueError, match="at least one message"):
         llm.chat([])
+    wrong: list[Any] = ["Hi!", ["Hi!"], [{"content": "Hi!"}], [messages, "Hi!"], [messages, [{"content": "Hi!"}]]]
+    for conversation in wrong:
+        with pytest.raises(ValueError, match="messages must be dicts with 'role' and 'content', got "):
+            llm.chat(conversation)
 
 
 def test_prefix_cache(llm: LLM) -> None:
@@ -202,6 +208,12 @@ def test_other_threads_may_generate(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert len(results) == 1
+
+
+def test_forked_process_is_told_to_make_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as child, pytest.raises(EngineDeadError, match="forked"):
+        child.setattr(os, "getpid", lambda: -1)
+        llm.generate("abc", GREEDY, use_tqdm=False)
 
 
 def test_failed_step_ends_the_llm(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
