@@ -2,7 +2,7 @@
 
 # What may be set:  PYTHON=/path/to/python   MODEL=folder-or-id   ARGS="…"   TORCH=cpu|cuda   JOBS=n
 PYTHON ?=
-MODEL  ?= configs/demo
+MODEL  ?=
 ARGS   ?=
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Test processes. One where a GPU, which they would share, is tested too.
@@ -39,7 +39,7 @@ format: $(READY) ## put the code into the project's format
 	@$(BIN)/ruff check -q --fix-only . && $(BIN)/ruff format .
 
 bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
-	@$(BIN)/quire bench throughput --model $(MODEL) $(ARGS)
+	@$(BIN)/quire bench throughput --model $(or $(MODEL),configs/demo) $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf .venv .clients tests/clients/ai_sdk/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

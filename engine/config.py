@@ -103,7 +103,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         if not self.model:
-            raise ConfigError("model must be a folder with a model's files or a Hugging Face id, got ''")
+            raise ConfigError("model is missing: name a folder with a model's files, or a Hugging Face id")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":

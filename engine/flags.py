@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -30,7 +31,10 @@ from typing import Any, NoReturn
 
 from engine.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MAX_USAGE_OPTIONS = 8  # more of them are only listed below the usage line
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 _KIND_WORDS: dict[type, str] = {
     str: "a text",
@@ -183,12 +187,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        """The usage line of a command with many options names them no second time."""
+        if usage is None and sum(bool(action.option_strings) for action in actions) > _MAX_USAGE_OPTIONS:
+            places = [action for action in actions if not action.option_strings]
+            parts = (self._format_args(place, place.dest) for place in places)
+            usage = " ".join(["%(prog)s", *parts, "[OPTIONS]"])
+        super().add_usage(usage, actions, groups, prefix)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with vLLM's habits: --a_b means --a-b; an unknown option is answered with the nearest one."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -237,6 +251,8 @@ def _help(setting: Setting) -> str:
     if default is None or default in ("", (), [], {}):
         return setting.flag.help.replace("%", "%%")
     shown = str(default).lower() if setting.kind is bool else str(default)
+    if setting.kind in (list, tuple):
+        shown = " ".join(default)
     return f"{setting.flag.help} (default: {shown})".replace("%", "%%")
 
 
@@ -264,6 +280,18 @@ def read_yaml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def _read_environment(environ: Mapping[str, str], settings: Mapping[str, Setting]) -> dict[str, str]:
+    """The settings there by name. One that is nearly a setting's variable is warned of; others may be other programs'."""
+    names = {setting.env: name for name, setting in settings.items()}
+    for variable in environ:
+        if variable.startswith("QUIRE_") and variable not in names:
+            near = difflib.get_close_matches(variable, list(names), n=1, cutoff=0.85)
+            if near:
+                logger.warning("%s is no setting and has no effect (did you mean %s?)", variable, near[0])
+    # What Kubernetes says of a service that is named quire is no setting either: QUIRE_PORT=tcp://10.0.0.7:8000
+    return {names[key]: value for key, value in environ.items() if key in names and not value.startswith("tcp://")}
+
+
 def load(
     given: argparse.Namespace | Mapping[str, Any],
     *classes: type,
@@ -279,7 +307,7 @@ def load(
     file = arguments.get("config")
     layers: Sequence[tuple[Mapping[str, Any], Any]] = [
         (arguments, lambda setting: setting.option),
-        ({s.name: environ[s.env] for s in settings.values() if s.env in environ}, lambda setting: setting.env),
+        (_read_environment(environ, settings), lambda setting: setting.env),
         (read_yaml(file, settings) if file else {}, lambda setting: f"--config {file}: {setting.name}"),
         (defaults or {}, lambda setting: setting.name),
     ]

@@ -235,7 +235,9 @@ class LLM:
         if self._broken:
             raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
         if os.getpid() != self._process:  # neither the device nor PyTorch's threads came along
-            raise EngineDeadError("this process was forked from the one that the LLM is in: make an LLM of its own here")
+            raise EngineDeadError(
+                "this process was forked from the one that the LLM is in: make an LLM of its own here"
+            )
         bar = None
         if use_tqdm:
             make = use_tqdm if callable(use_tqdm) else tqdm

@@ -148,7 +148,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
         case "unsupported":
             pass
         case _ if not location:
-            message = "the body must be a JSON object, sent as application/json"
+            message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         case _:
             message = f"{message}, got {_shown(given)}"
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".") or None

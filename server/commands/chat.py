@@ -33,7 +33,9 @@ Message = dict[str, str]
 class ChatFlags:
     """Chat."""
 
-    url: str | None = flag(None, "server to chat with, such as http://127.0.0.1:8000 (else a model is loaded here)")
+    url: str | None = flag(
+        None, "server to chat with, such as http://127.0.0.1:8000 (else a model is loaded here)", metavar="URL"
+    )
     api_key: str | None = flag(None, "key that the server asks for", metavar="KEY")
     system: str | None = flag(None, "system prompt")
 

@@ -28,7 +28,10 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument(
-        "prompt", nargs="?", help="the text to continue (else --file, else standard input, without its last line end)"
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="the text to continue (else --file, else standard input, without its last line end)",
     )
     parser.add_argument("--file", metavar="FILE", help="file with the text to continue")
     add_flags(parser, EngineConfig, SamplingFlags)

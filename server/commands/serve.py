@@ -26,6 +26,7 @@ from server.settings import ServerConfig
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
 
+UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
 FORCE_SECONDS = 2.0  # after a second Ctrl-C, for connections to end
 
 EPILOG = """examples:
@@ -171,6 +172,7 @@ class _Service:
         from server.app import create_app
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         app = create_app(
             engine,
             settings,
@@ -238,6 +240,11 @@ class _Service:
         while True:
             self._engine.abort_all()
             await asyncio.sleep(0.05)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's tells more than the lines of start and end that are printed here."""
+    return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
 
 
 def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:

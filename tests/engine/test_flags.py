@@ -72,6 +72,18 @@ def test_environment_spellings() -> None:
     assert (found.on, found.off, found.names, found.size) == (False, True, ("a", "b"), None)
 
 
+def test_misspelt_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    found = settings(environ={"QUIRE_COUNTS": "3", "QUIRE_NOTHING_LIKE_IT": "3"})
+    assert found == Kinds()
+    assert [record.getMessage() for record in caplog.records] == [
+        "QUIRE_COUNTS is no setting and has no effect (did you mean QUIRE_COUNT?)"
+    ]
+
+
+def test_variables_of_a_kubernetes_service_are_no_settings() -> None:
+    assert settings(environ={"QUIRE_COUNT": "tcp://10.0.0.7:8000"}) == Kinds()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -133,6 +145,17 @@ def test_unknown_option_suggests_the_nearest(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "quire test: error: unknown option --cuont (did you mean --count?)\n"
 
 
+def test_usage_of_many_options_is_one_line() -> None:
+    parser = Parser(prog="quire test")
+    parser.add_argument("place", nargs="?")
+    add_flags(parser, Kinds)
+    assert parser.format_usage() == "usage: quire test [place] [OPTIONS]\n"
+    assert all(name in parser.format_help() for name in ("--count", "--no-off", "--extra"))
+    few = Parser(prog="quire test")
+    few.add_argument("--one")
+    assert few.format_usage() == "usage: quire test [-h] [--one ONE]\n"
+
+
 def test_abbreviations_are_refused() -> None:
     with pytest.raises(SystemExit):
         parse("--cou", "3")
@@ -149,7 +172,7 @@ def test_sizes() -> None:
 def test_engine_config_checks_itself() -> None:
     assert EngineConfig(model="m", max_model_len="32k").max_model_len == 32000  # type: ignore[arg-type]
     for changes, message in [
-        ({"model": ""}, "model must be"),
+        ({"model": ""}, "model is missing"),
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1, got 1.5"),

@@ -211,9 +211,10 @@ def test_other_threads_may_generate(llm: LLM) -> None:
 
 
 def test_forked_process_is_told_to_make_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as child, pytest.raises(EngineDeadError, match="forked"):
+    with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
-        llm.generate("abc", GREEDY, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="forked"):
+            llm.generate("abc", GREEDY, use_tqdm=False)
 
 
 def test_failed_step_ends_the_llm(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
