@@ -124,6 +124,7 @@ class OutputStream:
     metrics: RequestMetrics = field(init=False)
     finished: bool = field(init=False, default=False)  # the engine has said its last word
     _news: EngineOutput | None = field(init=False, default=None)
+    _tokens: list[int] = field(init=False, default_factory=list)  # all that is new, while there is no `_news`
     _num_cached_tokens: int = field(init=False, default=0)
     _detokenizer: Detokenizer | None = field(init=False, default=None)
 
@@ -141,7 +142,7 @@ class OutputStream:
 
     @property
     def has_news(self) -> bool:
-        return self._news is not None
+        return self._news is not None or bool(self._tokens)
 
     def add(self, output: EngineOutput, now: float) -> None:
         """Take in what a step gave; `output` is the stream's own from now on."""
@@ -152,6 +153,8 @@ class OutputStream:
             metrics.num_generation_tokens += len(output.new_token_ids)
         news = self._news
         if news is None:
+            if self._tokens:
+                output.new_token_ids, self._tokens = self._tokens + output.new_token_ids, []
             self._news = output
         else:
             news.new_token_ids += output.new_token_ids
@@ -170,23 +173,25 @@ class OutputStream:
         metrics = self.metrics
         metrics.last_token_ts = now
         metrics.num_generation_tokens += 1
-        if self._news is None:
-            self._news = EngineOutput("", [token_id])
-        else:
-            self._news.new_token_ids.append(token_id)
+        (self._tokens if self._news is None else self._news.new_token_ids).append(token_id)
 
     def take(self) -> RequestUpdate:
         """All news since the last time; to be called when there is some.
 
         A stop string in it ends the request: `finish_reason` is then "stop" though the engine may not know yet.
         """
-        news, self._news = self._news, None
-        assert news is not None
+        detokenizer = self._detokenizer
+        if self._news is None and detokenizer is not None and not detokenizer.looks_for_stops:  # as nearly always
+            token_ids, self._tokens = self._tokens, []
+            text = detokenizer.push(token_ids)
+            return RequestUpdate(text, token_ids, None, None, None, self._num_cached_tokens, self.metrics)
+        news = self._news or EngineOutput("", self._tokens)
+        self._news, self._tokens = None, []
         token_ids, logprobs = news.new_token_ids, news.logprobs
         finish_reason: str | None = news.finish_reason
         stop_reason: int | str | None = news.stop_reason
         text = ""
-        if (detokenizer := self._detokenizer) is not None:
+        if detokenizer is not None:
             hidden = int(finish_reason == "stop" and not self.sampling.include_stop_str_in_output)  # the stop token
             num_before = detokenizer.num_tokens
             text = detokenizer.push(token_ids[: len(token_ids) - hidden], finish_reason is not None)

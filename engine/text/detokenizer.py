@@ -37,6 +37,7 @@ class Detokenizer:
             self._utf8.decode(self._token_bytes(token_id))
         self._whole = not self._utf8.getstate()[0]  # the bytes so far end with a character
         self._matchers = [_Matcher(text) for text in stop]
+        self.looks_for_stops = bool(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._released: list[str] = []
@@ -82,6 +83,8 @@ class Detokenizer:
         skipped = self._skipped
         if self._at_start:
             data = b"".join([self._token_bytes(i) for i in new_token_ids if i not in skipped])
+        elif len(new_token_ids) == 1:
+            data = b"" if (token_id := new_token_ids[0]) in skipped else self._tokenizer.token_bytes(token_id)
         else:
             token_bytes = self._tokenizer.token_bytes
             data = b"".join([token_bytes(i) for i in new_token_ids if i not in skipped])
