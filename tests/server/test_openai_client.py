@@ -1,13 +1,17 @@
 """The official OpenAI client, as people use it."""
 
+import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import httpx
 import openai
 import pytest
-from fake_engine import ANSWER
+from fake_engine import ANSWER, FakeEngine
 from live_server import Live
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
+
+from server.settings import ServerConfig
 
 
 @pytest.fixture
@@ -123,3 +127,56 @@ def test_leaving_a_stream(client: OpenAI, live: Live) -> None:
     assert live.engine.active
     stream.close()
     live.wait_idle()
+
+
+def test_raw_responses_and_streams(client: OpenAI) -> None:
+    hi = [{"role": "user", "content": "Hi"}]
+    raw = client.chat.completions.with_raw_response.create(model="toy", messages=hi, extra_body={"unknown": 1})  # type: ignore[arg-type]
+    assert "unknown" in raw.headers["x-quire-warnings"]
+    assert raw.parse().choices[0].message.content == ANSWER
+    with client.completions.with_streaming_response.create(model="toy", prompt="Hi", max_tokens=100) as streamed:
+        assert streamed.parse().choices[0].text == ANSWER
+
+
+def test_many_at_once_without_threads(live: Live) -> None:
+    async def run() -> list[str]:
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none") as client:
+
+            async def ask(number: int) -> str:
+                stream = await client.completions.create(model="toy", prompt="Hi", max_tokens=100, stream=True)
+                return "".join([piece.choices[0].text async for piece in stream])
+
+            return await asyncio.gather(*map(ask, range(20)))
+
+    assert asyncio.run(run()) == [ANSWER] * 20
+
+
+def test_a_full_server_is_asked_again(serve: Callable[..., Live]) -> None:
+    """503 is an answer after which the client tries again by itself."""
+    live = serve(FakeEngine(delay=0.02), ServerConfig(max_num_queued_reqs=1))
+    live.engine.max_running = 0
+    seen: list[int] = []
+
+    def make_room(response: httpx.Response) -> None:
+        seen.append(response.status_code)
+        if response.status_code == 503:
+            first.close()
+            live.wait_idle()
+
+    http = httpx.Client(event_hooks={"response": [make_room]})
+    with OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", http_client=http) as client:
+        endless = {"ignore_eos": True}
+        first = client.completions.create(model="toy", prompt="a", max_tokens=500, stream=True, extra_body=endless)
+        next(iter(first))
+        assert client.completions.create(model="toy", prompt="b", max_tokens=1).choices[0].text == "G"
+    assert seen == [200, 503, 200]
+
+
+def test_a_client_that_waits_no_longer_ends_its_request(client: OpenAI, live: Live) -> None:
+    live.engine.delay = 0.05
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(
+            model="toy", prompt="a", max_tokens=300, extra_body={"ignore_eos": True}
+        )
+    live.wait_idle()
+    assert all(count < 300 for count in live.engine.ended.values())
