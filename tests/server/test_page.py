@@ -320,6 +320,13 @@ def test_the_conversation_survives_a_reload_and_new_chat_can_be_undone(page: Bro
     assert page.text(".prose") == "1 plus 2 is 3."
 
 
+def test_only_the_conversation_scrolls(page: Browser) -> None:
+    page.ask("long")
+    page.ask("long")
+    assert page.run("document.querySelector('#scroller').scrollHeight > innerHeight")
+    assert page.run("document.documentElement.scrollHeight === innerHeight")
+
+
 def test_a_reader_who_scrolled_up_is_left_alone(page: Browser) -> None:
     page.ask("long", until="streaming")
     page.wait("document.querySelector('#scroller').scrollTop > 300")
