@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         if peer:
             line += f"{peer['us']:>10.1f}{peer['us'] / ours['us']:>11.2f}{result['difference']:>12.1e}"
         if fp8:
-            results.append(narrow := measure(replace(case, kv_dtype="float8_e4m3fn")))
+            results.append(narrow := measure(replace(case, name=f"{case.name} fp8", kv_dtype="float8_e4m3fn")))
             line += f"{'' if peer else ' ' * 33}{timed(narrow['quire'])}{ours['us'] / narrow['quire']['us']:>10.2f}"
         print(line, flush=True)
     if args.output_json:

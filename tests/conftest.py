@@ -39,3 +39,28 @@ def make_model() -> Callable[[Path], Path]:
 @pytest.fixture(scope="session")
 def tiny_model(make_model: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def exact_float8(monkeypatch):
+    """Triton's interpreter converts float8 without rounding and without NaN: let PyTorch convert it."""
+    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    tl = pytest.importorskip("triton.language")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    theirs = interpreter._convert_float
+    dtypes = {
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.bfloat16: torch.bfloat16,
+        tl.float16: torch.float16,
+        tl.float32: torch.float32,
+    }
+
+    def convert(array, source, target, rounding):
+        if tl.float8e4nv not in (source, target):
+            return theirs(array, source, target, rounding)
+        raw = torch.from_numpy(np.ascontiguousarray(array).view(f"i{source.primitive_bitwidth // 8}").copy())
+        to = raw.view(dtypes[source]).float().to(dtypes[target])
+        bits = getattr(torch, f"int{target.primitive_bitwidth}")
+        return to.view(bits).numpy().view(f"u{target.primitive_bitwidth // 8}").reshape(array.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -6,6 +6,7 @@ run again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -64,20 +65,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replayed, "replays", [])
 
 
-def answers(model: Path) -> dict[str, list[int]]:
+def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24,
-        block_size=8, num_gpu_blocks_override=8,
+        block_size=8, num_gpu_blocks_override=8, **settings,
     )  # fmt: skip
     engine = Engine(config, progress=False)
-    tokens: dict[str, list[int]] = {name: [] for name in REQUESTS}
-    for name, (prompt, sampling) in REQUESTS.items():
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    for name in tokens:
         if name != "late":
-            engine.add_request(name, prompt, sampling)
+            engine.add_request(name, *REQUESTS[name])
     steps = 0
     while engine.has_work():
         steps += 1
-        if steps == 6:
+        if steps == 6 and "late" in tokens:
             engine.add_request("late", *REQUESTS["late"])
         for output in engine.step():
             tokens[output.request_id] += output.new_token_ids
@@ -90,3 +91,13 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
     request.getfixturevalue("gpu")
     assert answers(tiny_model) == expected
     assert set(Replayed.replays) >= {1, 2, 4}
+
+
+def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:
+    settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    names = ["greedy", "long prompt"]
+    expected = answers(tiny_model, names, **settings)
+    assert expected != answers(tiny_model, names)
+    request.getfixturevalue("gpu")
+    request.getfixturevalue("exact_float8")
+    assert answers(tiny_model, names, **settings) == expected
