@@ -1,5 +1,7 @@
 """LangChain's own integration tests for chat models and embeddings, with its OpenAI clients pointed at Quire."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,16 +9,81 @@ import pytest
 pytest.importorskip("langchain_tests")
 pytest.importorskip("langchain_openai")
 
+from langchain_core.tools import tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
+from langchain_tests.integration_tests.chat_models import magic_function, unicode_customer
+from served import blocks_in_use, serve
+from taught import teach
+from templates import HERMES
+
+from engine.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.slow
+
+NAMES = ("demo", "the-same-demo")
+JOKE = '{"setup": "What do cats read?", "punchline": "Mewspapers."}'
+
+
+@tool
+def get_weather(location: str) -> str:
+    """Get the weather at a location."""
+    return "It's sunny."
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def customer(name: str) -> str:
+    return call("unicode_customer", f'{{"customer_name": "{name}", "description": "a company"}}')
+
+
+# What the suite asks where it looks at the words of the answer.
+LESSONS: list[tuple[list[Any], str, str]] = [
+    ([magic_function], "What is the value of magic_function(3)? Use the tool.", call("magic_function", '{"input": 3}')),
+    ([get_weather], "What is the weather in San Francisco, CA?", call("get_weather", '{"location": "San Francisco"}')),
+    (
+        [unicode_customer],
+        "Create a customer named '你好啊集团' (Hello Group) - a Chinese technology company",
+        customer("你好啊集团"),
+    ),
+    (
+        [unicode_customer],
+        "Create a customer named 'こんにちは株式会社' (Hello Corporation) - a Japanese company",
+        customer("こんにちは株式会社"),
+    ),
+    ([], "Tell me a joke about cats.", JOKE),
+    (
+        [],
+        "Tell me a joke about cats. Return the result as a JSON with 'setup' and 'punchline' keys. Return nothing other "
+        "than JSON.",
+        JOKE,
+    ),
+]
+
+
+def prompt(tools: list[Any], question: str) -> str:
+    messages = [{"role": "user", "content": question}]
+    described = [convert_to_openai_tool(each) for each in tools] or None
+    return ChatTemplate(HERMES, {}).render(messages, tools=described, add_generation_prompt=True)
+
+
+@pytest.fixture(scope="module")
+def quire(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of the bundled model, which has learned to answer as the suite expects it."""
+    lessons = [(prompt(tools, question), answer) for tools, question, answer in LESSONS]
+    model = teach(demo_model, tmp_path_factory.mktemp("models") / "taught", lessons)
+    with serve(model, "--served-model-name", *NAMES, "--chat-template", HERMES) as url:
+        yield url
+        assert blocks_in_use(url) == 0
 
 
 class OfQuire:
     @pytest.fixture(autouse=True)
     def _server(self, quire: str) -> None:
-        self.client = {"base_url": f"{quire}/v1", "api_key": "none", "model": "demo"}
+        self.client = {"base_url": f"{quire}/v1", "api_key": "none", "model": NAMES[0]}
 
 
 class TestChatOpenAI(OfQuire, ChatModelIntegrationTests):
@@ -30,9 +97,11 @@ class TestChatOpenAI(OfQuire, ChatModelIntegrationTests):
 
     @property
     def model_override_value(self) -> str:
-        return "the-same-demo"
+        return NAMES[1]
 
-    has_tool_calling = has_tool_choice = has_structured_output = False
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
 
 
 class TestOpenAIEmbeddings(OfQuire, EmbeddingsIntegrationTests):

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { APICallError, embedMany, generateObject, generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
+import { APICallError, cosineSimilarity, embedMany, generateObject, generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
 const quire = createOpenAICompatible({
@@ -73,8 +73,8 @@ test("completion models", async () => {
 test("embedMany", async () => {
   const values = ["a fox", "a fox", "sums"];
   const { embeddings, usage } = await embedMany({ model: quire.embeddingModel("demo"), values });
-  assert.deepEqual(embeddings[0], embeddings[1]);
-  assert.notDeepEqual(embeddings[0], embeddings[2]);
+  assert.ok(cosineSimilarity(embeddings[0], embeddings[1]) > 0.999);
+  assert.ok(cosineSimilarity(embeddings[0], embeddings[2]) < 0.99);
   assert.ok(usage.tokens > 3);
 });
 
@@ -100,11 +100,12 @@ test("errors are APICallErrors that say what is wrong", async () => {
   await assert.rejects(generateText({ ...settings, model: quire("other"), prompt: "Hi" }), { statusCode: 404 });
 });
 
-test("generateText with tools: calls are run and their results go back", { skip: "not yet" }, async () => {
+test("generateText with tools: calls are run and their results go back", async () => {
   const result = await generateText({
     ...settings,
     prompt: "What is the weather in Rome?",
     tools: { weather },
+    providerOptions: { quire: { parallel_tool_calls: false } },
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
     stopWhen: stepCountIs(2),
   });
@@ -117,7 +118,7 @@ test("generateText with tools: calls are run and their results go back", { skip:
   assert.ok(result.text.length > 0);
 });
 
-test("streamText with a named tool", { skip: "not yet" }, async () => {
+test("streamText with a named tool", async () => {
   const choice = { toolChoice: { type: "tool", toolName: "weather" }, tools: { weather } };
   const result = streamText({ ...settings, prompt: "What is the weather in Rome?", ...choice });
   const kinds = new Set();
@@ -128,7 +129,7 @@ test("streamText with a named tool", { skip: "not yet" }, async () => {
 
 const Person = z.object({ name: z.string().max(20), age: z.number().int().min(0).max(150), city: z.enum(["Rome", "Lima"]) });
 
-test("generateObject and generateText with an output follow the schema", { skip: "not yet" }, async () => {
+test("generateObject and generateText with an output follow the schema", async () => {
   const prompt = "Turn this into JSON: Paula is 31 years old and lives in Lima.";
   const { object } = await generateObject({ ...settings, schema: Person, prompt });
   assert.equal(typeof Person.parse(object).age, "number");
