@@ -28,7 +28,8 @@ MAX_CHOICES = 5000
 MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
 MAX_REMEMBERED = 10_000  # grammars that were found to be sound
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # in JSON, wherever it may stand: a line break and an indentation
+# In JSON, wherever it may stand: blanks, or a line break and an indentation.
+WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
 _MARK = "\x02"  # before a text, parts it from the space that some vocabularies put before every first word
