@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
             return Path(args.file).read_text(encoding="utf-8").removesuffix("\n")
         if sys.stdin.isatty():
             print("Type the text to continue, then Ctrl-D:", file=sys.stderr)
-        return sys.stdin.read().removesuffix("\n")
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read().removesuffix("\n")
     except OSError as error:
         raise ConfigError(f"--file {args.file}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -328,6 +328,14 @@ def test_generate_from_argument_file_and_standard_input(model: Path, tmp_path: P
     assert quire(*common, stdin="Once\n").stdout == given.stdout
 
 
+def test_generate_wants_a_text() -> None:
+    environment = {**ENVIRONMENT, "LC_ALL": "C"}
+    words = [*QUIRE, "generate", "--model", "any"]
+    result = subprocess.run(words, cwd=ROOT, env=environment, input=b"\xff", capture_output=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr == b"quire generate: error: the prompt in standard input is not UTF-8 text\n"
+
+
 def test_chat_with_a_server(server: Server) -> None:
     words = ["chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0"]
     result = quire(*words, stdin="Hi\n/new\nHi\n/system Be brief.\n/help\nHi\n/quit\nnot read\n")
