@@ -36,4 +36,4 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10m \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
 ENTRYPOINT ["quire", "serve", "--host", "0.0.0.0", "--port", "8000"]
-CMD ["/app/configs/demo"]
+CMD ["/app/configs/demo", "--served-model-name", "quire-demo"]
