@@ -1,0 +1,101 @@
+"""What the scheduler says is what the device gets: random steps, packed and unpacked, against rows kept the plain way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.core.batch import SchedulerOutput, StepResult
+from engine.core.request import Request
+from engine.core.sampling_params import SamplingParams
+from engine.core.scheduler import Scheduler
+from engine.worker.input_batch import InputBatch
+from kernels import reference
+from kernels.step import StepTensors
+
+CPU = torch.device("cpu")
+BLOCK, MAX_LEN, ROWS, BUDGET = 4, 48, 5, 20
+
+
+@dataclass
+class Plain:
+    """A request as the contract tells of it, with the tokens that only the device knows."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int
+
+
+class Device:
+    """Rows on a device whose model is a dice."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.batch = InputBatch(ROWS, MAX_LEN // BLOCK, MAX_LEN, CPU, pin_memory=False)
+        self.step = StepTensors.allocate(ROWS + 3, BUDGET + 3, CPU)
+        self.plain: dict[str, Plain] = {}
+        self.num_kept = self.num_padded = 0
+
+    def run(self, output: SchedulerOutput) -> StepResult:
+        shares, before = output.shares, self.batch._members
+        self.batch.apply(output)
+        padding = self.rng.choice([0, 2]) if shares.num_decodes == len(shares) else 0
+        packed = self.batch.pack(output, len(shares) + padding if padding else 0)
+        self.num_kept += packed.members is before
+        self.num_padded += padding > 0
+        reference.prepare_step(
+            packed.packed, packed.segment, packed.num_seqs, packed.num_tokens, BLOCK, self.batch.state, self.step
+        )
+        for request_id in output.removed:
+            del self.plain[request_id]
+        for a in output.admitted:
+            self.plain[a.request_id] = Plain(list(a.token_ids), list(a.block_ids), a.num_computed_tokens)
+        for request_id, block_ids in output.new_block_ids.items():
+            self.plain[request_id].block_ids += block_ids
+        tokens, at = [], 0
+        for i, (request_id, num_tokens) in enumerate(zip(shares.request_ids, shares.num_tokens, strict=True)):
+            self.check(i, self.plain[request_id], at, num_tokens)
+            at += num_tokens
+            tokens.append(self.rng.randrange(1000))
+            if i not in shares.partial:
+                self.plain[request_id].token_ids.append(tokens[-1])
+                self.batch.state.last_token[self.batch.rows[request_id].index] = tokens[-1]
+        assert (packed.num_seqs, packed.num_tokens) == (len(shares) + padding, at + padding)
+        assert self.step.slot_mapping[at : at + padding].tolist() == [-1] * padding
+        assert self.step.rows[len(shares) : packed.num_seqs].tolist() == [ROWS] * padding
+        return StepResult(tokens)
+
+    def check(self, i: int, plain: Plain, at: int, num_tokens: int) -> None:
+        step, own = self.step, slice(at, at + num_tokens)
+        positions = range(plain.num_computed, plain.num_computed + num_tokens)
+        assert step.input_ids[own].tolist() == [plain.token_ids[p] for p in positions]
+        assert step.positions[own].tolist() == list(positions)
+        assert step.slot_mapping[own].tolist() == [plain.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions]
+        plain.num_computed += num_tokens
+        assert step.next_position[i] == plain.num_computed
+        assert step.last_index[i] == at + num_tokens - 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_step_reaches_the_device_as_it_was_scheduled(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(rng.choice([16, 60]), BLOCK, ROWS, BUDGET, MAX_LEN)
+    device = Device(rng)
+    in_flight = None
+    for step in range(300):
+        if rng.random() < 0.1:
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 30))]
+            sampling = SamplingParams(max_tokens=rng.randint(1, 17), ignore_eos=True)
+            scheduler.add(Request(str(step), prompt, sampling, frozenset(), seed=0))
+        if rng.random() < 0.02:
+            scheduler.abort(str(rng.randrange(step + 1)))
+        output = scheduler.schedule()
+        launched = (output, device.run(output)) if output else None
+        if in_flight:
+            scheduler.update(*in_flight)
+        in_flight = launched
+    assert device.num_kept > 10
+    assert device.num_padded > 10
