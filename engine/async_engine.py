@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,16 +154,18 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """One answer, as updates; the last one has a `finish_reason`. A slow reader gets fewer and longer updates.
 
+        The engine begins at once, whether or not somebody reads yet.
+
         Requests of lower `priority` come first; `cache_salt`: it shares cached blocks only with requests of the same.
 
         `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
-        Closing the iterator, or cancelling the task that waits for it, ends the request.
+        Closing or dropping the iterator, or cancelling the task that waits for it, ends the request.
         """
         if sampling.n != 1:
             raise ValueError(f"n must be 1 for one answer (see engine.outputs.with_samples), got {sampling.n}")
         sampling = self._frontend.check(prompt_token_ids, sampling)
         self._check_alive()
-        return self._generate(Add(request_id, prompt_token_ids, sampling, cache_salt, priority))
+        return self._begin(Add(request_id, prompt_token_ids, sampling, cache_salt, priority))
 
     def embed(
         self,
@@ -178,29 +180,17 @@ class AsyncEngine:
         pooling = pooling or PoolingParams(pooling=self.default_pooling)
         self._frontend.check_pooling(prompt_token_ids, pooling)
         self._check_alive()
-        return self._generate(Add(request_id, prompt_token_ids, UNSAMPLED, cache_salt, priority, pooling))
+        return self._begin(Add(request_id, prompt_token_ids, UNSAMPLED, cache_salt, priority, pooling))
 
-    async def _generate(self, request: Add) -> AsyncGenerator[RequestUpdate, None]:
+    def _begin(self, request: Add) -> AsyncGenerator[RequestUpdate, None]:
         request_id = request.request_id
         self._check_alive()
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputStream(request.prompt_token_ids, request.sampling, self.tokenizer)
-        stream = _Stream(output, self._stream_interval)
-        self._streams[request_id] = stream
-        try:
-            self._process.send(request)
-            finished = False
-            while not finished:
-                while not stream.ready:
-                    await stream.news()
-                update = stream.take()
-                finished = update.finish_reason is not None
-                if finished:
-                    self._forget(request_id, stream)
-                yield update
-        finally:
-            self._forget(request_id, stream)
+        stream = self._streams[request_id] = _Stream(output, self._stream_interval)
+        self._process.send(request)
+        return _Updates(stream, lambda: self._forget(request_id, stream))
 
     def _forget(self, request_id: str, stream: _Stream) -> None:
         """The reader of the stream wants no more: end the request if it has not ended."""
@@ -333,6 +323,51 @@ class _Stream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class _Updates(AsyncGenerator[RequestUpdate, None]):
+    """The updates of a request that is running already. For one reader."""
+
+    def __init__(self, stream: _Stream, forget: Callable[[], None]) -> None:
+        """`forget`: to be called once in the event loop, when nobody will read any more."""
+        self._stream, self._forget = stream, forget
+        self._loop = asyncio.get_running_loop()
+        self._ended = False
+
+    async def __anext__(self) -> RequestUpdate:
+        if self._ended:
+            raise StopAsyncIteration
+        stream = self._stream
+        try:
+            while not stream.ready:
+                await stream.news()
+            update = stream.take()
+        except BaseException:
+            self._end()
+            raise
+        if update.finish_reason is not None:
+            self._end()
+        return update
+
+    async def asend(self, value: None) -> RequestUpdate:
+        return await self.__anext__()
+
+    async def athrow(self, *error: Any) -> RequestUpdate:
+        self._end()
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._forget()
+
+    def __del__(self) -> None:  # in whatever thread drops it
+        if not self._ended:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
+                self._loop.call_soon_threadsafe(self._forget)
 
 
 class _EngineProcess:

@@ -136,6 +136,22 @@ def test_stream_interval(tiny_model: Path) -> None:
     asyncio.run(test())
 
 
+def test_requests_begin_before_they_are_read_and_end_when_nobody_can_read_them(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        read = engine.generate("read", [1, 2], LONG.clone(max_tokens=30))
+        dropped = [engine.generate("dropped", [1, 2], LONG)]
+        closed = engine.generate("closed", [1, 2], LONG)
+        await until(lambda: engine.stats is not None and engine.stats.num_running == 2)
+        assert engine.num_requests == 3
+        dropped.clear()
+        await closed.aclose()
+        await until(lambda: engine.num_requests == 1)
+        assert [len(update.token_ids) for update in await collect(read)] == [30], "all that had come meanwhile"
+        assert await collect(read) == []
+
+    run(test)
+
+
 def test_slow_reader_gets_merged_updates(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
         async with aclosing(engine.generate("a", [1, 2], LONG.clone(max_tokens=200))) as updates:
@@ -176,9 +192,10 @@ def test_abort_and_hanging_up(run: Run) -> None:
         await updates.aclose()
         # the task that waits is cancelled
         task = asyncio.create_task(collect(engine.generate("a", [1], LONG)))
-        await until(lambda: engine.stats is not None and engine.stats.num_running == 1)
+        await asyncio.sleep(0)  # it waits
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        assert engine.num_requests == 0
         # all of them
         tasks = [asyncio.create_task(collect(engine.generate(str(i), [1], LONG))) for i in range(8)]
         await until(lambda: engine.num_requests == 8)
