@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -49,7 +51,15 @@ class KVCacheShape:
     def allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """One zeroed tensor for each layer: a slot never written must not read as NaN."""
         shape = (2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        if device.type == "cpu":
+            return [_untouched_zeros(shape, self.dtype) for _ in range(self.num_layers)]
         return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages cost memory only once they are written: `torch.zeros` writes them all at once."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def check_fits(num_blocks: int, block_size: int, max_model_len: int) -> None:
