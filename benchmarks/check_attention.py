@@ -76,7 +76,7 @@ class Paged:
         """Keys and values [Hkv, n, D] of one sequence in float64, times their scales."""
         n, block_size = int(self.context_lens[sequence]), self.kv.shape[3]
         blocks = self.block_tables[int(self.rows[sequence]), : -(-n // block_size)].long()
-        mine = _bits(self.kv)[:, blocks].view(self.kv.dtype).double().transpose(1, 2).flatten(2, 3)[:, :, :n]
+        mine = _bits(self.kv)[:, blocks].view(self.kv.dtype).float().double().transpose(1, 2).flatten(2, 3)[:, :, :n]
         if self.kv_scale is not None:
             mine *= self.kv_scale.double().view(2, -1, 1, 1)
         return mine[0], mine[1]
@@ -199,7 +199,8 @@ def attention_errors(device: str, contexts: list[int] = CONTEXTS, queries: list[
     with kernels.compiling_only() if on_gpu else contextlib.nullcontext():
         for shape in shapes() if on_gpu else ():
             for _, (call, _) in shape.calls(contexts, queries, device):
-                call()
+                with contextlib.suppress(Exception):  # it says so below, when it is to run
+                    call()
     far = on_gpu and torch.cuda.mem_get_info()[0] > 24e9
     for shape in itertools.chain(shapes(), far_shapes() if far else ()):
         lens = ([200, 33], [100, 33]) if shape.skip else (contexts, queries)
