@@ -87,6 +87,9 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name} must be a file, got {path!r}")
+        if "" in self.api_key:  # it would be no key at all
+            raise ConfigError("api_key must not be empty; is the variable set that it was taken from?")
+        self.read_chat_template()  # a file that is missing is told of before the model is loaded
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
 

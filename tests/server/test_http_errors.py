@@ -265,7 +265,7 @@ def test_no_chat_template(serve: Callable[..., Live]) -> None:
     with pytest.raises(ConfigError, match=r"chat_template: line 1"):
         create_app(FakeEngine(), ServerConfig(chat_template="{% broken"))
     with pytest.raises(ConfigError, match="must be a file or a template"):
-        create_app(FakeEngine(), ServerConfig(chat_template="/no/such/file"))
+        ServerConfig(chat_template="/no/such/file")
     with pytest.raises(ConfigError, match="must not hold tools"):
         create_app(FakeEngine(), ServerConfig(default_chat_template_kwargs={"tools": 1}))
 
@@ -342,6 +342,8 @@ def test_api_keys(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VLLM_API_KEY", "from the environment")
     assert ServerConfig().api_keys == ("from the environment",)
     assert ServerConfig(api_key=("a",)).api_keys == ("a",)
+    with pytest.raises(ConfigError, match="api_key must not be empty"):
+        ServerConfig(api_key=("a", ""))
 
 
 def test_root_path_does_not_open_the_api(serve: Callable[..., Live]) -> None:
