@@ -238,7 +238,8 @@ def test_the_watch_sees_a_blocked_loop() -> None:
 
     found = asyncio.run(block())
     assert found["loop_lag_max_ms"] > 20
-    assert found["cpu_share"] > 0.3
+    assert found["cpu_seconds"] > 0.02
+    assert 0 < found["cpu_share"] <= 1.1
 
 
 @pytest.mark.parametrize(
