@@ -143,6 +143,8 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             message = "is required"
         case "extra_forbidden":
             message = "is not a field of this request"
+        case "too_short" if not given:
+            message = "must not be empty"
         case "wrong_field":  # found by looking at several fields together
             return APIError(400, message, error["ctx"]["field"])
         case "unsupported":
