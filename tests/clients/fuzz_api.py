@@ -107,7 +107,7 @@ class Watch:
         self.patience = patience
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
-        self.slowest = 0.0
+        self.slowest = (0.0, "")
 
     def send(self, client: httpx.Client, what: str, path: str, content: bytes, most: int = 499) -> None:
         started, told = time.monotonic(), f"{what} POST {path} {content[:200]!r}"
@@ -116,7 +116,7 @@ class Watch:
         except httpx.HTTPError as error:
             self.faults.append(f"{type(error).__name__}: {told}")
             return
-        self.slowest = max(self.slowest, time.monotonic() - started)
+        self.slowest = max(self.slowest, (time.monotonic() - started, told))
         self.counts[f"{what} {response.status_code}"] += 1
         if response.status_code > most:
             self.faults.append(f"{response.status_code}: {told}")
@@ -178,7 +178,7 @@ def fuzz(url: str, seconds: float, patience: float, seed: int, schemathesis: str
             job.result()
     for kind, count in sorted(watch.counts.items()):
         print(f"{count:8} {kind}")
-    print(f"slowest answer to broken bytes or hello: {watch.slowest:.2f} s")
+    print("slowest answer to broken bytes or hello: {:.2f} s for {}".format(*watch.slowest))
     faults = watch.faults
     if usage := blocks_in_use(url):
         faults.append(f"{usage:.2%} of the KV cache is in use at the end")
