@@ -235,7 +235,7 @@ def test_the_store_is_bounded(serve: Serve) -> None:
     ("body", "param", "words"),
     [
         ({}, "input", ["required"]),
-        ({"input": []}, "input", ["at least 1"]),
+        ({"input": []}, "input", ["must not be empty"]),
         ({"input": ""}, None, []),
         ({"input": [{"type": "computer_call"}]}, "input[0]", ["function_call_output"]),
         ({"input": ["a"]}, "input[0]", ["message"]),
