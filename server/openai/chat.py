@@ -99,7 +99,7 @@ def _check_tools(serving: Serving, request: ChatCompletionRequest) -> None:
     if request.call_mode == "auto" and not serving.settings.enable_auto_tool_choice:
         raise APIError(400, 'tool_choice: "auto" is turned off here (--no-enable-auto-tool-choice)', "tool_choice")
     if serving.tool_format is None and serving.template is not None:
-        message = "the chat template has no form of tool calls that is known here (the server's --tool-call-parser)"
+        message = "the model's chat template has no form of tool calls that is known; --tool-call-parser of the server names one"
         raise APIError(400, f"tools: {message}", "tools")
 
 
