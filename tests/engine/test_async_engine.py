@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
+from engine.async_engine import _Stream
+from engine.core.batch import EngineOutput
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.models.errors import ModelError
-from engine.outputs import RequestUpdate
+from engine.outputs import OutputStream, RequestUpdate
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,8 +132,28 @@ def test_stream_interval(tiny_model: Path) -> None:
             updates = await collect(engine.generate("a", [1, 2], sampling))
         lengths = [len(update.token_ids) for update in updates]
         assert sum(lengths) == 22
-        assert lengths[0] == 1, "the first token does not wait"
         assert all(length >= 5 for length in lengths[1:-1])
+
+    asyncio.run(test())
+
+
+def test_what_a_stream_interval_holds_back() -> None:
+    async def test() -> None:
+        stream = _Stream(OutputStream([1, 2], SamplingParams(max_tokens=22), None), 5)
+        stream.add(EngineOutput("a", [7]), 0.0)
+        assert stream.ready, "the first token does not wait"
+        assert stream.take().token_ids == [7]
+        for token_id in range(4):
+            stream.add_token(token_id, 0.0)
+            assert not stream.ready
+        stream.add_token(4, 0.0)
+        assert stream.ready
+        assert stream.take().token_ids == [0, 1, 2, 3, 4]
+        stream.add_token(5, 0.0)
+        assert not stream.ready
+        stream.add(EngineOutput("a", [6], "length"), 0.0)
+        assert stream.ready, "nor does the last one"
+        assert stream.take().token_ids == [5, 6]
 
     asyncio.run(test())
 

@@ -362,7 +362,7 @@ def test_chat_in_process(model: Path, server: Server) -> None:
 
 def test_ctrl_c_stops_the_answer_not_the_chat(server: Server) -> None:
     with subprocess.Popen(
-        [*QUIRE, "chat", "--url", server.url, "--max-tokens", "3000"],
+        [*QUIRE, "chat", "--url", server.url, "--max-tokens", "3000", "--temperature", "0"],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as chat:  # fmt: skip
         try:
