@@ -174,7 +174,9 @@ def _arrive(
             tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes"])
+@triton.jit(
+    do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes", "kv_scale"]
+)
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, kv_scale,
     work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,

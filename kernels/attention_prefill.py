@@ -52,7 +52,7 @@ def _attend_tile(
     return fold(s, v, acc, m, l, PRECISION)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "tiles"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "kv_scale", "tiles"])
 def _prefill_kernel(
     query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, kv_scale, tiles, scale,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
