@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from live_server import Live
 
 from server import cli
 
@@ -360,9 +361,10 @@ def test_chat_in_process(model: Path, server: Server) -> None:
     assert own.stdout == quire("chat", "--url", server.url, *words, stdin="Hi\nAnd?\n").stdout
 
 
-def test_ctrl_c_stops_the_answer_not_the_chat(server: Server) -> None:
+def test_ctrl_c_stops_the_answer_not_the_chat(live: Live) -> None:
+    live.engine.delay, live.engine.answer = 0.05, "and so on " * 500
     with subprocess.Popen(
-        [*QUIRE, "chat", "--url", server.url, "--max-tokens", "3000", "--temperature", "0"],
+        [*QUIRE, "chat", "--url", f"http://127.0.0.1:{live.port}", "--max-tokens", "400"],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as chat:  # fmt: skip
         try:
@@ -372,12 +374,13 @@ def test_ctrl_c_stops_the_answer_not_the_chat(server: Server) -> None:
             chat.stdin.flush()
             assert chat.stdout.read(1)
             chat.send_signal(signal.SIGINT)
-            out, err = chat.communicate(b"/system x\n/quit\n", timeout=20)
+            out, err = chat.communicate(b"/system x\n/quit\n", timeout=60)
         finally:
             chat.kill()
     assert b"[stopped]" in out
     assert b"with the system prompt: x" in out
     assert (chat.returncode, err) == (0, b"")
+    live.wait_idle()
 
 
 def test_chat_needs_a_server_or_a_template(model: Path, tmp_path: Path, free_port: int) -> None:

@@ -417,6 +417,11 @@ class Travel(pydantic.BaseModel):
     by: Literal["car", "train"] | None
 
 
+class Trip(pydantic.BaseModel):  # Anthropic's client keeps bounds to itself and sends the rest
+    to: Literal["Rome", "Köln"]
+    by: Literal["car", "train"] | None
+
+
 @pytest.fixture
 def client(hermes: Live) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{hermes.port}/v1", api_key="none", max_retries=0) as client:
@@ -475,4 +480,4 @@ def test_anthropics_client(hermes: Live) -> None:
                 final: Any = stream.get_final_message().content[0]
             assert final.input["city"] in ("Rome", "Köln")
         start: Any = {"model": "toy", "max_tokens": 2000, "messages": ASK}
-        assert isinstance(client.messages.parse(**start, output_format=Travel).parsed_output, Travel)
+        assert isinstance(client.messages.parse(**start, output_format=Trip).parsed_output, Trip)
