@@ -242,7 +242,7 @@ class GrammarEngine(FakeEngine):
         assert sampling.structured_outputs.compiled is not None
         assert self.tokenizer is not None
         matcher = self.compiler.compile(sampling.structured_outputs.compiled)
-        dice, found = random.Random(sampling.seed), list[int]()
+        dice, found = random.Random(sampling.seed or 0), list[int]()
         wanted = self.tokenizer.encode(self.answer)
         while len(found) < (sampling.max_tokens or 1):
             bits = int.from_bytes(matcher.compute_bitmask(), "little")
