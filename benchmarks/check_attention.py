@@ -251,4 +251,5 @@ def product_errors(device: str) -> Errors:
         for name, (call, arguments) in calls.items():
             exact = [a.double() if isinstance(a, Tensor) else a for a in arguments]
             want = getattr(reference, name)(*exact)
-            yield f"{name} {num_tokens} x {k} -> {n}", relative_error(call(*arguments), want), LIMITS[BF16]
+            limit = LIMITS[BF16] * (2 if name == "norm_swiglu" else 1)  # it rounds the norm, two products and theirs
+            yield f"{name} {num_tokens} x {k} -> {n}", relative_error(call(*arguments), want), limit

@@ -1,6 +1,7 @@
 """Fixtures that every test may use. Triton kernels run in its interpreter here, so a machine without a GPU tests them."""
 
 import os
+import signal
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # run in the background: what tests start would ignore Ctrl-C, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
