@@ -14,9 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # run in the background: what tests start would ignore Ctrl-C, too
+# In the background Ctrl-C is ignored, also by what tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
