@@ -6,7 +6,6 @@ Knows both sides and a toy paged KV cache; no scheduler, no sampler. The tests u
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.result_files import save
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.families import read_spec
@@ -285,7 +285,7 @@ def main() -> int:
         results[name] = {**result, "passes": passes(result, dtype)}
         print(f"{name:20}", *(f"{k}={v:.2e}" if isinstance(v, float) else f"{k}={v}" for k, v in results[name].items()))
     if arguments.save:
-        arguments.save.write_text(json.dumps({"dtype": arguments.dtype, "results": results}, indent=1) + "\n")
+        save({"dtype": arguments.dtype, "results": results}, arguments.save)
     return 0 if all(result["passes"] for result in results.values()) else 1
 
 

@@ -9,7 +9,6 @@ from the first kernel to the last, in which no kernel or copy ran; CPU time of a
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.model_shapes import model_folder
+from benchmarks.result_files import save
 from benchmarks.workloads import Request, named
 
 
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     results["compiles_after_warm_up"] = compiled
     print(f"Triton compiles after warm-up: {len(compiled)} {compiled}")
     if args.output_json:
-        args.output_json.write_text(json.dumps(results, indent=1))
+        save(results, args.output_json)
     return 0
 
 

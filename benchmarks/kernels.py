@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.environment import environment
+from benchmarks.result_files import save
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +261,7 @@ def main(argv: list[str] | None = None) -> int:
             line += f"{'' if peer else ' ' * 33}{timed(narrow['quire'])}{ours['us'] / narrow['quire']['us']:>10.2f}"
         print(line, flush=True)
     if args.output_json:
-        args.output_json.write_text(
-            json.dumps({"environment": environment(), "limits": bound, "results": results}, indent=1)
-        )
+        save({"environment": environment(), "limits": bound, "results": results}, args.output_json)
         print(f"saved {args.output_json}")
     return 0
 

@@ -6,7 +6,6 @@ Flags, labels and JSON keys are those of `vllm bench latency`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID, fixed
 from engine.config import EngineConfig, Parser, add_flags, check, flag, load
 from engine.errors import ConfigError
@@ -57,10 +57,7 @@ def main(argv: list[str]) -> int:
     result = measure(flags, config)
     print(table(result))
     if flags.output_json:
-        path = Path(flags.output_json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"saved {path}")
+        save(result, flags.output_json)
     return 0
 
 

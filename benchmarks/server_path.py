@@ -22,6 +22,7 @@ import uvloop
 
 from benchmarks.environment import environment
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
+from benchmarks.result_files import save
 from benchmarks.servers import free_port, wait_until_ready
 from engine import async_engine, process
 from engine.config import Parser, add_flags, check, flag, load
@@ -264,8 +265,7 @@ def main(argv: list[str]) -> int:
     for name, value in result.items():
         print(f"{name.replace('_', ' ').replace(' us ', ' µs '):<40} {value:>12,.2f}")
     if flags.save_result:
-        content = {"benchmark": "server_path", **result, "runs": runs, "environment": environment()}
-        Path(flags.save_result).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        save({"benchmark": "server_path", **result, "runs": runs, "environment": environment()}, flags.save_result)
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from benchmarks.environment import environment
 from benchmarks.model_shapes import model_folder
+from benchmarks.result_files import save
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
 from engine.core.sampling_params import SamplingParams
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows))
     if args.save_result:
         result = {"environment": environment(), "prefix_caching": not args.no_prefix_caching, "rows": rows}
-        args.save_result.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, args.save_result)
     return 0
 
 

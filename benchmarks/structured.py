@@ -11,7 +11,6 @@ full. What counts is the speed of the plain half. Knows the engine; no server.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 
 from benchmarks.environment import environment
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
+from benchmarks.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.config import EngineConfig, Parser, add_flags, check, flag, load
 from engine.core.sampling_params import SamplingParams
@@ -65,10 +65,7 @@ def main(argv: list[str]) -> int:
     result = measure(flags, config)
     print(table(result))
     if flags.output_json:
-        path = Path(flags.output_json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"saved {path}")
+        save(result, flags.output_json)
     return 0
 
 

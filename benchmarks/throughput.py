@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
+from benchmarks.result_files import save
 from benchmarks.workloads import Request
 from engine.config import EngineConfig, Parser, add_flags, check, flag, load
 from engine.errors import ConfigError
@@ -60,10 +60,7 @@ def main(argv: list[str]) -> int:
         config = dataclasses.replace(config, skip_tokenizer_init=True)
     result = measure(workload, config)
     print(table(result))
-    path = Path(workload.output_json or f"out/bench/throughput-{result['model']}-{result['workload']}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"saved {path}")
+    save(result, workload.output_json or f"out/bench/throughput-{result['model']}-{result['workload']}.json")
     return 0
 
 

@@ -36,10 +36,6 @@ class Matching:
         """Whether a request is being followed."""
         return bool(self._matchers)
 
-    @property
-    def is_compiling(self) -> bool:
-        return bool(self._compiling)
-
     def add(self, request_id: str, grammar: str) -> None:
         self._waiting[request_id] = grammar
         self._compile_waiting()
