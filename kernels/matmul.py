@@ -9,6 +9,7 @@ depend on nothing: its first chunk into registers, the rest into L2.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -98,14 +99,16 @@ def _small(
     eps: float = 0.0,
     swiglu: bool = False,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     block_n: int = 0,
     block_k: int = 0,
     num_warps: int = 0,
 ) -> Tensor:
-    """x [M, K] -> [M, N], M <= MAX_SMALL; written into `residual` in place where that is given."""
+    """x [M, K] -> [M, N], M <= MAX_SMALL; written into `residual` in place, or into `out`, where that is given."""
     num_tokens, k = x.shape
     n = len(weight) // 2 if swiglu else len(weight)
-    out = x.new_empty(num_tokens, n) if residual is None else residual
+    if out is None:
+        out = x.new_empty(num_tokens, n) if residual is None else residual
     assert x.stride(1) == out.stride(1) == 1
     assert weight.is_contiguous()
     choice = _small_config(n, k, swiglu)
@@ -144,11 +147,16 @@ def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
     return residual if bias is None else residual.add_(bias)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """See `kernels.reference.norm_linear`."""
     if _is_small(x):
-        return _small(x, weight, bias, norm_weight=norm_weight, eps=eps)
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+        return _small(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
+    normed = rms_norm(x, norm_weight, eps)
+    if out is None:
+        return F.linear(normed, weight, bias)
+    return torch.mm(normed, weight.t(), out=out) if bias is None else torch.addmm(bias, normed, weight.t(), out=out)
 
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:

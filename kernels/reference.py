@@ -91,9 +91,12 @@ def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
     return residual if bias is None else residual.add_(bias)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N]."""
-    return linear(rms_norm(x, norm_weight, eps), weight, bias)
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N], in `out` where that is given."""
+    result = linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return result if out is None else out.copy_(result)
 
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:

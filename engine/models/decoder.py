@@ -58,9 +58,9 @@ class Decoder(nn.Module):
             hidden = layer(hidden, positions, self.cos_sin, kv, attention)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype."""
-        return self.lm_head.after_norm(hidden, self.norm)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype; in `out` where that is given."""
+        return self.lm_head.after_norm(hidden, self.norm, out)
 
 
 class DecoderLayer(nn.Module):

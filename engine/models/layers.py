@@ -30,9 +30,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
 
-    def after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """The projection of the normed x."""
-        return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+    def after_norm(self, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        """The projection of the normed x, in `out` where that is given."""
+        return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
     def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """silu(gate) · up, where gate and up are the two stacked projections of the normed x."""

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes worth a graph: 1, 2, 4, then steps of 8 to 64, 16 to 256, 64 to 1024; `max_num_seqs` is one of them."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
+    """Batch sizes worth a graph: 1, 2, 4, steps of 8 to 64, 16 to 256, 64 to 512, 128 to 1024; `max_num_seqs` is one of them."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, 1025, 128)]
     return sorted({s for s in sizes if s < max_num_seqs} | {min(max_num_seqs, 1024)})
 
 

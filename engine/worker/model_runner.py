@@ -118,6 +118,9 @@ class ModelRunner:
                 kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits
             ]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
+            self._logits = torch.empty(
+                graph_sizes(options.max_num_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=self.device
+            )  # of all graphs: each is read before the next one runs
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._launched = 0
         self._graphs: DecodeGraphs | None = None
@@ -260,7 +263,7 @@ class ModelRunner:
         """The whole decode step of `size` sequences, from the packed step to sampled tokens; captured in a graph."""
         with torch.inference_mode():
             metadata = self._prepare(packed, segment_of(size), size, size, size, None)
-            logits = self.model.logits(self._forward(size, metadata))
+            logits = self.model.logits(self._forward(size, metadata), out=self._logits[:size])
             return logits, self._sample(logits)
 
     def _prepare(
