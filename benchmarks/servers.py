@@ -32,7 +32,7 @@ from engine.errors import ConfigError
 MODULES = {"quire": "server.cli", "vllm": "vllm"}
 EPILOG = """examples:
   quire bench servers --models qwen3-0.6b
-  quire bench servers --engines quire,vllm --models qwen3-0.6b,llama-3.1-8b --time-limit 580 --output-json servers.json
+  quire bench servers --engines quire,vllm --offline quire --models qwen3-0.6b,llama-3.1-8b --time-limit 580
 
 Every engine serves random weights with its own defaults but for: bfloat16 (float32 where there is no GPU), 85 % of the
 GPU's memory, a context of 4096 tokens, at most --max-concurrency requests at once, no prefix cache, no access log. The
@@ -50,7 +50,9 @@ class ServersFlags:
     max_concurrency: int = flag(256, "requests at the same time", at_least=1)
     input_len: int = flag(256, "prompt tokens", at_least=1)
     output_len: int = flag(256, "answer tokens", at_least=1)
-    offline: bool = flag(True, "measure the offline speed, too")
+    offline: tuple[str, ...] = flag(
+        (), "engines whose offline speed is measured, too; none: of no engine (else of all that run)", metavar="NAME"
+    )
     rounds: int = flag(
         2, "how often each server is started; those that do not fit the time limit are left out", at_least=1
     )
@@ -70,7 +72,7 @@ class ServersFlags:
 
     def __post_init__(self) -> None:
         check(self)
-        for name in ("engines", "models"):
+        for name in ("engines", "models", "offline"):
             words = tuple(dict.fromkeys(word for item in getattr(self, name) for word in item.split(",") if word))
             object.__setattr__(self, name, words)
         for engine in (*self.engines, *(self.engine_args or {})):
@@ -86,6 +88,14 @@ class ServersFlags:
                 f"{self.max_model_len}"
             )
         engines = self.engines or tuple(name for name, module in MODULES.items() if importlib.util.find_spec(module))
+        if self.offline != ("none",):
+            for engine in self.offline:
+                if engine not in engines:
+                    raise ConfigError(
+                        f"offline must be none or engines that run ({', '.join(engines)}), got {engine!r}"
+                        f"{nearest(engine, engines)}"
+                    )
+            object.__setattr__(self, "offline", self.offline or engines)
         object.__setattr__(self, "engines", engines)
         object.__setattr__(self, "models", self.models or ("qwen3-0.6b",))
 
@@ -126,7 +136,7 @@ class Comparison:
                         print(f"[{number + 1}/{flags.rounds}] {engine} · {model}", file=sys.stderr, flush=True)
                         job = self._job(engine, model, folders[model], has_gpu)
                         self._serve(job, number, Path(scratch))
-                        if flags.offline and not number:
+                        if engine in flags.offline and not number:
                             options = compare.CompareFlags(engines=(engine,), repeat=flags.repeat)
                             compare.run_job(job, number, options, self.deadline, Path(scratch), self.results)
                         durations[engine, model] = time.time() - begin

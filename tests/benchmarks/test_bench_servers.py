@@ -46,12 +46,40 @@ def test_commands() -> None:
     [
         ({"engines": ("transformers",)}, "engine 'transformers' must be one of quire, vllm"),
         ({"engine_args": {"quire": 1}}, "engine_args must be settings for each engine"),
+        (
+            {"offline": ("qiure",)},
+            r"offline must be none or engines that run \(quire\), got 'qiure' \(did you mean quire",
+        ),
+        ({"offline": ("vllm",)}, "offline must be none or engines that run"),
+        ({"offline": ("none", "quire")}, "offline must be none or engines that run"),
         ({"input_len": 4000, "output_len": 97}, "are more than max_model_len 4096"),
     ],
 )
 def test_impossible_flags(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         flags(**given)
+
+
+@pytest.mark.parametrize(
+    ("words", "measured"),
+    [
+        ([], ["quire", "vllm"]),
+        (["--offline", "quire"], ["quire"]),
+        (["--offline", "vllm,quire"], ["quire", "vllm"]),
+        (["--offline", "none"], []),
+    ],
+)
+def test_offline_speed_is_measured_once_for_the_engines_named(
+    words: list[str], measured: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(servers.compare, "describe_machine", lambda scratch: {"cpu_cores": 2})
+    monkeypatch.setattr(servers.compare, "run_job", lambda job, *rest: jobs.append(job))
+    monkeypatch.setattr(Comparison, "_serve", lambda self, job, number, scratch: None)
+    words = [*words, "--models", str(model), "--rounds", "2", "--output-json", str(tmp_path / "result.json")]
+    assert servers.main(words) == 0
+    assert [job.engine for job in jobs] == measured
 
 
 def test_the_table() -> None:
@@ -89,7 +117,7 @@ def test_a_real_server(
     words = ["--models", str(model), "--num-prompts", "8", "--max-concurrency", "4", "--input-len", "5"]
     words += ["--output-len", "4", "--rounds", "1", "--repeat", "2", "--output-json", str(path)]
     small = {"quire": {"num_gpu_blocks_override": 256, "device": "cpu"}}
-    assert servers.main(["--engines", "quire", *words, "--no-offline", "--engine-args", json.dumps(small)]) == 0
+    assert servers.main(["--engines", "quire", *words, "--offline", "none", "--engine-args", json.dumps(small)]) == 0
     result = json.loads(path.read_text())
     (row,) = result["served"]
     assert (row["completed"], row["failed"], row["num_runs"], row["num_prompts"]) == (16, 0, 2, 8)
