@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,20 +143,22 @@ class Shape:
 
         query = random(len(contexts))
         want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **self.options)  # type: ignore[arg-type]
-        for name, max_seqs, fan_in in (
-            ("decode for latency", kernels.FEW_SEQS, 0),
-            ("decode for bandwidth", 4 * kernels.FEW_SEQS, 0),
-            ("decode merging twice", kernels.FEW_SEQS, 8),
+        cuts: dict[str, Any]
+        for name, max_seqs, cuts in (
+            ("decode for latency", kernels.FEW_SEQS, {}),
+            ("decode for bandwidth", 4 * kernels.FEW_SEQS, {}),
+            ("decode cut anywhere", kernels.FEW_SEQS, {"min_tiles": 1, "uncut": 0, "fan_in": 0}),
+            ("decode merging twice", kernels.FEW_SEQS, {"min_tiles": 1, "fan_in": 8}),
         ):
             plan = None
             if query.is_cuda:
                 plan = kernels.DecodePlan.allocate(
                     max_seqs, heads, NUM_KV_HEADS, self.head_dim, query.device, kv_dtype=self.kv_dtype
                 )
-                plan = replace(plan, fan_in=fan_in)
+                plan = replace(plan, **cuts)
                 kernels.plan_decode(paged.context_lens, paged.rows, plan)
                 torch.cuda.synchronize()
-            elif fan_in:
+            elif cuts:
                 continue  # the twin knows no plan
             out = torch.full_like(query, float("nan"))
             decode = partial(kernels.paged_attention_decode, query, *here, paged.context_lens, **options)  # type: ignore[arg-type]

@@ -35,22 +35,25 @@ class Knobs:
     num_stages: int
     programs: int
     fan_in: int
+    min_tiles: int
+    uncut: int
 
     def plan(self, shipped: kernels.DecodePlan, case: Case, device: torch.device) -> kernels.DecodePlan:
         num_programs = self.programs * torch.cuda.get_device_properties(device).multi_processor_count
         shape = (shipped.max_seqs, case.num_heads, case.num_kv_heads, case.head_dim, device, num_programs)
         return replace(
             kernels.DecodePlan.allocate(*shape),
-            tile=self.tile, num_warps=self.num_warps, num_stages=self.num_stages, fan_in=self.fan_in,
+            tile=self.tile, num_warps=self.num_warps, num_stages=self.num_stages,
+            fan_in=self.fan_in, min_tiles=self.min_tiles, uncut=self.uncut,
         )  # fmt: skip
 
     @classmethod
     def all(cls) -> Iterator[Knobs]:
-        for tile, warps, stages, programs, fan_in in itertools.product(
-            (32, 64, 128), (1, 2, 4), (2, 3), (2, 3, 4, 6), (0, 8)
+        for tile, warps, *more in itertools.product(
+            (32, 64, 128), (1, 2, 4), (2, 3), (2, 4), (0, 8), (1, 2, 4), (0, 4, 8)
         ):
             if 16 * warps <= tile:  # below, warps have no keys of their own
-                yield cls(tile, warps, stages, programs, fan_in)
+                yield cls(tile, warps, *more)
 
 
 def cases() -> list[Case]:

@@ -61,7 +61,12 @@ class EngineConfig:
     max_model_len: int | None = flag(
         None, "most tokens of prompt and answer together; 32k is 32,000 (else the model's own)", size=True, at_least=2
     )
-    max_num_seqs: int | None = flag(None, "most requests that run at once (else 256)", at_least=1, at_most=65536)
+    max_num_seqs: int | None = flag(
+        None,
+        "most requests that run at once (else 1024 on a GPU of 64 GiB or more, 256 elsewhere)",
+        at_least=1,
+        at_most=65536,
+    )
     max_num_batched_tokens: int | None = flag(
         None,
         "most tokens computed in one step (else 8192 when serving and 16384 offline on a GPU, 2048 on a CPU)",

@@ -245,7 +245,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         kv_dtype=torch.float8_e4m3fn if fp8 else dtype,
         calculate_kv_scales=config.calculate_kv_scales,
         max_model_len=context_length(config, spec),
-        max_num_seqs=config.max_num_seqs or 256,
+        max_num_seqs=config.max_num_seqs or (1024 if _is_large_gpu(on_gpu) else 256),
         max_num_batched_tokens=config.max_num_batched_tokens or (2048 if not on_gpu else 16384 if offline else 8192),
         block_size=config.block_size,
         load_format=config.load_format,
@@ -255,6 +255,11 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
     )
+
+
+def _is_large_gpu(on_gpu: bool) -> bool:
+    """Whether the GPU's memory holds the contexts of a thousand requests."""
+    return on_gpu and torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= 64 << 30
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 FEW_SEQS = 16  # sequences up to which a decode step is planned for latency
-MIN_TILES = 2  # a program of the decode kernel takes at least so many: below, merging costs more than it spreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class DecodePlan:
     num_stages: int
     num_kv_heads: int
     work: Tensor  # [P, 8] int32, for each program: its tiles, the tiles of a full share, the sequence it starts in, the tile
-    # inside it (head * tiles + tile), that sequence's context length, its row; two unused
+    # inside it (head * tiles + tile), that sequence's context length, its row, its first tile among all; one unused
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
@@ -31,6 +30,8 @@ class DecodePlan:
     fan_in: int = (
         0  # neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none
     )
+    min_tiles: int = 2  # of a share: below, merging costs more than it spreads
+    uncut: int = 0  # a (sequence, KV head) pair of up to so many tiles stays with one program
 
     @property
     def max_seqs(self) -> int:

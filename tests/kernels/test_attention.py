@@ -51,7 +51,7 @@ class Case:
         kv = self.kv.double()
         return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
 
-    def decode(self, query, num_programs, max_seqs=9, fan_in=0, **options):
+    def decode(self, query, num_programs, max_seqs=9, cuts=None, **options):
         shape = (
             max_seqs,
             query.shape[1],
@@ -61,8 +61,7 @@ class Case:
             num_programs,
             self.kv.dtype,
         )
-        plan, expected = DecodePlan.allocate(*shape), DecodePlan.allocate(*shape)
-        plan = dataclasses.replace(plan, fan_in=fan_in)
+        plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
         reference.plan_decode(self.context_lens, self.rows, expected)
         busy = expected.work[:, 0] > 0
@@ -131,13 +130,36 @@ def test_decode_options(kind):
 
 
 @pytest.mark.parametrize(
-    ("num_programs", "fan_in"), [(1, 0), (2, 0), (3, 0), (16, 0), (61, 0), (61, 2), (61, 4), (16, 1)]
-)
-def test_decode_is_the_same_however_it_is_split(num_programs, fan_in):
-    lens = [1500, 1, 64, 700]
+    ("num_programs", "fan_in", "min_tiles", "uncut"),
+    [
+        (1, 0, 2, 0), (2, 0, 2, 0), (3, 0, 1, 2), (16, 0, 2, 0), (61, 0, 1, 0), (61, 2, 2, 4), (61, 4, 2, 0), (16, 1, 2, 0),
+        (16, 0, 1, 8), (61, 0, 1, 3), (61, 2, 1, 30), (5, 0, 8, 8), (61, 0, 2, 100),
+    ],
+)  # fmt: skip
+def test_decode_is_the_same_however_it_is_split(num_programs, fan_in, min_tiles, uncut):
+    lens = [1500, 1, 0, 64, 700, 250, 33, 90, 0]
     case = Case.make(lens, 2, 16, 16)
-    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, fan_in=fan_in, scale=0.25)
+    cuts = {"fan_in": fan_in, "min_tiles": min_tiles, "uncut": uncut}
+    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, cuts=cuts, scale=0.25)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("uncut", [0, 1, 4, 9])
+def test_plan_takes_every_tile_once_and_short_pairs_whole(uncut):
+    dice = random.Random(uncut)
+    for num_programs in (1, 7, 64, 500):
+        lens = torch.tensor([dice.choice([0, 1, 31, 32, 33, 100, 150, 290, 3000]) for _ in range(9)])
+        plan = DecodePlan.allocate(9, 4, 2, 16, torch.device("cpu"), num_programs)
+        plan = dataclasses.replace(plan, uncut=uncut, tile=32, min_tiles=1)
+        reference.plan_decode(lens, torch.arange(9), plan)
+        counts, firsts = plan.work[:, 0].tolist(), plan.work[:, 6].tolist()
+        pairs = [n for n in (-(-lens // 32)).tolist() for _ in range(2)]
+        line = [pair for pair, n in enumerate(pairs) for _ in range(n)]
+        taken = [line[at] for first, count in zip(firsts, counts, strict=True) for at in range(first, first + count)]
+        assert taken == line
+        for pair, n in enumerate(pairs):
+            programs = sum(pair in line[first : first + count] for first, count in zip(firsts, counts, strict=True))
+            assert programs == 1 or n == 0 or n > uncut
 
 
 def test_decode_of_nothing():
