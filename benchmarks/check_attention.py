@@ -143,13 +143,13 @@ class Shape:
 
         query = random(len(contexts))
         want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **self.options)  # type: ignore[arg-type]
-        cuts: dict[str, Any]
-        for name, max_seqs, cuts in (
+        plans: list[tuple[str, int, dict[str, Any]]] = [
             ("decode for latency", kernels.FEW_SEQS, {}),
             ("decode for bandwidth", 4 * kernels.FEW_SEQS, {}),
             ("decode cut anywhere", kernels.FEW_SEQS, {"min_tiles": 1, "uncut": 0, "fan_in": 0}),
             ("decode merging twice", kernels.FEW_SEQS, {"min_tiles": 1, "fan_in": 8}),
-        ):
+        ]
+        for name, max_seqs, cuts in plans:
             plan = None
             if query.is_cuda:
                 plan = kernels.DecodePlan.allocate(
