@@ -1,15 +1,12 @@
-"""The command `quire`. Knows the commands and how errors are shown; each command is a module of its own."""
+"""The command `quire`. Knows the commands and how errors are shown; each command is a module of its own.
+
+All that takes time is imported inside `main`, so that Ctrl-C ends the command quietly from the first moment on.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-
-from engine import __version__
-from engine.config import ConfigError, Parser
-from engine.errors import EngineError
-from engine.log import configure_logging, debugging
-from server.commands import bench, chat, check, generate, serve
 
 EPILOG = """examples:
   quire serve                        serve the bundled demo model: API and chat page at http://127.0.0.1:8000
@@ -24,7 +21,22 @@ QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command: 0 when all went well, 1 for an error that is shown in one line, 2 for a wrong command line."""
+    """Run a command: 0 when all went well, 1 for an error shown in one line, 2 for a wrong command line, 130 for Ctrl-C."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    from engine import __version__
+    from engine.config import Parser
+    from engine.log import configure_logging, debugging
+    from server.commands import bench, chat, check, generate, serve
+
     parser = Parser(
         prog="quire",
         description="Quire serves large language models: OpenAI-compatible HTTP API, chat page, offline generation.",
@@ -34,7 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     for module in (serve, chat, generate, check, bench):
         module.add_parser(commands)
-    words = sys.argv[1:] if argv is None else argv
     if not words:
         parser.print_help(sys.stderr)
         return 2
@@ -42,11 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         configure_logging()
         return int(args.run(args))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
         if debugging() or not _is_plain(error):
             raise
@@ -56,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _is_plain(error: Exception) -> bool:
     """Whether the message says all that the user needs."""
+    from engine.errors import ConfigError, EngineError
     from engine.models.errors import ModelError
     from engine.text.chat_template import ChatTemplateError
     from engine.text.tokenizer import TokenizerError

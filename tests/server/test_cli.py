@@ -231,6 +231,25 @@ def test_port_in_use_is_seen_before_the_model_is(server: Server) -> None:
     )
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class CtrlC:
+    def find_spec(name, *rest):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, CtrlC)
+from server.cli import main
+sys.exit(main(["generate", "--model", "configs/demo", "Once"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["engine", "engine.flags", "server.commands", "server.commands.bench", "engine.llm"])
+def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
+    words = [sys.executable, "-c", INTERRUPTED_IMPORT, name]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_streams_and_exits_with_0(model: Path, number: signal.Signals) -> None:
     with serving(model) as server:
