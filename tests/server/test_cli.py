@@ -243,7 +243,9 @@ sys.exit(main(["generate", "--model", "configs/demo", "Once"]))
 """
 
 
-@pytest.mark.parametrize("name", ["engine", "engine.flags", "server.commands", "server.commands.bench", "engine.llm"])
+@pytest.mark.parametrize(
+    "name", ["engine", "engine.flags", "server.commands", "server.commands.bench", "engine.async_engine"]
+)
 def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED_IMPORT, name]
     done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
