@@ -19,13 +19,13 @@ def _rms_norm_kernel(
     x, residual, weight, out, total, stride_x, stride_residual, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        launch_dependents()
-        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
     w = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
     values = tl.load(x + row * stride_x + offs, mask=mask, other=0.0)
     if ADD:
         values = values.to(tl.float32) + tl.load(residual + row * stride_residual + offs, mask=mask, other=0.0)
