@@ -17,6 +17,7 @@ import re
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,9 +297,10 @@ def main(argv: list[str]) -> int:
     benchmark = Benchmark(*load(parser.parse_args(argv), *groups))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(benchmark.run())
-    print(metrics.table(result, benchmark.report.report))
-    for line in [*benchmark.notes, *about_clients(benchmark.clients)]:
-        print(line)
+    lines = benchmark.notes
+    if result["completed"]:
+        lines = [metrics.table(result, benchmark.report.report), *lines, *about_clients(benchmark.clients)]
+    print("\n".join(lines))
     if path := benchmark.save(result):
         print(f"saved {path}")
     return 1 if result["failed"] or not result["completed"] else 0
@@ -314,7 +316,7 @@ class Run:
 
 
 class Benchmark:
-    """One call of the command. `notes` are for the user, after the table."""
+    """One call of the command. `notes` are for the user: after the table, or alone when nothing was measured."""
 
     def __init__(self, target: TargetFlags, dataset: DatasetFlags, traffic: TrafficFlags, report: ReportFlags) -> None:
         self.target, self.dataset, self.traffic, self.report = target, dataset, traffic, report
@@ -353,9 +355,10 @@ class Benchmark:
             warmups = await self._encode(self._requests(seed=WARMUP_SEED, count=self.traffic.num_warmups))
             await self._pass(warmups, math.inf, seed=0, title="warming up")
         print("Starting main benchmark run...")
-        if self.traffic.find_max_rate:
-            return await self._find_max_rate(requests)
-        return await self._repeat(requests)
+        result = await (self._find_max_rate if self.traffic.find_max_rate else self._repeat)(requests)
+        if not result["completed"]:
+            self.notes.insert(0, f"Nothing was measured. All {result['failed']} requests failed.")
+        return result
 
     async def _repeat(self, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
         traffic = self.traffic
@@ -385,8 +388,9 @@ class Benchmark:
             found = {target.name: target.measured(run.answers) for target in targets}
             holds = all(a.ok for a in run.answers) and all(found[t.name] <= t.limit_ms for t in targets)
             shown = ", ".join(f"{t.name} {found[t.name]:.1f} of {t.limit_ms:g}" for t in targets)
-            print(f"rate {rate:<8.4g} {'holds' if holds else 'fails'}   {shown}", flush=True)
             measured = self._measure(run)
+            if measured["completed"]:
+                print(f"rate {rate:<8.4g} {'holds' if holds else 'fails'}   {shown}", flush=True)
             throughput = measured["request_throughput"]
             probes.append({"rate": _finite(rate), "holds": holds, "request_throughput": throughput, **found})
             return holds, measured
@@ -408,7 +412,7 @@ class Benchmark:
             )
         elif low:
             self.notes.append(f"Highest request rate that holds (RPS): {low:.4g} (fails at {high:.4g})")
-        else:
+        elif best["completed"]:
             self.notes.append(f"No rate holds: the targets fail even at {high:.3g} requests a second.")
         return self._result([best]) | {"configured_rate": low if 0 < low < math.inf else None, "find_max_rate": found}
 
@@ -610,8 +614,8 @@ class Benchmark:
         if self.report.save_detailed:
             result |= metrics.details(run.answers)
         self.clients.append(run.client)
-        errors = dict.fromkeys(answer.error for answer in run.answers if not answer.ok)
-        self.notes += [f"Failed: {error}" for error in list(errors)[:10]]
+        errors = Counter(answer.error for answer in run.answers if not answer.ok).most_common(10)
+        self.notes += [f"Failed: {error}" + (f" ({count} times)" if count > 1 else "") for error, count in errors]
         return result
 
     # Results

@@ -155,6 +155,12 @@ class Stub:
             return await self.as_overloaded(body, writer)
         return await (self.as_error_midway if number % 3 == 0 else self.as_ok)(body, writer)
 
+    async def as_ok_once(self, body: Any, writer: Any) -> bool:
+        """Only the first request is answered; every third one of the others fails in another way."""
+        if len(self.requests) == 1:
+            return await self.as_ok(body, writer)
+        return await (self.as_error_midway if len(self.requests) % 3 == 0 else self.as_overloaded)(body, writer)
+
     async def as_queue(self, body: Any, writer: Any) -> bool:
         """One request after the other, 4 ms each: 250 requests a second."""
         async with self._turn:

@@ -147,7 +147,7 @@ def test_failures_in_the_middle_are_counted_by_cause(
     shown = capsys.readouterr().out
     assert "Failed requests:                         4         \n" in shown
     assert "error in the stream:                     3         \n" in shown
-    assert "Failed: error in the stream: out of memory" in shown
+    assert "Failed: error in the stream: out of memory (3 times)\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -164,18 +164,36 @@ def test_a_server_that_refuses_is_asked_once(
 ) -> None:
     assert bench(stub.url(behaviour)) == 1
     assert len(stub.requests) == 1
-    shown = capsys.readouterr().out
-    assert f"Nothing was measured. The first request failed: {message}" in shown
-    assert "Failed requests:                         1         " in shown
+    assert capsys.readouterr().out.splitlines() == [
+        "Starting initial single prompt test run...",
+        f"Nothing was measured. The first request failed: {message}",
+    ]
 
 
-def test_a_server_that_is_down(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["--find-max-rate", "p99_ttft:500"]])
+def test_a_server_that_fails_every_request_gets_no_table(
+    stub: Stub, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(stub.url("ok-once"), "--save-result", "--result-dir", str(tmp_path), *more) == 1
+    assert capsys.readouterr().out.splitlines()[-4:-1] == [
+        "Nothing was measured. All 12 requests failed.",
+        "Failed: HTTP 503: <html>try later</html> (8 times)",
+        "Failed: error in the stream: out of memory (4 times)",
+    ]
+    result = saved(tmp_path)
+    assert (result["completed"], result["failed"]) == (0, 12)
+    assert result["failures"] == {"HTTP 503": 8, "error in the stream": 4}
+
+
+def test_a_server_that_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    cause = f"Nothing was measured. The first request failed: connection refused: {url.removeprefix('http://')}\n"
     assert bench(url) == bench(url, "--model", "m") == 1
-    shown = capsys.readouterr().out
-    assert shown.count("connection refused:                      1         ") == 2
+    assert capsys.readouterr().out == cause * 2
+    assert bench(url, "--save-result", "--result-dir", str(tmp_path)) == 1
+    assert saved(tmp_path)["failures"] == {"connection refused": 1}
 
 
 def test_find_max_rate(stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
