@@ -148,3 +148,26 @@ def test_greedy_text_among_others(story, story_model, prefix_caching, max_num_ba
     if num_blocks and max_num_batched_tokens >= 64:
         assert stats.num_preemptions > 0
     engine.close()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
+def test_the_demo_answers_forced_tool_calls_and_takes_their_results(server: str, choice: str | dict) -> None:
+    nights = {"type": "integer", "minimum": 1, "maximum": 30}
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "nights": nights}}
+    schema |= {"required": ["city", "nights"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "book", "parameters": schema}}]
+    messages = [{"role": "user", "content": "Book me a room in Oslo."}]
+    body = {"messages": messages, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 80}
+    (answer,) = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "book"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == {"city", "nights"}
+    assert arguments["city"] in ("Rome", "Oslo")
+    assert 1 <= arguments["nights"] <= 30
+    messages += [answer["message"], {"role": "tool", "tool_call_id": call["id"], "content": "It is booked."}]
+    follow_up = {"messages": messages, "tools": tools, "tool_choice": "none", "max_tokens": 20}
+    (answer,) = httpx.post(f"{server}/v1/chat/completions", json=follow_up, timeout=60).json()["choices"]
+    assert answer["message"]["content"]
+    assert not answer["message"].get("tool_calls")

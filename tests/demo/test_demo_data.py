@@ -1,5 +1,6 @@
 """The demo model's data, tokenizer and exporter. Training itself is not tested here, only that every part of it fits."""
 
+import json
 import random
 import subprocess
 import sys
@@ -141,6 +142,12 @@ def test_an_exported_model_is_the_same_in_transformers(tmp_path):
     with torch.no_grad():
         ours = model.logits(model(ids)).view(2, 70, -1)
         assert (ours - theirs(ids).logits).abs().max() < 1e-4
+
+
+def test_the_committed_chat_template_is_that_of_the_training():
+    from tokenizer import CHAT_TEMPLATE
+
+    assert json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
 
 
 def test_the_committed_configuration_is_the_trained_shape(tmp_path):

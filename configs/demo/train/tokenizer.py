@@ -20,9 +20,27 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# The model has seen conversations only. Tools, in the format of Hermes and Qwen, are there so that clients can be tried.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- '</tools>\\n<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] | trim + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') | trim }}
+        {%- for call in message['tool_calls'] or [] %}
+            {{- '' if loop.first and not message['content'] else '\\n' }}
+            {{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' }}
+            {{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
