@@ -303,6 +303,22 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, deadline: floa
     return False
 
 
+def speeds(result: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """(model, engine) → median output tokens a second: served, and offline where that was measured."""
+    tokens = result["settings"]["num_prompts"] * result["settings"]["output_len"]
+    seconds = {(row["model"], row["engine"]): row["seconds"] for row in result["offline"]}
+    found = {}
+    for key in dict.fromkeys((row["model"], row["engine"]) for row in result["served"]):
+        runs = _runs([row for row in result["served"] if (row["model"], row["engine"]) == key])
+        offline = tokens / statistics.median(seconds[key]) if seconds.get(key) else None
+        found[key] = (statistics.median(run["output_throughput"] for run in runs), offline)
+    return found
+
+
+def _runs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run for row in rows for run in row.get("runs", [row])]
+
+
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     flags, machine = result["settings"], result["environment"]
@@ -311,26 +327,18 @@ def table(result: dict[str, Any]) -> str:
         f"{where} · {flags['num_prompts']} requests, {flags['max_concurrency']} at a time, "
         f"{flags['input_len']} in, {flags['output_len']} out"
     ]
-    tokens = flags["num_prompts"] * flags["output_len"]
     head = ["model", "server", "output tok/s", "offline tok/s", "share", "p50 TTFT ms", "p99 TTFT ms", "mean TPOT ms"]
     head += ["ready after s", "client's core"]
     lines += ["", "| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
-    speeds: dict[tuple[str, str], float] = {}
-    for model, engine in dict.fromkeys((row["model"], row["engine"]) for row in result["served"]):
+    found = speeds(result)
+    for (model, engine), (speed, offline) in found.items():
         rows = [row for row in result["served"] if (row["model"], row["engine"]) == (model, engine)]
-        runs = [run for row in rows for run in row.get("runs", [row])]
+        runs = _runs(rows)
 
         def median(key: str, runs: list[dict[str, Any]] = runs) -> float:
             return statistics.median(run[key] for run in runs)
 
-        speeds[model, engine] = speed = median("output_throughput")
-        offline = [
-            s for row in result["offline"] if (row["model"], row["engine"]) == (model, engine) for s in row["seconds"]
-        ]
-        beside = ["–", "–"]
-        if offline:
-            full = tokens / statistics.median(offline)
-            beside = [f"{full:,.0f}", f"**{speed / full:.1%}**"]
+        beside = ["–", "–"] if offline is None else [f"{offline:,.0f}", f"**{speed / offline:.1%}**"]
         cells = [
             f"{speed:,.0f}",
             *beside,
@@ -340,14 +348,14 @@ def table(result: dict[str, Any]) -> str:
         cells += [f"{max(run['client']['cpu_share'] for run in runs):.0%}"]
         lines.append("| " + " | ".join([model, engine, *cells]) + " |")
     ratios = [
-        f"{model}: quire is **{speed / speeds[model, 'vllm']:.2f}** times as fast as vllm"
-        for (model, engine), speed in speeds.items()
-        if engine == "quire" and (model, "vllm") in speeds
+        f"{model}: quire is **{speed / found[model, 'vllm'][0]:.2f}** times as fast as vllm"
+        for (model, engine), (speed, _) in found.items()
+        if engine == "quire" and (model, "vllm") in found
     ]
     lines += ["", *ratios] if ratios else []
-    for title, found in (("Failures", result["failures"]), ("Left out", result["left_out"])):
-        if found:
-            lines += ["", f"{title}:", "", *(f"- {item}" for item in found)]
+    for title, items in (("Failures", result["failures"]), ("Left out", result["left_out"])):
+        if items:
+            lines += ["", f"{title}:", "", *(f"- {item}" for item in items)]
     return "\n".join(lines)
 
 

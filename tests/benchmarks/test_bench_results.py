@@ -190,7 +190,14 @@ def test_wrong_files(tmp_path: Path, content: str, message: str) -> None:
 
 DRAWABLE = {
     "engines": ENGINES,
-    "kernels": KERNELS,
+    "servers": {
+        "benchmark": "servers",
+        "settings": {"num_prompts": 10, "max_concurrency": 4, "input_len": 6, "output_len": 20},
+        "environment": {"gpu": "a GPU"},
+        "served": [{"engine": engine, "model": "m", "output_throughput": 150.0} for engine in ("quire", "vllm")],
+        "offline": [{"engine": "quire", "model": "m", "seconds": [1.0]}],
+    },
+    "kernels": KERNELS | {"environment": {"gpu": "a GPU"}},
     "detailed": serve_result(1.0, 2.0) | {"ttfts": [0.1, 0.2, 0.0], "itls": [[0.01, 0.02], [], [0.03]]},
     "rates": serve_result(1.0, 2.0)
     | {
@@ -217,9 +224,36 @@ def test_pictures(kind: str, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "b.svg").read_text()
 
 
+def test_what_the_pictures_say() -> None:
+    pytest.importorskip("matplotlib")
+    (servers,) = plots.draw(DRAWABLE["servers"]).axes
+    assert [text.get_text().strip() for text in servers.texts] == ["150 (75% of offline)", "150"]
+    decode, prefill = plots.draw(DRAWABLE["kernels"]).axes
+    assert [text.get_text() for text in decode.texts] == ["75%", "62%"]
+    assert [text.get_text() for text in prefill.texts] == ["1%", "0%"]
+    assert "a large copy, 4" in decode.get_xlabel()
+    (engines,) = plots.draw(ENGINES).axes
+    assert [text.get_text() for text in engines.texts] == ["1.50", "1.50"]  # the baseline is a line
+
+
 def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
     for result, message in ((serve_result(1.0, 2.0), "--save-detailed"), (LATENCY, "is not a result of quire bench")):
         with pytest.raises(ValueError, match=message):
             plots.draw(result)
-    with pytest.raises(ConfigError, match="--output names one picture"):
-        plots.main(["a.json", "b.json", "-o", "c.png"])
+    pytest.importorskip("matplotlib")
+    engines, other = write(tmp_path / "a.json", ENGINES), write(tmp_path / "b.json", ENGINES | {"baseline": "quire"})
+    for second, message in (
+        (write(tmp_path / "c.json", KERNELS), "only results of quire bench engines"),
+        (other, "several"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plots.main([engines, second, "-o", str(tmp_path / "d.png")])
+
+
+def test_several_comparisons_are_one_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    other = ENGINES | {"runs": [run | {"model": "n"} for run in ENGINES["runs"]]}
+    paths = [write(tmp_path / "a.json", ENGINES), write(tmp_path / "b.json", other)]
+    assert plots.main([*paths, "-o", str(tmp_path / "c.png")]) == 0
+    joined = plots._joined([ENGINES, other])
+    assert [axes.get_title() for axes in plots.draw(joined).axes] == ["m", "n"]
