@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kv_cache import load_heads, store_heads
-from kernels.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 from kernels.plan import DecodePlan
 from kernels.rotary import rope_heads
@@ -257,7 +257,7 @@ def _decode_kernel(
     # FUSED, `query` is the packed projection of queries, keys and values, and the newest ones are not in the cache yet.
     #
     # The work map, the lengths, the rows and the block tables are older than the kernel before this one (see `plan_decode`),
-    # so they may be read before the wait, and so may norm weights. The queries and the newest keys and values may not.
+    # so they may be read before the wait. The queries and the newest keys and values may not.
     program = tl.program_id(0)
     entry = work + program * 8
     left = tl.load(entry)
@@ -273,23 +273,15 @@ def _decode_kernel(
     head_mask = g < GROUP
     q_mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
-    empty = program
-    empty_len = tl.load(context_lens + empty, mask=empty < num_seqs, other=1)
     if PDL:
         launch_dependents()
-        if Q_NORM:
-            prefetch(q_norm, HEAD_DIM * q_norm.dtype.element_ty.primitive_bitwidth // 8)
-        if K_NORM:
-            prefetch(k_norm, HEAD_DIM * k_norm.dtype.element_ty.primitive_bitwidth // 8)
         wait_for_inputs()
 
-    while empty < num_seqs:  # a padding row has no tile: its output is 0
-        if empty_len == 0:
+    for empty in range(program, num_seqs, tl.num_programs(0)):  # a padding row has no tile: its output is 0
+        if tl.load(context_lens + empty) == 0:
             for head in range(NUM_KV_HEADS):
                 at = out + empty * stride_ot + (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
                 tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=q_mask)
-        empty += tl.num_programs(0)
-        empty_len = tl.load(context_lens + empty, mask=empty < num_seqs, other=1)
 
     while at_tile < end:
         num_tiles = tl.cdiv(context_len, TILE)
