@@ -73,11 +73,6 @@ class Paged:
         context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         return cls(kv, kv_scale, shuffled.to(device), rows.int().to(device), context_lens)
 
-    def newest(self) -> tuple[Tensor, Tensor]:
-        """(block, offset) of each sequence's last token."""
-        positions, block_size = self.context_lens.long() - 1, self.kv.shape[3]
-        return self.block_tables[self.rows.long(), positions // block_size].long(), positions % block_size
-
     def context(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Keys and values [Hkv, n, D] of one sequence in float64, times their scales."""
         n, block_size = int(self.context_lens[sequence]), self.kv.shape[3]
@@ -168,7 +163,6 @@ class Shape:
             out = torch.full_like(query, float("nan"))
             decode = partial(kernels.paged_attention_decode, query, *here, paged.context_lens, **options)  # type: ignore[arg-type]
             yield name, (partial(decode, plan=plan, out=out), want)
-        yield from self.rope_calls(paged)
         start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=device)
         query = random(sum(queries))
         want = partial(exact_attention, query, paged, queries, scale, **self.options)  # type: ignore[arg-type]
@@ -176,50 +170,6 @@ class Shape:
         yield "prefill", (prefill, want)
         if query.is_cuda and not self.options:  # what is named for tuning is the portable kernel's
             yield "portable prefill", (partial(prefill, num_warps=4), want)  # type: ignore[call-arg]
-
-    def rope_calls(self, paged: Paged) -> Iterator[tuple[str, Calls]]:
-        """Likewise of decode from the packed projection: its result and what it stores, both as after rope_and_store."""
-        device, num_seqs = paged.kv.device, len(paged.rows)
-        rotary_dim = self.head_dim // 2 if self.head_dim == 256 else self.head_dim
-        table = torch.randn(int(paged.context_lens.max()), rotary_dim, device=device)
-        qkv = torch.randn(num_seqs, (self.group + 2) * NUM_KV_HEADS * self.head_dim, dtype=self.dtype, device=device)
-        weights = torch.randn(2, self.head_dim, dtype=self.dtype, device=device)
-        norms = {} if self.group == 4 else {"q_norm": weights[0], "k_norm": weights[1]}
-        num_heads = NUM_KV_HEADS * self.group
-        heads = {"num_heads": num_heads, "num_kv_heads": NUM_KV_HEADS, "kv_scale": paged.kv_scale, **norms}
-        blocks, offsets = paged.newest()
-        scale = self.head_dim**-0.5
-
-        def stored(by: Callable[[], Tensor]) -> Tensor:
-            by()
-            return _bits(paged.kv)[:, blocks, :, offsets].view(paged.kv.dtype).float()
-
-        def fused(max_seqs: int) -> Tensor:
-            _bits(paged.kv)[:, blocks, :, offsets] = 0x7F if self.kv_dtype == E4M3 else float("nan")
-            plan = None
-            if qkv.is_cuda:
-                shape = (max_seqs, num_heads, NUM_KV_HEADS, self.head_dim, device)
-                plan = kernels.DecodePlan.allocate(*shape, kv_dtype=self.kv_dtype)
-                kernels.plan_decode(paged.context_lens, paged.rows, plan)
-                torch.cuda.synchronize()
-            return kernels.rope_and_decode(
-                qkv, table, paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, paged.context_lens,
-                scale=scale, plan=plan, **heads, **self.options,  # type: ignore[arg-type]
-            )  # fmt: skip
-
-        def unfused() -> Tensor:
-            positions, slots = paged.context_lens.long() - 1, blocks * self.block_size + offsets
-            return kernels.rope_and_store(qkv, positions, table, paged.kv[0], paged.kv[1], slots, **heads)  # type: ignore[arg-type]
-
-        def want() -> Tensor:
-            return exact_attention(unfused(), paged, [1] * num_seqs, scale, **self.options)  # type: ignore[arg-type]
-
-        for name, max_seqs in (("latency", kernels.FEW_SEQS), ("bandwidth", 4 * kernels.FEW_SEQS)):
-            yield f"rope and decode for {name}", (partial(fused, max_seqs), want)
-        yield (
-            "keys and values of rope and decode",
-            (partial(stored, partial(fused, kernels.FEW_SEQS)), partial(stored, unfused)),
-        )
 
 
 def shapes() -> Iterator[Shape]:

@@ -7,10 +7,6 @@ program to arrive merges them. Short pairs are not cut: the piece that begins on
 is computed on the device once per step and serves every layer. Nothing here depends on the longest context and every buffer
 is static, so a CUDA graph can hold it.
 
-Fused, the kernel takes the packed projection of the new tokens, whose keys and values are not in the cache yet. A program norms
-and rotates the queries of each pair that it works on; the one that has a pair's last tile stores the new key and value, too, and
-folds them from registers, so that no load waits for a store.
-
 Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
 arXiv 2309.06180).
 """
@@ -22,11 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_cache import load_heads, store_heads
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 from kernels.plan import DecodePlan
-from kernels.rotary import rope_heads
 
 
 @triton.jit
@@ -87,15 +81,14 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
 
 @triton.jit
 def _attend_tile(
-    tile, q, acc, m, l, key_base, value_base, table, context_len, num_stored, slopes, scale, stride_block, stride_token,
+    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block, stride_token,
     TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys into the running (acc, m, l): of the context's first num_stored keys, and inside the window.
-    Unmasked tiles lie wholly among them."""
+    """Fold one tile of keys into the running (acc, m, l). Unmasked tiles lie wholly inside the context and the window."""
     k, v = load_kv_tile(
-        key_base, value_base, table, tile * TILE, num_stored, stride_block, stride_token, q.dtype,
+        key_base, value_base, table, tile * TILE, context_len, stride_block, stride_token, q.dtype,
         TILE, PAGE, HEAD_DIM, D_PAD, PAIRS, MASKED,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=PRECISION) * scale
@@ -106,53 +99,11 @@ def _attend_tile(
         s += slopes[:, None] * (positions - (context_len - 1)).to(tl.float32)[None, :]
     s *= LOG2E
     if MASKED:
-        keep = positions < num_stored
+        keep = positions < context_len
         if WINDOW > 0:
             keep &= positions > context_len - 1 - WINDOW
         s = tl.where(keep[None, :], s, -float("inf"))
     return fold(s, v, acc, m, l, PRECISION)
-
-
-@triton.jit
-def _repeated(x, M: tl.constexpr):
-    """The rows of x [N, K] again and again: [M, K], M a multiple of N."""
-    return tl.reshape(tl.broadcast_to(x[None], [M // x.shape[0], x.shape[0], x.shape[1]]), [M, x.shape[1]])
-
-
-@triton.jit
-def _new_token(
-    qkv, angles, q_norm, k_norm, eps, key_at, value_at, kv_scale, stride_head, head, owned, scale,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ROTARY: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """A new token's queries for one KV head, from its row of the packed projection, and the (acc, m, l) to begin with.
-
-    Where `owned`, its key and its value are stored in the slot at key_at and value_at, and are the first to be folded, as
-    they are held there: nothing need wait for the store. Where not, the beginning is that of no keys. Rows of q [G_PAD, D_PAD]
-    beyond the group repeat it.
-    """
-    g = tl.arange(0, triton.next_power_of_2(GROUP))
-    q = rope_heads(qkv, head * GROUP + g, g < GROUP, q_norm, angles, eps, HEAD_DIM, D_PAD, ROTARY, Q_NORM)
-    heads = head + tl.arange(0, 1)
-    valid = owned & (heads < NUM_KV_HEADS)
-    qkv += NUM_KV_HEADS * GROUP * HEAD_DIM
-    k = rope_heads(qkv, heads, valid, k_norm, angles, eps, HEAD_DIM, D_PAD, ROTARY, K_NORM)
-    v = load_heads(qkv + NUM_KV_HEADS * HEAD_DIM, heads, valid, HEAD_DIM, D_PAD)
-    k = store_heads(k, key_at, kv_scale, heads, valid, stride_head, HEAD_DIM, D_PAD)
-    v = store_heads(v, value_at, kv_scale + NUM_KV_HEADS, heads, valid, stride_head, HEAD_DIM, D_PAD).to(tl.float32)
-    if FP8 and q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
-        q = q.to(tl.float16)
-    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-    if SOFT_CAP > 0:
-        s = soft_capped(s, SOFT_CAP)
-    m = tl.reshape(_repeated(tl.where(owned, s * LOG2E, -float("inf"))[:, None], G_PAD), [G_PAD])
-    l = tl.where(owned, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
-    if FP8:
-        even, odd = tl.split(tl.reshape(v, [1, D_PAD // 2, 2]))
-        acc = (tl.broadcast_to(even, [G_PAD, D_PAD // 2]), tl.broadcast_to(odd, [G_PAD, D_PAD // 2]))
-    else:
-        acc = (tl.broadcast_to(v, [G_PAD, D_PAD]),)  # type: ignore[assignment]
-    return _repeated(q, G_PAD), acc, m, l
 
 
 @triton.jit
@@ -247,15 +198,12 @@ def _arrive(
 )
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, kv_scale,
-    work, partial_out, partial_stats, arrivals, group_arrivals, cos_sin, q_norm, k_norm, scale, eps, num_seqs,
-    stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token, stride_angles,
+    work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
+    stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
-    FUSED: tl.constexpr, ROTARY: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
-    # FUSED, `query` is the packed projection of queries, keys and values, and the newest ones are not in the cache yet.
-    #
     # The work map, the lengths, the rows and the block tables are older than the kernel before this one (see `plan_decode`),
     # so they may be read before the wait. The queries and the newest keys and values may not.
     program = tl.program_id(0)
@@ -299,44 +247,32 @@ def _decode_kernel(
             key_base = key_cache + head.to(tl.int64) * stride_head
             value_base = value_cache + head.to(tl.int64) * stride_head
             heads = head * GROUP + g
+            q = tl.load(query + seq * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
             score_scale = scale
             if FP8:  # the scores and the sum of values are scaled, not each key and value
                 score_scale *= tl.load(kv_scale + head)
+                if q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
+                    q = q.to(tl.float16)
             slopes = tl.zeros([G_PAD], tl.float32)
             if ALIBI:
                 slopes = tl.load(alibi_slopes + heads, mask=head_mask, other=0.0)
-            if FUSED:
-                num_stored = context_len - 1
-                newest = (
-                    tl.load(table + num_stored // PAGE).to(tl.int64) * stride_block + num_stored % PAGE * stride_token
-                )
-                q, acc, m, l = _new_token(
-                    query + seq * stride_qt, cos_sin + num_stored.to(tl.int64) * stride_angles, q_norm, k_norm, eps,
-                    key_cache + newest, value_cache + newest, kv_scale, stride_head, head, last == num_tiles, score_scale,
-                    NUM_KV_HEADS, GROUP, G_PAD, HEAD_DIM, D_PAD, SOFT_CAP, ROTARY, Q_NORM, K_NORM, FP8,
-                )  # fmt: skip
-            else:
-                num_stored = context_len
-                q = tl.load(query + seq * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
-                if FP8 and q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
-                    q = q.to(tl.float16)
-                acc = no_sum(G_PAD, D_PAD, FP8)
-                m = tl.full([G_PAD], -float("inf"), tl.float32)
-                l = tl.zeros([G_PAD], tl.float32)
+            acc = no_sum(G_PAD, D_PAD, FP8)
+            m = tl.full([G_PAD], -float("inf"), tl.float32)
+            l = tl.zeros([G_PAD], tl.float32)
 
             # Tiles [first, whole) need no mask; a window makes every tile masked and skips those before it.
-            whole = tl.minimum(last, num_stored // TILE)
+            whole = tl.minimum(last, context_len // TILE)
             if WINDOW > 0:
                 whole = tl.minimum(last, tl.maximum(first, tl.maximum(context_len - WINDOW, 0) // TILE))
             else:
                 for tile in tl.range(first, whole, num_stages=STAGES):
                     acc, m, l = _attend_tile(
-                        tile, q, acc, m, l, key_base, value_base, table, context_len, num_stored, slopes, score_scale,
+                        tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, score_scale,
                         stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
                     )  # fmt: skip
             for tile in tl.range(tl.maximum(first, whole), last, num_stages=STAGES if WINDOW > 0 else 1):
                 acc, m, l = _attend_tile(
-                    tile, q, acc, m, l, key_base, value_base, table, context_len, num_stored, slopes, score_scale,
+                    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, score_scale,
                     stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
                 )  # fmt: skip
 
@@ -389,93 +325,30 @@ def paged_attention_decode(
 
     `plan` must have been updated with these `context_lens`; without one it is made here, which costs an allocation.
     """
-    out = torch.empty_like(query) if out is None else out
-    _decode(
-        query, key_cache, value_cache, block_tables, rows, context_lens, out, plan, alibi_slopes, kv_scale,
-        None, None, None, 0.0, scale, window, soft_cap, fused=False,
-    )  # fmt: skip
-    return out
-
-
-def rope_and_decode(
-    qkv: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: DecodePlan | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.reference.rope_and_decode`. Rows of qkv must be contiguous, the row stride is free; `plan` as above."""
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    out = torch.empty_like(heads[:, :num_heads], memory_format=torch.contiguous_format) if out is None else out
-    _decode(
-        heads, key_cache, value_cache, block_tables, rows, context_lens, out, plan, alibi_slopes, kv_scale,
-        cos_sin, q_norm, k_norm, eps, scale, window, soft_cap, fused=True,
-    )  # fmt: skip
-    return out
-
-
-def _decode(
-    heads: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-    plan: DecodePlan | None,
-    alibi_slopes: Tensor | None,
-    kv_scale: Tensor | None,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    *,
-    fused: bool,
-) -> None:
-    """Launch the kernel: `heads` [B, H, D] are queries or, fused, [B, H + 2 * Hkv, D] with their keys and values."""
-    num_seqs, num_heads, head_dim = out.shape
+    num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
-    launch_options = pdl_options(out.device)
+    if out is None:
+        out = torch.empty_like(query)
+    launch_options = pdl_options(query.device)
     if plan is None:
-        plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, out.device)
+        plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device)
         plan_decode(context_lens, rows, plan)
         launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     group = num_heads // num_kv_heads
-
-    def pointer(x: Tensor | None) -> Tensor:  # one that is not read takes the place of None
-        return context_lens if x is None else x
-
     _decode_kernel[(len(plan.work),)](
-        heads, key_cache, value_cache, out, block_tables, rows, context_lens, pointer(alibi_slopes), pointer(kv_scale),
-        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals,
-        pointer(cos_sin), pointer(q_norm), pointer(k_norm), scale, eps, num_seqs,
-        heads.stride(0), heads.stride(1), out.stride(0), block_tables.stride(0),
-        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), pointer(cos_sin).stride(0),
+        query, key_cache, value_cache, out, block_tables, rows, context_lens,
+        context_lens if alibi_slopes is None else alibi_slopes, context_lens if kv_scale is None else kv_scale,
+        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
+        query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
+        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
-        PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
-        STAGES=plan.num_stages, FAN_IN=plan.fan_in, FUSED=fused, ROTARY=0 if cos_sin is None else cos_sin.shape[1],
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=plan.num_warps, **launch_options,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        STAGES=plan.num_stages, FAN_IN=plan.fan_in, num_warps=plan.num_warps,
+        **launch_options,
     )  # fmt: skip
+    return out

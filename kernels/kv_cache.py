@@ -29,29 +29,6 @@ def to_e4m3(x, scale):
 
 
 @triton.jit
-def store_heads(
-    x, cache, scales, heads, valid, stride_head, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-):  # fmt: skip
-    """Store x [N, D_PAD] as the `valid` ones of the heads [N] of the slot at `cache` -> x as it is stored. An e4m3 cache
-    has a scale for each head."""
-    d = tl.arange(0, D_PAD)
-    if cache.dtype.element_ty == tl.float8e4nv:
-        x = to_e4m3(x, tl.load(scales + heads, mask=valid, other=1.0)[:, None])
-    else:
-        x = x.to(cache.dtype.element_ty)
-    tl.store(cache + heads[:, None] * stride_head + d[None, :], x, mask=valid[:, None] & (d < HEAD_DIM)[None, :])
-    return x
-
-
-@triton.jit
-def load_heads(source, heads, valid, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
-    """The `valid` ones of a token's heads [N] of contiguous channels, [N, D_PAD]; the rest is 0."""
-    d = tl.arange(0, D_PAD)
-    mask = valid[:, None] & (d < HEAD_DIM)[None, :]
-    return tl.load(source + heads[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _store_kv_kernel(
     key, value, key_cache, value_cache, slot_mapping, kv_scale,
     stride_key, stride_value, stride_block, stride_head, stride_offset,
@@ -64,13 +41,18 @@ def _store_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
-        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        valid = heads < NUM_KV_HEADS
-        at = slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE)
-        k = load_heads(key + token * stride_key, heads, valid, HEAD_DIM, D_PAD)
-        v = load_heads(value + token * stride_value, heads, valid, HEAD_DIM, D_PAD)
-        store_heads(k, key_cache + at, kv_scale, heads, valid, stride_head, HEAD_DIM, D_PAD)
-        store_heads(v, value_cache + at, kv_scale + NUM_KV_HEADS, heads, valid, stride_head, HEAD_DIM, D_PAD)
+        heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+        d = tl.arange(0, D_PAD)[None, :]
+        mask = (heads < NUM_KV_HEADS) & (d < HEAD_DIM)
+        at = slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE) + heads * stride_head + d
+        source = heads * HEAD_DIM + d
+        k = tl.load(key + token * stride_key + source, mask=mask)
+        v = tl.load(value + token * stride_value + source, mask=mask)
+        if key_cache.dtype.element_ty == tl.float8e4nv:
+            k = to_e4m3(k, tl.load(kv_scale + heads, mask=heads < NUM_KV_HEADS, other=1.0))
+            v = to_e4m3(v, tl.load(kv_scale + NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=1.0))
+        tl.store(key_cache + at, k, mask=mask)
+        tl.store(value_cache + at, v, mask=mask)
 
 
 def store_kv(

@@ -358,47 +358,6 @@ def paged_attention_decode(
     return out
 
 
-def rope_and_decode(
-    qkv: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: object = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`rope_and_store`, then `paged_attention_decode`, of each sequence's newest token -> [B, H, D], in `out` when given.
-
-    qkv [B, (H + 2 * Hkv) * D]. A token's position is the last of its context, and the slot its block table's: K and V
-    are stored there, except for those of context_len 0. The other arguments are those of the two.
-    """
-    block_size = key_cache.shape[2]
-    positions = (context_lens.long() - 1).clamp_(min=0)
-    blocks = block_tables[rows, positions // block_size].long()
-    slots = torch.where(context_lens > 0, blocks * block_size + positions % block_size, -1)
-    query = rope_and_store(
-        qkv, positions, cos_sin, key_cache, value_cache, slots, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scale=kv_scale,
-    )  # fmt: skip
-    return paged_attention_decode(
-        query, key_cache, value_cache, block_tables, rows, context_lens, scale=scale, window=window, soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, kv_scale=kv_scale, plan=plan, out=out,
-    )  # fmt: skip
-
-
 def paged_attention_prefill(
     query: Tensor,
     key_cache: Tensor,

@@ -12,43 +12,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_cache import HEADS_PER_PROGRAM, load_heads, slot_offset, store_heads
+from kernels.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 
 
 @triton.jit
-def _normed(x, scale, weight, channels, mask, DTYPE: tl.constexpr):
-    """x [N, D] times its norm's scale [N] and weight, rounded to DTYPE as if it were stored after each."""
-    w = tl.load(weight + channels, mask=mask, other=0.0).to(tl.float32)
-    return ((x * scale[:, None]).to(DTYPE).to(tl.float32) * w[None, :]).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def rope_heads(
-    source, heads, valid, weight, angles, eps,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+def _rope_heads(
+    source, target, weight, table, scales, stride_table, stride_target, position, eps, first_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The `valid` ones of a token's heads [N] at `source`, normed, rotated and rounded to its dtype: [N, D_PAD], padded
-    with 0. `angles` points to the cosines, then the sines, of the token's position; ROTARY 0: no rotation."""
-    DTYPE: tl.constexpr = source.dtype.element_ty
+    """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
+
+    A head is read as the two halves of its ROTARY first channels and the rest of them. An e4m3 `target` has `scales`.
+    """
     HALF: tl.constexpr = ROTARY // 2
-    d = tl.arange(0, D_PAD)
-    x = load_heads(source, heads, valid, HEAD_DIM, D_PAD).to(tl.float32)
+    REST: tl.constexpr = HEAD_DIM - 2 * HALF
+    heads = (first_head + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, HALF_PAD)[None, :]
+    mask = (heads < NUM_HEADS) & (i < HALF)
+    at = source + heads * HEAD_DIM + i
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    j = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
+    rest_mask = (heads < NUM_HEADS) & (j < HEAD_DIM)
+    if REST > 0:
+        rest = tl.load(source + heads * HEAD_DIM + j, mask=rest_mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = source.dtype.element_ty
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
-        x = _normed(x, scale, weight, d, d < HEAD_DIM, DTYPE)
-    if ROTARY > 0:
-        rotates = d < ROTARY
-        other = tl.where(d < HALF, d + HALF, d - HALF)  # the channel that each channel rotates with
-        mask = valid[:, None] & rotates[None, :]
-        y = tl.load(source + heads[:, None] * HEAD_DIM + other[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NORM:
-            y = _normed(y, scale, weight, other, rotates, DTYPE)
-        angle = tl.where(d < HALF, d, d - HALF)
-        cos = tl.load(angles + angle, mask=rotates, other=1.0)
-        sin = tl.load(angles + HALF + angle, mask=rotates, other=0.0)
-        x = x * cos[None, :] + y * tl.where(d < HALF, -sin, sin)[None, :]
-    return x.to(DTYPE)
+        squares = tl.sum(first * first + second * second, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        # Rounded as the norm's output would be if it were stored.
+        first_weight = tl.load(weight + i, mask=i < HALF).to(tl.float32)
+        second_weight = tl.load(weight + HALF + i, mask=i < HALF).to(tl.float32)
+        first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+        if REST > 0:
+            rest = (rest * scale).to(dtype).to(tl.float32) * tl.load(weight + j, mask=j < HEAD_DIM).to(tl.float32)
+    if ROTATE:
+        row = table + position * stride_table
+        cos = tl.load(row + i, mask=i < HALF)
+        sin = tl.load(row + HALF + i, mask=i < HALF)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    if target.dtype.element_ty == tl.float8e4nv:
+        scale = tl.load(scales + heads, mask=heads < NUM_HEADS, other=1.0)
+        first, second = to_e4m3(first.to(dtype), scale), to_e4m3(second.to(dtype), scale)
+        if REST > 0:
+            rest = to_e4m3(rest.to(dtype), scale)
+    to = target + heads * stride_target
+    tl.store(to + i, first, mask=mask)
+    tl.store(to + HALF + i, second, mask=mask)
+    if REST > 0:
+        tl.store(to + j, rest, mask=rest_mask)
 
 
 @triton.jit
@@ -56,7 +73,8 @@ def _rope_kernel(
     qkv, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, kv_scale, eps,
     stride_qkv, stride_table, stride_block, stride_head, stride_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    D_PAD: tl.constexpr, HEADS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -66,31 +84,34 @@ def _rope_kernel(
     KEY_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    angles = table + tl.load(positions + token).to(tl.int64) * stride_table
+    position = tl.load(positions + token).to(tl.int64)
     source = qkv + token * stride_qkv
     if part < QUERY_PARTS:
-        heads = part * HEADS + tl.arange(0, HEADS)
-        valid = heads < NUM_HEADS
-        q = rope_heads(source, heads, valid, q_norm, angles, eps, HEAD_DIM, D_PAD, ROTARY, Q_NORM)
-        d = tl.arange(0, D_PAD)
-        at = query_out + token * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + d[None, :]
-        tl.store(at, q, mask=valid[:, None] & (d < HEAD_DIM)[None, :])
+        _rope_heads(
+            source, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, kv_scale, stride_table,
+            HEAD_DIM, position, eps, part * HEADS,
+            NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE,
+        )  # fmt: skip
     else:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
             at = slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE)
             part -= QUERY_PARTS
-            source += NUM_HEADS * HEAD_DIM
             if part < KEY_PARTS:
-                heads = part * HEADS + tl.arange(0, HEADS)
-                valid = heads < NUM_KV_HEADS
-                k = rope_heads(source, heads, valid, k_norm, angles, eps, HEAD_DIM, D_PAD, ROTARY, K_NORM)
-                store_heads(k, key_cache + at, kv_scale, heads, valid, stride_head, HEAD_DIM, D_PAD)
+                _rope_heads(
+                    source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, kv_scale, stride_table, stride_head,
+                    position, eps, part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
+                )  # fmt: skip
             else:
-                heads = (part - KEY_PARTS) * HEADS + tl.arange(0, HEADS)
-                valid = heads < NUM_KV_HEADS
-                v = load_heads(source + NUM_KV_HEADS * HEAD_DIM, heads, valid, HEAD_DIM, D_PAD)
-                store_heads(v, value_cache + at, kv_scale + NUM_KV_HEADS, heads, valid, stride_head, HEAD_DIM, D_PAD)
+                heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
+                d = tl.arange(0, D_PAD)[None, :]
+                mask = (heads < NUM_KV_HEADS) & (d < HEAD_DIM)
+                source += (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+                values = tl.load(source + heads * HEAD_DIM + d, mask=mask)
+                if value_cache.dtype.element_ty == tl.float8e4nv:
+                    scales = kv_scale + NUM_KV_HEADS + heads
+                    values = to_e4m3(values, tl.load(scales, mask=heads < NUM_KV_HEADS, other=1.0))
+                tl.store(value_cache + at + heads * stride_head + d, values, mask=mask)
 
 
 def rope_and_store(
@@ -110,7 +131,7 @@ def rope_and_store(
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
     num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
     assert qkv.stride(1) == key_cache.stride(3) == 1
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
@@ -123,7 +144,10 @@ def rope_and_store(
             out, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale, eps,
             qkv.stride(0), table.stride(0), *key_cache.stride()[:3],
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
-            D_PAD=triton.next_power_of_2(head_dim), HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+            HALF_PAD=triton.next_power_of_2(rotary_dim // 2),
+            REST_PAD=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+            D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None,
             BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(qkv.device),
         )  # fmt: skip
     return out

@@ -36,50 +36,29 @@ class _Options(TypedDict):
     scale: float
     window: int
     soft_cap: float
+    alibi_slopes: Tensor | None
     kv_scale: Tensor | None
 
 
-class _Rope(TypedDict):
-    num_heads: int
-    num_kv_heads: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
 def attend(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
+    query: Tensor,
     kv_cache: Tensor,
     metadata: AttentionMetadata,
     *,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float,
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Norm and rotate the step's queries and keys, store its keys and values, attend to the paged contexts -> [T, H, D].
+    """Attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
-    qkv [T, (H + 2 * Hkv) * D], positions [T], cos_sin as in `kernels.reference.rope`; kv_cache [2, num_blocks, Hkv,
-    block_size, D], an e4m3 one with kv_scale [2, Hkv] float32.
+    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D]. kv_scale [2, num_kv_heads] float32
+    for an e4m3 cache, else None.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
-    options = _Options(scale=scale, window=window, soft_cap=soft_cap, kv_scale=kv_scale)
-    rope = _Rope(num_heads=num_heads, num_kv_heads=key_cache.shape[1], q_norm=q_norm, k_norm=k_norm, eps=eps)
+    options = _Options(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, kv_scale=kv_scale)
     m, n = metadata, metadata.num_decodes
-    if n == len(m.rows) and m.decode_plan is not None:
-        return kernels.rope_and_decode(
-            qkv, cos_sin, key_cache, value_cache, m.block_tables, m.rows, m.context_lens,
-            plan=m.decode_plan, **rope, **options,
-        )  # fmt: skip
-    query = kernels.rope_and_store(
-        qkv, positions, cos_sin, key_cache, value_cache, m.slot_mapping, kv_scale=kv_scale, **rope
-    )
     out = torch.empty_like(query)
     if n:
         kernels.paged_attention_decode(

@@ -10,6 +10,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
+import kernels
 from engine.models.attention import AttentionMetadata, attend
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.rope import rope_table
@@ -107,21 +108,30 @@ class Attention(nn.Module):
         attention: AttentionMetadata,
     ) -> Tensor:
         spec = self.spec
-        out = attend(
+        kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
+        query = kernels.rope_and_store(
             self.qkv.after_norm(hidden, norm),  # [T, (H + 2 Hkv) D]
             positions,
             cos_sin,
-            kv,
-            attention,
+            kv[0],
+            kv[1],
+            attention.slot_mapping,
             num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
             q_norm=self.q_norm.weight if self.q_norm else None,
             k_norm=self.k_norm.weight if self.k_norm else None,
             eps=spec.rms_norm_eps,
+            kv_scale=kv_scale,
+        )  # [T, H, D]
+        out = attend(
+            query,
+            kv,
+            attention,
             scale=spec.attention_scale,
             window=self.window,
             soft_cap=spec.soft_cap,
-            kv_scale=self.kv_scale if kv.dtype == torch.float8_e4m3fn else None,
-        )  # [T, H, D]
+            kv_scale=kv_scale,
+        )
         return self.o.add_to(hidden, out.flatten(1))
 
 

@@ -90,7 +90,7 @@ def attention(
     few: bool = True,
     **options: float,
 ) -> None:
-    from kernels.attention_decode import paged_attention_decode, plan_decode, rope_and_decode
+    from kernels.attention_decode import paged_attention_decode, plan_decode
     from kernels.attention_prefill import paged_attention_prefill
 
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
@@ -102,13 +102,6 @@ def attention(
     paged_attention_decode(
         query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale, plan=plan, out=query,
         **options,
-    )  # fmt: skip
-    weight = tensor(head_dim, dtype=dtype) if group % 2 == 0 else None
-    table = tensor(100, min(head_dim, 128), dtype=F32) if slopes is None else None
-    rope_and_decode(
-        tensor(3, (num_heads + 4) * head_dim, dtype=dtype), table, cache, cache, tables, rows, lens,
-        num_heads=num_heads, num_kv_heads=2, q_norm=weight, k_norm=weight, scale=0.1,
-        alibi_slopes=slopes, kv_scale=scale, plan=plan, out=query, **options,
     )  # fmt: skip
     paged_attention_prefill(
         query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale,

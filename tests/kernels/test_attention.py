@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import attention_decode, attention_prefill, reference, rotary
+from kernels import attention_decode, attention_prefill, reference
 from kernels.plan import DecodePlan, make_prefill_tiles
 
 NAN = float("nan")
@@ -86,37 +86,6 @@ class Case:
         return out, reference.paged_attention_decode(
             query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
         )
-
-    def rope_and_decode(self, qkv, cos_sin, num_heads, num_programs, max_seqs=9, norms=None, **options):
-        """What the kernel gives where the newest keys and values are not stored yet, and the twin of attention over what it
-        leaves: the very bits that rope_and_store's kernel would."""
-        num_kv_heads, page, head_dim = self.kv.shape[2:]
-        positions = (self.context_lens - 1).clamp(min=0).long()
-        blocks = self.block_tables[self.rows, positions // page].long()
-        slots = torch.where(self.context_lens > 0, blocks * page + positions % page, -1)
-        stored = self.kv.float()
-        stored[:, blocks[slots >= 0], :, (positions % page)[slots >= 0]] = NAN
-        stored = stored.to(self.kv.dtype)
-        self.kv = stored.clone()
-        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": 1e-5, **(norms or {})}
-        rotary.rope_and_store(qkv, positions, cos_sin, *stored, slots, kv_scale=self.kv_scale, **heads)
-
-        plan = DecodePlan.allocate(
-            max_seqs, num_heads, num_kv_heads, head_dim, torch.device("cpu"), num_programs, self.kv.dtype
-        )
-        attention_decode.plan_decode(self.context_lens, self.rows, plan)
-        args = (self.block_tables, self.rows, self.context_lens)
-        for _ in range(2):
-            out = attention_decode.rope_and_decode(
-                qkv, cos_sin, *self.kv, *args, plan=plan, kv_scale=self.kv_scale, **heads, **options
-            )
-        assert not plan.arrivals.any()
-        assert self.kv.view(torch.uint8).equal(stored.view(torch.uint8))
-
-        exact = self.exact()
-        heads |= {name: weight.double() for name, weight in (norms or {}).items()}
-        query = reference.rope_and_store(qkv.double().contiguous(), positions, cos_sin, *exact.clone(), slots, **heads)
-        return out, reference.paged_attention_decode(query, *exact, *args, **options)
 
     def prefill(self, query, query_start, **options):
         out = torch.full_like(query, 7.0)
@@ -237,54 +206,6 @@ def test_prefill_options(kind):
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-ROPE_SHAPES = [
-    (1, 64, 16, 64), (4, 64, 16, 32), (8, 128, 32, 128), (3, 80, 16, 80), (7, 16, 8, 8), (2, 256, 16, 64), (4, 128, 64, 0),
-]  # fmt: skip
-ROPE_LENS = [1, 300, 64, 130, 0, 17, 0, 33, 129]
-
-
-def packed(num_seqs, num_heads, head_dim, dtype=torch.float32):
-    """Rows of projections with a stride."""
-    return torch.randn(num_seqs, num_heads * head_dim + 16).to(dtype)[:, :-16]
-
-
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize("max_seqs", [9, 40], ids=["for latency", "for bandwidth"])
-@pytest.mark.parametrize(("group", "head_dim", "page", "rotary_dim"), ROPE_SHAPES)
-def test_rope_and_decode_shapes(group, head_dim, page, rotary_dim, max_seqs, normed):
-    case = Case.make(ROPE_LENS, 2, page, head_dim)
-    table = torch.randn(300, rotary_dim) if rotary_dim else None
-    norms = {"q_norm": torch.randn(head_dim), "k_norm": torch.randn(head_dim)} if normed else {}
-    qkv = packed(len(ROPE_LENS), 2 * group + 4, head_dim)
-    out, expected = case.rope_and_decode(qkv, table, 2 * group, 5, max_seqs, norms, scale=head_dim**-0.5)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=str)
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_rope_and_decode_options(kind, dtype, exact_float8):
-    lens = [1, 300, 64, 36, 37, 38, 200]
-    case = Case.make(lens, 2, 16, 64, dtype)
-    table = None if "alibi" in kind else torch.randn(300, 64)
-    out, expected = case.rope_and_decode(packed(7, 12, 64), table, 8, 7, scale=0.2, **options(kind, 8))
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("num_programs", [1, 3, 61])
-def test_rope_and_decode_is_the_same_however_it_is_split(num_programs):
-    case = Case.make([1500, 1, 64, 700], 2, 16, 16)
-    out, expected = case.rope_and_decode(packed(4, 8, 16), torch.randn(1500, 16), 4, num_programs, scale=0.25)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_rope_and_decode_in_half_precision():
-    case = Case.make([200, 65, 3], 2, 16, 64, torch.float16)
-    norms = {"q_norm": torch.randn(64).half(), "k_norm": torch.randn(64).half()}
-    qkv = packed(3, 12, 64, torch.float16)
-    out, expected = case.rope_and_decode(qkv, torch.randn(200, 64), 8, 5, norms=norms, scale=0.125)
-    assert (out.double() - expected).norm() / expected.norm() < 1e-2
-
-
 PLANS = [pytest.param(9, torch.float16, id="for latency"), pytest.param(40, torch.float32, id="for bandwidth")]
 
 
@@ -296,18 +217,6 @@ def test_decode_of_an_e4m3_cache(group, head_dim, page, max_seqs, dtype, exact_f
     query = torch.randn(len(lens), 2 * group, head_dim, dtype=dtype)
     out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
     atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (3e-3, 3e-3)
-    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
-
-
-@pytest.mark.parametrize(("max_seqs", "dtype"), PLANS)
-@pytest.mark.parametrize(("group", "head_dim", "page", "rotary_dim"), ROPE_SHAPES)
-def test_rope_and_decode_over_an_e4m3_cache(group, head_dim, page, rotary_dim, max_seqs, dtype, exact_float8):
-    case = Case.make(ROPE_LENS, 2, page, head_dim, E4M3)
-    table = torch.randn(300, rotary_dim) if rotary_dim else None
-    norms = {"k_norm": torch.randn(head_dim).to(dtype)}
-    qkv = packed(len(ROPE_LENS), 2 * group + 4, head_dim, dtype)
-    out, expected = case.rope_and_decode(qkv, table, 2 * group, 5, max_seqs, norms, scale=head_dim**-0.5)
-    atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (1e-2, 1e-2)
     torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
 
 

@@ -187,25 +187,6 @@ def test_rope_and_store_is_norm_rotation_and_store(rotary_dim, normed):
     torch.testing.assert_close(caches, want, equal_nan=True)
 
 
-def test_rope_and_decode_is_the_two_one_after_the_other():
-    """Positions and slots are the last of each context; a padding row stores nothing."""
-    paged = Paged([1, 9, 40, 7], head_dim=16, dtype=torch.float32)
-    paged.context_lens[3] = 0
-    caches, positions = paged.caches.clone(), torch.tensor([0, 8, 39, 0])
-    blocks = [int(paged.block_tables[row, i // 4]) for row, i in zip(paged.rows.tolist(), positions, strict=True)]
-    slots = torch.tensor([block * 4 + i % 4 for block, i in zip(blocks[:3], positions.tolist(), strict=False)] + [-1])
-    qkv, table, norms = (
-        torch.randn(4, 8 * 16),
-        torch.randn(40, 8),
-        {"q_norm": torch.randn(16), "k_norm": torch.ones(16)},
-    )
-    heads, whole = {"num_heads": 4, "num_kv_heads": 2}, (paged.block_tables, paged.rows, paged.context_lens)
-    got = kernels.rope_and_decode(qkv, table, *paged.caches, *whole, **heads, **norms, scale=0.3, window=9)
-    query = kernels.rope_and_store(qkv, positions, table, *caches, slots, **heads, **norms)
-    assert got.equal(kernels.paged_attention_decode(query, *caches, *whole, scale=0.3, window=9))
-    torch.testing.assert_close(paged.caches, caches, rtol=0, atol=0, equal_nan=True)
-
-
 def test_e4m3_rounds_to_nearest_saturates_and_keeps_what_is_not_finite_as_nan():
     x = torch.tensor([0.0, 1.0625, 1.1875, 17.0, 2**-9, 2**-11, 448.0, 900.0, 1e30, -1e30, NAN, math.inf])
     want = torch.tensor([0.0, 1.0, 1.25, 16.0, 2**-9, 0.0, 448.0, 448.0, 448.0, -448.0, NAN, NAN])
