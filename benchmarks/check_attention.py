@@ -144,10 +144,10 @@ class Shape:
         query = random(len(contexts))
         want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **self.options)  # type: ignore[arg-type]
         plans: list[tuple[str, int, dict[str, Any]]] = [
-            ("decode for latency", kernels.FEW_SEQS, {}),
-            ("decode for bandwidth", 4 * kernels.FEW_SEQS, {}),
-            ("decode cut anywhere", kernels.FEW_SEQS, {"min_tiles": 1, "uncut": 0, "fan_in": 0}),
-            ("decode merging twice", kernels.FEW_SEQS, {"min_tiles": 1, "fan_in": 8}),
+            ("decode for latency", 16, {"tile": 32, "num_warps": 1, "min_tiles": 1}),
+            ("decode for few", 16, {}),
+            ("decode for bandwidth", 64, {}),
+            ("decode merging once", 16, {"fan_in": 0}),
         ]
         for name, max_seqs, cuts in plans:
             plan = None

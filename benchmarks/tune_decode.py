@@ -36,7 +36,6 @@ class Knobs:
     programs: int
     fan_in: int
     min_tiles: int
-    uncut: int
 
     def plan(self, shipped: kernels.DecodePlan, case: Case, device: torch.device) -> kernels.DecodePlan:
         num_programs = self.programs * torch.cuda.get_device_properties(device).multi_processor_count
@@ -44,13 +43,13 @@ class Knobs:
         return replace(
             kernels.DecodePlan.allocate(*shape),
             tile=self.tile, num_warps=self.num_warps, num_stages=self.num_stages,
-            fan_in=self.fan_in, min_tiles=self.min_tiles, uncut=self.uncut,
+            fan_in=self.fan_in, min_tiles=self.min_tiles,
         )  # fmt: skip
 
     @classmethod
     def all(cls) -> Iterator[Knobs]:
         for tile, warps, *more in itertools.product(
-            (32, 64, 128), (1, 2, 4), (2, 3), (2, 4), (0, 8), (1, 2, 4), (0, 4, 8)
+            (32, 64, 128), (1, 2, 4), (2, 3), (2, 4), (0, 8), (1, 2)
         ):
             if 16 * warps <= tile:  # below, warps have no keys of their own
                 yield cls(tile, warps, *more)

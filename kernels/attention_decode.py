@@ -3,9 +3,8 @@
 The work is a line of tiles: for each sequence, for each KV head, ceil(context / TILE) tiles of TILE keys. A fixed number of
 programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context does not hold up the rest.
 A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves partial results, and the last
-program to arrive merges them. Short pairs are not cut: the piece that begins one takes it whole. Which program starts where
-is computed on the device once per step and serves every layer. Nothing here depends on the longest context and every buffer
-is static, so a CUDA graph can hold it.
+program to arrive merges them. Which program starts where is computed on the device once per step and serves every layer.
+Nothing here depends on the longest context and every buffer is static, so a CUDA graph can hold it.
 
 Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
 arXiv 2309.06180).
@@ -23,26 +22,10 @@ from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, w
 from kernels.plan import DecodePlan
 
 
-@triton.jit
-def _find(tile, ends):
-    """(the sequence that a tile of the line lies in, the tile where that sequence starts); `ends` is where each one ends."""
-    passed = ends <= tile
-    return tl.sum(passed.to(tl.int32), 0), tl.max(tl.where(passed, ends, 0), 0)
-
-
-@triton.jit
-def _cut(tile, ends, tiles, UNCUT: tl.constexpr):
-    """Where the line is cut instead of at `tile`, so that no pair of up to UNCUT tiles is: at that pair's end."""
-    seq, start = _find(tile, ends)
-    each = tl.sum(tl.where(tl.arange(0, ends.shape[0]) == seq, tiles, 0), 0)  # 0 at the line's end
-    beyond = (tile - start) % tl.maximum(each, 1)
-    return tl.where((each <= UNCUT) & (beyond > 0), tile + each - beyond, tile)
-
-
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])
 def _plan_kernel(
     context_lens, rows, work, num_seqs,
-    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, UNCUT: tl.constexpr, BLOCK_B: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -51,22 +34,20 @@ def _plan_kernel(
     program = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens + b, mask=b < num_seqs, other=0)
-    tiles = tl.cdiv(lens, TILE)
-    ends = tl.cumsum(tiles * NUM_KV_HEADS, 0)
-    total = tl.sum(tiles * NUM_KV_HEADS, 0)
+    tiles = tl.cdiv(lens, TILE) * NUM_KV_HEADS
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_TILES)
-    first = _cut(tl.minimum(program * share, total), ends, tiles, UNCUT)
-    end = _cut(tl.minimum(program * share + share, total), ends, tiles, UNCUT)
-    seq, start = _find(first, ends)
-    seq = tl.minimum(seq, num_seqs - 1)
+    first = program * share
+    passed = ends <= first
+    seq = tl.minimum(tl.sum(passed.to(tl.int32), 0), num_seqs - 1)
     entry = work + program * 8
-    tl.store(entry, end - first)
+    tl.store(entry, tl.maximum(tl.minimum(share, total - first), 0))
     tl.store(entry + 1, share)
     tl.store(entry + 2, seq)
-    tl.store(entry + 3, first - start)
+    tl.store(entry + 3, first - tl.max(tl.where(passed, ends, 0), 0))
     tl.store(entry + 4, tl.load(context_lens + seq))
     tl.store(entry + 5, tl.load(rows + seq))
-    tl.store(entry + 6, first)
 
 
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
@@ -74,7 +55,7 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     num_programs = len(plan.work)
     _plan_kernel[(num_programs,)](
         context_lens, rows, plan.work, len(context_lens),
-        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, MIN_TILES=plan.min_tiles, UNCUT=plan.uncut,
+        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, MIN_TILES=plan.min_tiles,
         BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
     )  # fmt: skip
 
@@ -214,7 +195,7 @@ def _decode_kernel(
     inner = tl.load(entry + 3)
     context_len = tl.load(entry + 4)
     row = tl.load(entry + 5)
-    at_tile = tl.load(entry + 6)
+    at_tile = program * share
     end = at_tile + left
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D_PAD)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FEW_SEQS = 16  # sequences up to which a decode step is planned for latency
+FEW_SEQS = (2, 16)  # decode steps of up to so many sequences have plans of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,17 @@ class DecodePlan:
     num_stages: int
     num_kv_heads: int
     work: Tensor  # [P, 8] int32, for each program: its tiles, the tiles of a full share, the sequence it starts in, the tile
-    # inside it (head * tiles + tile), that sequence's context length, its row, its first tile among all; one unused
+    # inside it (head * tiles + tile), that sequence's context length, its row; two unused
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
     group_arrivals: (
         Tensor  # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them
     )
-    fan_in: int = (
-        0  # neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none
-    )
     min_tiles: int = 2  # of a share: below, merging costs more than it spreads
-    uncut: int = 0  # a (sequence, KV head) pair of up to so many tiles stays with one program
+    fan_in: int = (
+        8  # neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none
+    )
 
     @property
     def max_seqs(self) -> int:
@@ -50,14 +49,17 @@ class DecodePlan:
     ) -> DecodePlan:
         """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy.
 
-        For few sequences latency counts, so tiles are small and one warp needs no barrier; for many, bandwidth, and
-        tiles of e4m3 hold twice the keys, so that as many bytes are on their way.
+        For one or two sequences latency counts, so tiles are small and one warp needs no barrier; for more, bandwidth,
+        and with many sequences tiles of e4m3 hold twice the keys, so that as many bytes are on their way.
         """
         fp8 = kv_dtype.itemsize == 1
-        if max_seqs <= FEW_SEQS or (head_dim > 128 and not fp8):
+        tile, num_warps, num_stages, min_tiles = 64, 2, 2, 2
+        if head_dim > 128 and not fp8:
             tile, num_warps, num_stages = 32, 1, 3
-        else:
-            tile, num_warps, num_stages = 128 if fp8 and head_dim <= 128 else 64, 2, 2
+        elif max_seqs <= FEW_SEQS[0] and not fp8:
+            tile, num_warps, min_tiles = 32, 1, 1
+        elif max_seqs > FEW_SEQS[1] and fp8 and head_dim <= 128:
+            tile = 128
         if not num_programs:
             num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
@@ -72,6 +74,7 @@ class DecodePlan:
             tile=tile,
             num_warps=num_warps,
             num_stages=num_stages,
+            min_tiles=min_tiles,
             num_kv_heads=num_kv_heads,
             work=int32(num_programs, 8),
             partial_out=float32(num_programs, 2, group, head_dim),

@@ -612,19 +612,15 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     first attention: attention reads the map, the lengths, the rows and the block tables ahead of the kernel before it.
     """
     num_programs = len(plan.work)
-    tiles = (context_lens.long() + plan.tile - 1) // plan.tile
-    ends = (tiles * plan.num_kv_heads).cumsum(0)
-    starts, each = torch.cat([ends.new_zeros(1), ends]), torch.cat([tiles, tiles.new_zeros(1)])
-    total = int(ends[-1])
+    tiles = (context_lens.long() + plan.tile - 1) // plan.tile * plan.num_kv_heads
+    ends = tiles.cumsum(0)
+    total = int(tiles.sum())
     share = max(-(-total // num_programs), plan.min_tiles)
-    cuts = (torch.arange(num_programs + 1) * share).clamp(max=total)
-    seq = torch.searchsorted(ends, cuts, right=True)
-    beyond = (cuts - starts[seq]) % each[seq].clamp(min=1)
-    cuts += torch.where((each[seq] <= plan.uncut) & (beyond > 0), each[seq] - beyond, 0)
-    first = cuts[:-1]
+    first = torch.arange(num_programs) * share
     seq = torch.searchsorted(ends, first, right=True)
     last = seq.clamp(max=len(rows) - 1)
     columns = (
-        cuts.diff(), torch.full_like(first, share), last, first - starts[seq], context_lens[last], rows[last], first
+        (total - first).clamp(min=0, max=share), torch.full_like(first, share), last,
+        first - torch.cat([ends.new_zeros(1), ends])[seq], context_lens[last], rows[last],
     )  # fmt: skip
     plan.work[:, : len(columns)] = torch.stack([c.int() for c in columns], 1)

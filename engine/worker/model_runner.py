@@ -113,7 +113,7 @@ class ModelRunner:
         self._tile_queries = 0
         if self._cuda:
             heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            limits = sorted({min(kernels.FEW_SEQS, options.max_num_seqs), options.max_num_seqs})
+            limits = sorted({min(n, options.max_num_seqs) for n in (*kernels.FEW_SEQS, options.max_num_seqs)})
             self._plans = [
                 kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits
             ]
@@ -323,7 +323,7 @@ class ModelRunner:
         with kernels.compiling_only():
             self._rehearse(1)
             packed = torch.zeros(8 * (max_num_seqs + 8), dtype=torch.int32, device=self.device)
-            for size in {1, 2, kernels.FEW_SEQS, max_num_seqs}:
+            for size in {1, *kernels.FEW_SEQS, max_num_seqs}:
                 self._decode_on_device(packed, min(size, max_num_seqs))
         self._batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
         self._kv_cache = []
