@@ -1,10 +1,11 @@
 """Matrix products with what stands around them in a decoder layer, in Triton for few tokens and in cuBLAS for many.
 
-With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So up to
-`MAX_SMALL` tokens one kernel does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it. The norm's
-factor 1/rms of a token is the same for all its channels, so it is applied to the sums, and one pass over x suffices.
-With programmatic dependent launch a kernel starts while the one before it still runs, and first fetches weights, which
-depend on nothing: its first chunk into registers, the rest into L2.
+With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So one kernel
+does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: up to `MAX_SMALL` tokens the one here,
+beyond them, where it applies, that of `kernels.matmul_few`. The norm's factor 1/rms of a token is the same for all its
+channels, so it is applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts
+while the one before it still runs, and first fetches weights, which depend on nothing: its first chunk into registers, the
+rest into L2.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from torch.nn import functional as F
 from kernels.activation import silu_and_mul
 from kernels.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
 from kernels.norm import rms_norm
+
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels import matmul_few as few
+else:
+    few = None  # type: ignore[assignment]
 
 MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats the tensor cores
 
@@ -94,32 +100,28 @@ def _small(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    out: Tensor,
     *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
     residual: Tensor | None = None,
-    out: Tensor | None = None,
     block_n: int = 0,
     block_k: int = 0,
     num_warps: int = 0,
-) -> Tensor:
-    """x [M, K] -> [M, N], M <= MAX_SMALL; written into `residual` in place, or into `out`, where that is given."""
+) -> None:
+    """x [M, K] -> out [M, N], M <= MAX_SMALL, plus `residual`, which lies in memory as out does."""
     num_tokens, k = x.shape
-    n = len(weight) // 2 if swiglu else len(weight)
-    if out is None:
-        out = x.new_empty(num_tokens, n) if residual is None else residual
-    assert x.stride(1) == out.stride(1) == 1
-    assert weight.is_contiguous()
+    n = out.shape[1]
     choice = _small_config(n, k, swiglu)
     block_n, block_k = block_n or choice[0], block_k or choice[1]
     _small_linear_kernel[(triton.cdiv(n, block_n),)](
-        x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight, out, out, eps, num_tokens,
-        x.stride(0), out.stride(0), N=n, K=k, M=triton.next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k,
-        NORM=norm_weight is not None, SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None,
-        BYTES=x.element_size(), num_warps=num_warps or choice[2], **pdl_options(x.device),
+        x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
+        out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
+        M=triton.next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SWIGLU=swiglu,
+        BIAS=bias is not None, RESIDUAL=residual is not None, BYTES=x.element_size(), num_warps=num_warps or choice[2],
+        **pdl_options(x.device),
     )  # fmt: skip
-    return out
 
 
 def _small_config(n: int, k: int, swiglu: bool) -> tuple[int, int, int]:
@@ -130,19 +132,44 @@ def _small_config(n: int, k: int, swiglu: bool) -> tuple[int, int, int]:
     return block_n, block_k, num_warps
 
 
-def _is_small(x: Tensor) -> bool:
-    return x.shape[0] <= MAX_SMALL
+def _fused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """x [M, K] -> [M, N] in one kernel, written to `residual` or `out` where that is given; None where cuBLAS does better."""
+    num_tokens = x.shape[0]
+    n = len(weight) // 2 if swiglu else len(weight)
+    config = few.config(x, n, swiglu) if few is not None and num_tokens > MAX_SMALL else None
+    if num_tokens > MAX_SMALL and config is None:
+        return None
+    if out is None:
+        out = x.new_empty(num_tokens, n) if residual is None else residual
+    assert x.stride(1) == out.stride(1) == 1
+    assert weight.is_contiguous()
+    if config is None:
+        _small(x, weight, bias, out, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
+    else:
+        few.launch(x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
+    return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
-    return _small(x, weight, bias) if _is_small(x) else F.linear(x, weight, bias)
+    out = _fused(x, weight, bias)
+    return F.linear(x, weight, bias) if out is None else out
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
-    if _is_small(x):
-        return _small(x, weight, bias, residual=residual)
+    if _fused(x, weight, bias, residual=residual) is not None:
+        return residual
     residual = residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
 
@@ -151,8 +178,9 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
-    if _is_small(x):
-        return _small(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
+    fused = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
+    if fused is not None:
+        return fused
     normed = rms_norm(x, norm_weight, eps)
     if out is None:
         return F.linear(normed, weight, bias)
@@ -161,6 +189,5 @@ def norm_linear(
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.norm_swiglu`."""
-    if _is_small(x):
-        return _small(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
-    return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias))
+    out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
+    return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias)) if out is None else out

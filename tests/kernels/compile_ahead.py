@@ -116,6 +116,7 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
     norm_linear(x, scale, 1e-6, weight, tensor(2048, dtype=dtype))
     norm_swiglu(x, scale, 1e-6, weight)
     linear_add(tensor(tokens, 2048, dtype=dtype), x, weight)
+    linear_add(tensor(tokens, 1024, dtype=dtype), x, weight[:1024])
 
 
 def prepare() -> None:
@@ -140,6 +141,8 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 64, 8, 64, F16),
     functools.partial(attention, 128, 4, 16, F32),
     functools.partial(matmul, 1, BF16),
+    functools.partial(matmul, 5, F16),
+    functools.partial(matmul, 11, BF16),
     functools.partial(matmul, 16, F32),
     prepare,
 ]
@@ -199,6 +202,8 @@ def main(capability: int) -> int:
     for module in modules.values():  # what the kernels' launchers would find on such a device
         if capability >= 90 and hasattr(module, "pdl_options"):
             module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
+        if hasattr(module, "_has_matrix_unit"):
+            module._has_matrix_unit = lambda device: True
     if capability == 90 and HOPPER in modules:
         modules[HOPPER]._num_multiprocessors = lambda device: 132
     if hopper:

@@ -1,0 +1,332 @@
+"""Matrix products for 3 to 16 tokens on tensor cores, in Gluon, with the norm before and the SwiGLU or sum after them.
+
+A weight is read once, so it never goes through shared memory: each thread loads 16 bytes of a row straight into the
+registers from which the matrix unit takes it, and the channels of the tokens in the same order. The warps of a program have
+the same rows and different channels; their sums meet in shared memory once, at the end. The first `AHEAD` chunks of weights
+are on their way before the program waits for the kernel ahead of it (programmatic dependent launch), and as many always are.
+"""
+
+# ruff: noqa: RUF005 - Gluon knows no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+
+MAX_FEW = 16  # tokens in one tile of the matrix unit
+MAX_OUTPUTS = 32768  # beyond them (output heads) what this kernel saves is little beside the product
+
+
+@gluon.jit
+def _prefetch(pointer, num_bytes):
+    """As `kernels.launch.prefetch`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [pointer.to(gl.int64), num_bytes], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _warps(LAYOUT: gl.constexpr, NUM: gl.constexpr):
+    return gl.arange(0, NUM, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+
+
+@gluon.jit
+def _middle(LAYOUT: gl.constexpr, NUM: gl.constexpr):
+    return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+
+
+@gluon.jit
+def _last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
+    return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _few_linear_kernel(
+    x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
+    N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
+    X_AHEAD: gl.constexpr, CHAINS: gl.constexpr, WARPS: gl.constexpr, TOKENS_FIRST: gl.constexpr, PREFETCH: gl.constexpr,
+    NORM: gl.constexpr, SWIGLU: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with SWIGLU: gate rows, then up rows.
+
+    A warp takes CHUNK channels at a time, and adds to CHAINS sums in turns. TOKENS_FIRST: tokens are the 16 rows of the
+    matrix unit's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile beyond
+    the tokens (or the weight) repeat the last one, and are not stored.
+    """
+    STEP: gl.constexpr = CHUNK * WARPS
+    STEPS: gl.constexpr = K // STEP
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    LANES: gl.constexpr = min(BLOCK_N, 32)
+    first = gl.program_id(0) * BLOCK_N
+    weights = weight + first.to(gl.int64) * K
+    if PDL:
+        if PREFETCH and N % BLOCK_N == 0:
+            _prefetch(weights, BLOCK_N * K * 2)
+            if SWIGLU:
+                _prefetch(weights + N * K, BLOCK_N * K * 2)
+        launch_dependents()
+
+    # Of a weight's row, a token's row and the sums: what lies where. In SUM a thread has one element of all warps' sums.
+    if TOKENS_FIRST:
+        W: gl.constexpr = B
+        X: gl.constexpr = A
+        X_CHANNELS: gl.constexpr = 2
+        SHAPE: gl.constexpr = [WARPS, M, BLOCK_N]
+        SUM: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+        ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
+        TOKENS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
+        w_rows = _last(W, BLOCK_N)
+        w_channels = _warps(W, WARPS) * CHUNK + _middle(W, CHUNK)
+        x_rows = _middle(X, M)
+        x_channels = _warps(X, WARPS) * CHUNK + _last(X, CHUNK)
+        n = (first + gl.arange(0, BLOCK_N, layout=ROWS))[None, :]
+        m = gl.arange(0, M, layout=TOKENS)[:, None]
+    else:
+        W: gl.constexpr = A
+        X: gl.constexpr = B
+        X_CHANNELS: gl.constexpr = 1
+        SHAPE: gl.constexpr = [WARPS, BLOCK_N, M]
+        SUM: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, LANES, 32 // LANES], [1, 1, WARPS], [1, 2, 0])
+        ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
+        TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
+        w_rows = _middle(W, BLOCK_N)
+        w_channels = _warps(W, WARPS) * CHUNK + _last(W, CHUNK)
+        x_rows = _last(X, M)
+        x_channels = _warps(X, WARPS) * CHUNK + _middle(X, CHUNK)
+        n = (first + gl.arange(0, BLOCK_N, layout=ROWS))[:, None]
+        m = gl.arange(0, M, layout=TOKENS)[None, :]
+    if N % BLOCK_N != 0:
+        w_rows = gl.minimum(w_rows, N - 1 - first)
+    w_pointers = weights + w_rows * K + w_channels
+    up_pointers = w_pointers + N * K
+    x_pointers = x + gl.minimum(x_rows, num_tokens - 1) * stride_x + x_channels
+    g_pointers = norm_weight + x_channels
+    at = m * stride_out + n
+    mask = (m < num_tokens) & (n < N)
+
+    ws = ()
+    ups = ()
+    gs = ()
+    xs = ()
+    for i in gl.static_range(AHEAD):
+        ws = ws + (gl.load(w_pointers + i * STEP, eviction_policy="evict_first"),)
+        if SWIGLU:
+            ups = ups + (gl.load(up_pointers + i * STEP, eviction_policy="evict_first"),)
+    if NORM:
+        for i in gl.static_range(X_AHEAD):
+            gs = gs + (gl.load(g_pointers + i * STEP),)
+    if BIAS:
+        b = gl.load(bias + n, mask=n < N, other=0.0)
+        if SWIGLU:
+            b_up = gl.load(bias + N + n, mask=n < N, other=0.0)
+    if PDL:
+        wait_for_inputs()
+    for i in gl.static_range(X_AHEAD):
+        xs = xs + (gl.load(x_pointers + i * STEP),)
+    if RESIDUAL:
+        before = gl.load(residual + at, mask=mask, other=0.0)
+    sums = ()
+    up_sums = ()
+    for _ in gl.static_range(CHAINS):
+        sums = sums + (gl.zeros(SHAPE, gl.float32, MMA),)
+        up_sums = up_sums + (gl.zeros(SHAPE, gl.float32, MMA),)
+    if NORM:
+        if M > 16:  # which of them are summed at once is a matter of registers
+            squares = gl.zeros([WARPS, M], gl.float32, gl.SliceLayout(X_CHANNELS, X))
+        else:
+            squares = gl.zeros(xs[0].shape, gl.float32, X)
+    for i in gl.static_range(STEPS):
+        w = ws[0]
+        xi = xs[0]
+        ws = ws[1:]
+        xs = xs[1:]
+        if i + AHEAD < STEPS:
+            ws = ws + (gl.load(w_pointers + (i + AHEAD) * STEP, eviction_policy="evict_first"),)
+        if SWIGLU:
+            w_up = ups[0]
+            ups = ups[1:]
+            if i + AHEAD < STEPS:
+                ups = ups + (gl.load(up_pointers + (i + AHEAD) * STEP, eviction_policy="evict_first"),)
+        if i + X_AHEAD < STEPS:
+            xs = xs + (gl.load(x_pointers + (i + X_AHEAD) * STEP),)
+        if NORM:
+            g = gs[0]
+            gs = gs[1:]
+            if i + X_AHEAD < STEPS:
+                gs = gs + (gl.load(g_pointers + (i + X_AHEAD) * STEP),)
+            wide = xi.to(gl.float32)
+            squares += gl.sum(wide * wide, X_CHANNELS) if M > 16 else wide * wide
+            xi = (wide * g.to(gl.float32)).to(xi.dtype)
+        if TOKENS_FIRST:
+            sums = sums[1:] + (mma_v2(xi, w, sums[0]),)
+            if SWIGLU:
+                up_sums = up_sums[1:] + (mma_v2(xi, w_up, up_sums[0]),)
+        else:
+            sums = sums[1:] + (mma_v2(w, xi, sums[0]),)
+            if SWIGLU:
+                up_sums = up_sums[1:] + (mma_v2(w_up, xi, up_sums[0]),)
+
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    total = sums[0]
+    up_total = up_sums[0]
+    for i in gl.static_range(1, CHAINS):
+        total += sums[i]
+        up_total += up_sums[i]
+    total_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, total)
+    if SWIGLU:
+        up_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, up_total)
+    if NORM:
+        if M <= 16:
+            squares = gl.sum(squares, X_CHANNELS)
+        squares_smem = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT, squares)
+    result = gl.sum(total_smem.load(SUM), 0)
+    if SWIGLU:
+        up = gl.sum(up_smem.load(SUM), 0)
+    if NORM:
+        TOKENS_OF_SUM: gl.constexpr = gl.SliceLayout(X_CHANNELS, SUM)
+        mean = gl.sum(squares_smem.load(TOKENS_OF_SUM), 0) / K
+        scale = gl.convert_layout(gl.rsqrt(mean + eps), TOKENS)
+        scale = scale[:, None] if TOKENS_FIRST else scale[None, :]
+        result *= scale
+        if SWIGLU:
+            up *= scale
+    if BIAS:
+        result += b.to(gl.float32)
+        if SWIGLU:
+            up += b_up.to(gl.float32)
+    if SWIGLU:
+        result = result / (1.0 + gl.exp(-result)) * up
+    if RESIDUAL:
+        result += before.to(gl.float32)
+    gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+
+
+class Config(NamedTuple):
+    """How a product is cut up; see `_few_linear_kernel`. CHUNK times the warps must divide the channels."""
+
+    block_n: int
+    warps: int
+    chunk: int = 64
+    ahead: int = 1
+    x_ahead: int = 1
+    chains: int = 1
+    tokens_first: bool = False
+    prefetch: bool = False
+    max_registers: int | None = None
+
+
+# Measured on an H200, in graphs of whole layers. (channels out, channels in, with SwiGLU): up to 8 tokens, and up to 16.
+MEASURED = {
+    (4096, 1024, False): (
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2, chains=2),
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2, chains=2),
+    ),
+    (1024, 2048, False): (
+        Config(block_n=8, warps=8, ahead=4, x_ahead=4, chains=2, tokens_first=True),
+        Config(block_n=8, warps=8, ahead=4, x_ahead=4, chains=2, tokens_first=True),
+    ),
+    (3072, 1024, True): (
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
+    ),
+    (1024, 3072, False): (
+        Config(block_n=8, warps=8, ahead=6, x_ahead=6, chains=2, tokens_first=True),
+        Config(block_n=8, warps=8, ahead=6, x_ahead=6, chains=2, tokens_first=True),
+    ),
+    (6144, 4096, False): (
+        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
+        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
+    ),
+    (4096, 4096, False): (
+        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
+        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
+    ),
+    (14336, 4096, True): (
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
+    ),
+    (4096, 14336, False): (
+        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
+        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
+    ),
+}
+
+
+@functools.cache
+def _choose(n: int, k: int, swiglu: bool, more_than_8: bool) -> Config:
+    """For shapes that were not measured: some 64 registers of weights for each thread on their way."""
+    if (n, k, swiglu) in MEASURED:
+        return MEASURED[n, k, swiglu][more_than_8]
+    chunks = k // 64
+    warps = min(chunks & -chunks, 8)
+    narrow = n < 2048  # as many programs as multiprocessors only with 8 rows each
+    block_n = 8 if narrow else 16
+    ahead = max(64 // (2 * block_n if swiglu else block_n), 1)
+    return Config(block_n, warps, ahead=ahead, x_ahead=2, chains=1 if swiglu else 2, tokens_first=narrow)
+
+
+@functools.cache
+def _has_matrix_unit(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def config(x: Tensor, n: int, swiglu: bool) -> Config | None:
+    """How to multiply x [M, K] by a weight for n outputs; None where this kernel does not apply: up to `MAX_FEW` tokens of
+    16-bit values, K a multiple of 64, rows that begin at multiples of 16 bytes, a device of compute capability 8 or later,
+    and no more than `MAX_OUTPUTS` outputs."""
+    if (
+        x.shape[0] <= MAX_FEW
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 64 == 0
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and n <= MAX_OUTPUTS
+        and _has_matrix_unit(x.device)
+    ):
+        return _choose(n, x.shape[1], swiglu, x.shape[0] > 8)
+    return None
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: Config,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+) -> None:
+    """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `applies`."""
+    num_tokens, k = x.shape
+    n = out.shape[1]
+    steps = k // (config.chunk * config.warps)
+    assert steps * config.chunk * config.warps == k
+    options = pdl_options(x.device)
+    if config.max_registers is not None:
+        options = options | {"maxnreg": config.max_registers}
+    _few_linear_kernel[(triton.cdiv(n, config.block_n),)](
+        x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
+        out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
+        M=max(triton.next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
+        AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps),
+        WARPS=config.warps, TOKENS_FIRST=config.tokens_first, PREFETCH=config.prefetch, NORM=norm_weight is not None,
+        SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **options,
+    )  # fmt: skip

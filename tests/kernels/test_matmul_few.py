@@ -1,0 +1,166 @@
+"""Products for 3 to 16 tokens against their torch twins: the kernel's arithmetic here, the kernel itself on a GPU.
+
+Gluon has no interpreter. But a kernel's body is Python, and layouts say where numbers lie, not what they are: so it runs here
+on torch tensors, without layouts. That they fit each other is the compiler's to check (`compile_ahead.py`).
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels import matmul, reference
+
+few = matmul.few
+if few is None:
+    pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
+
+
+class Pointers:
+    def __init__(self, tensor: Tensor, offsets: Tensor | int = 0) -> None:
+        self.tensor, self.offsets = tensor, torch.as_tensor(offsets)
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, offsets: Tensor | int) -> "Pointers":
+        return Pointers(self.tensor, self.offsets + offsets)
+
+    def load(self, mask: Tensor | None = None, other: float = 0.0, eviction_policy: str = "") -> Tensor:
+        """Reads nothing where the mask is False, and nothing outside of the tensor's view of its memory."""
+        mask = torch.tensor(True) if mask is None else mask
+        mask, offsets = torch.broadcast_tensors(mask, self.offsets)
+        inside = offsets[mask]
+        sizes, strides = self.tensor.shape, self.tensor.stride()
+        assert int(inside.min()) >= 0
+        assert int(inside.max()) <= sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        memory = torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))
+        return torch.where(mask, memory[torch.where(mask, offsets, 0)], other).to(self.tensor.dtype)
+
+    def store(self, value: Tensor, mask: Tensor) -> None:
+        mask, offsets, value = torch.broadcast_tensors(mask, self.offsets, value)
+        inside = offsets[mask]
+        assert len(inside.unique()) == len(inside)
+        torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))[inside] = value[mask]
+
+
+class Shared:
+    def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor) -> None:
+        assert list(value.shape) == shape
+        self.value = value
+
+    def load(self, layout: object) -> Tensor:
+        return self.value
+
+
+class Kernel:
+    """Launches like a Triton kernel, one program after the other."""
+
+    def __init__(self, body: object) -> None:
+        self.body = body
+
+    def __getitem__(self, grid: tuple[int]) -> object:
+        def run(*args: object, num_warps: int, **constants: object) -> None:
+            args = tuple(Pointers(a) if isinstance(a, Tensor) else a for a in args)
+            for i in range(grid[0]):
+                few.gl.program_id = lambda axis, i=i: torch.tensor(i)
+                self.body(*args, **constants)
+
+        return run
+
+
+@pytest.fixture
+def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layout(*args: object, **options: object) -> None: ...
+
+    gluon = SimpleNamespace(
+        constexpr=object, int64=torch.int64, float32=torch.float32, static_range=range, rsqrt=torch.rsqrt, exp=torch.exp,
+        NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
+        SwizzledSharedLayout=layout, allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
+        arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout: value,
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), sum=torch.sum,
+        zeros=lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype),
+    )  # fmt: skip
+    monkeypatch.setattr(few, "_few_linear_kernel", Kernel(few._few_linear_kernel.fn))
+    for name in ("_warps", "_middle", "_last"):
+        monkeypatch.setattr(few, name, getattr(few, name).fn)
+    monkeypatch.setattr(few, "gl", gluon)
+    monkeypatch.setattr(few, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
+    monkeypatch.setattr(few, "_has_matrix_unit", lambda device: True)
+
+
+CONFIGS = [
+    few.Config(16, 4),
+    few.Config(32, 2, chunk=128, ahead=2, chains=2),
+    few.Config(16, 2, ahead=3, x_ahead=2, chains=2),
+    few.Config(8, 4, ahead=2, x_ahead=2, chains=2, tokens_first=True),
+    few.Config(16, 1, ahead=4, x_ahead=3, tokens_first=True),
+]
+
+
+def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
+    """All four operations, through the package's own dispatch, on rows of a larger tensor and with a bias."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, generator=generator)).to(dtype).to(device)
+
+    x, scale, bias = random(num_tokens, 2 * k)[:, :k], 1 + random(k, scale=0.1), random(2 * n)
+    weight, residual = random(2 * n, k, scale=k**-0.5), random(num_tokens, n)
+    one, xd, scale_d, weight_d, bias_d = weight[:n], x.double(), scale.double(), weight.double(), bias.double()
+    cases = [
+        (matmul.linear(x, one), reference.linear(xd, weight_d[:n])),
+        (matmul.norm_linear(x, scale, 1e-6, one), reference.norm_linear(xd, scale_d, 1e-6, weight_d[:n])),
+        (
+            matmul.norm_linear(x, scale, 1e-6, one, bias[:n]),
+            reference.norm_linear(xd, scale_d, 1e-6, weight_d[:n], bias_d[:n]),
+        ),
+        (matmul.norm_swiglu(x, scale, 1e-6, weight), reference.norm_swiglu(xd, scale_d, 1e-6, weight_d)),
+        (
+            matmul.norm_swiglu(x, scale, 1e-6, weight, bias),
+            reference.norm_swiglu(xd, scale_d, 1e-6, weight_d, bias_d),
+        ),
+        (
+            matmul.linear_add(residual.clone(), x, one, bias[:n]),
+            reference.linear_add(residual.double(), xd, weight_d[:n], bias_d[:n]),
+        ),
+    ]
+    for got, want in cases:
+        assert got.shape == want.shape
+        assert torch.linalg.vector_norm(got.double() - want) < 8e-3 * torch.linalg.vector_norm(want)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_n}x{c.warps}{'t' * c.tokens_first}")
+@pytest.mark.parametrize(("num_tokens", "n"), [(3, 72), (8, 64), (11, 100), (16, 32)])
+def test_every_configuration(num_tokens, n, config, without_layouts, monkeypatch):
+    monkeypatch.setattr(few, "_choose", lambda *shape: config)
+    check(num_tokens, n, 512, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "swiglu"), [*few.MEASURED, (640, 192, False), (5120, 17408, False), (320, 64, True)]
+)
+def test_chosen_configurations_divide_the_channels(n, k, swiglu):
+    for config in (few._choose(n, k, swiglu, False), few._choose(n, k, swiglu, True)):
+        assert k % (config.chunk * config.warps) == 0
+        assert config.block_n >= (8 if config.tokens_first else 16)
+
+
+def test_what_it_does_not_apply_to(without_layouts):
+    x = torch.zeros(8, 512, dtype=torch.bfloat16)
+    assert few.config(x, 512, False) is not None
+    assert few.config(x.float(), 512, False) is None
+    assert few.config(x[:, :500], 512, False) is None
+    assert few.config(torch.zeros(17, 512, dtype=torch.bfloat16), 512, False) is None
+    assert few.config(x, 100_000, False) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter knows no Gluon")
+@pytest.mark.parametrize("num_tokens", [3, 8, 13, 16])
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (6144, 4096), (1000, 192)])
+def test_on_a_gpu(num_tokens, n, k):
+    check(num_tokens, n, k, torch.bfloat16, "cuda")
