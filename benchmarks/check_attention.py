@@ -242,7 +242,11 @@ def product_errors(device: str) -> Errors:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=BF16, device=device)
 
-    for num_tokens, n, k in ((1, 4096, 1024), (2, 3072, 4096), (1, 1000, 1000), (7, 1024, 3072), (300, 4096, 1024)):
+    for num_tokens, n, k in (
+        (1, 4096, 1024), (2, 3072, 4096), (1, 1000, 1000), (7, 1024, 3072), (16, 1024, 3072), (3, 4096, 1024), (13, 4096, 1024),
+        (8, 1024, 2048), (12, 1024, 2048), (1, 3072, 1024), (16, 3072, 1024), (6, 6144, 4096), (8, 14336, 4096),
+        (8, 4096, 14336), (5, 4096, 4096), (11, 1000, 192), (4, 40_000, 256), (300, 4096, 1024),
+    ):  # fmt: skip
         x, weight, wide, norm, bias = random(num_tokens, k), random(n, k), random(2 * n, k), random(k), random(n)
         residual = random(num_tokens, n)
         calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor | float, ...]]] = {

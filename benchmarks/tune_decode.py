@@ -48,9 +48,7 @@ class Knobs:
 
     @classmethod
     def all(cls) -> Iterator[Knobs]:
-        for tile, warps, *more in itertools.product(
-            (32, 64, 128), (1, 2, 4), (2, 3), (2, 4), (0, 8), (1, 2)
-        ):
+        for tile, warps, *more in itertools.product((32, 64, 128), (1, 2, 4), (2, 3), (2, 4), (0, 8), (1, 2)):
             if 16 * warps <= tile:  # below, warps have no keys of their own
                 yield cls(tile, warps, *more)
 

@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "engine.process"  # what runs in the other process
 COMPILE_THREADS = 2
+UPDATES_PER_SECOND = (
+    20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
+)
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
 LAST_WORDS_SECONDS = 0.2  # for what a dead process sent before it died to arrive
 
@@ -233,9 +236,10 @@ class AsyncEngine:
                 case Step(outputs, stats):
                     self.stats = stats
                     now = time.monotonic()
+                    pause = len(self._streams) / UPDATES_PER_SECOND
                     for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
                         if (stream := self._streams.get(request_id)) is not None:
-                            stream.add_token(token_id, now)
+                            stream.add_token(token_id, now, pause)
                     for output in outputs.news:
                         if (stream := self._streams.get(output.request_id)) is not None:
                             stream.add(output, now)
@@ -285,6 +289,7 @@ class _Stream:
         self.output = output
         self.ready = False  # there is something to take
         self._interval, self._num_held = interval, 0
+        self._latest = 0.0  # when the reader was last told of tokens
         self._death: str | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -295,11 +300,13 @@ class _Stream:
             self.ready = True
             self._wake()
 
-    def add_token(self, token_id: int, now: float) -> None:
+    def add_token(self, token_id: int, now: float, pause: float) -> None:
+        """`pause`: seconds after the last update in which the next one is not worth its price."""
         if not self.output.finished:
             self.output.add_token(token_id, now)
             self._num_held += 1
-            if self._num_held >= self._interval:
+            if self._num_held >= self._interval and now - self._latest >= pause:
+                self._latest = now
                 self.ready = True
                 self._wake()
 

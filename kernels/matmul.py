@@ -1,9 +1,9 @@
 """Matrix products with what stands around them in a decoder layer, in Triton for few tokens and in cuBLAS for many.
 
 With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So one kernel
-does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: up to `MAX_SMALL` tokens the one here,
-beyond them, where it applies, that of `kernels.matmul_few`. The norm's factor 1/rms of a token is the same for all its
-channels, so it is applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts
+does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: where it applies that of
+`kernels.matmul_few`, else, up to `MAX_SMALL` tokens, the one here. The norm's factor 1/rms of a token is the same for all
+its channels, so it is applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts
 while the one before it still runs, and first fetches weights, which depend on nothing: its first chunk into registers, the
 rest into L2.
 """
@@ -25,7 +25,7 @@ if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not 
 else:
     few = None  # type: ignore[assignment]
 
-MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats the tensor cores
+MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats cuBLAS
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def _fused(
     """x [M, K] -> [M, N] in one kernel, written to `residual` or `out` where that is given; None where cuBLAS does better."""
     num_tokens = x.shape[0]
     n = len(weight) // 2 if swiglu else len(weight)
-    config = few.config(x, n, swiglu) if few is not None and num_tokens > MAX_SMALL else None
-    if num_tokens > MAX_SMALL and config is None:
+    config = few.config(x, n, swiglu) if few is not None else None
+    if config is None and num_tokens > MAX_SMALL:
         return None
     if out is None:
         out = x.new_empty(num_tokens, n) if residual is None else residual

@@ -1,4 +1,4 @@
-"""Matrix products for 3 to 16 tokens on tensor cores, in Gluon, with the norm before and the SwiGLU or sum after them.
+"""Matrix products for up to 16 tokens on tensor cores, in Gluon, with the norm before and the SwiGLU or sum after them.
 
 A weight is read once, so it never goes through shared memory: each thread loads 16 bytes of a row straight into the
 registers from which the matrix unit takes it, and the channels of the tokens in the same order. The warps of a program have
@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 
 MAX_FEW = 16  # tokens in one tile of the matrix unit
+MAX_WEIGHT = 1 << 24  # its elements, from 9 tokens on
 MAX_OUTPUTS = 32768  # beyond them (output heads) what this kernel saves is little beside the product
 
 
@@ -231,47 +232,40 @@ class Config(NamedTuple):
 
 
 # Measured on an H200, in graphs of whole layers. (channels out, channels in, with SwiGLU): up to 8 tokens, and up to 16.
-MEASURED = {
+MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     (4096, 1024, False): (
-        Config(block_n=16, warps=8, ahead=2, x_ahead=2, chains=2),
-        Config(block_n=16, warps=8, ahead=2, x_ahead=2, chains=2),
+        Config(block_n=16, warps=4, ahead=4, x_ahead=4, chains=2),
+        Config(block_n=16, warps=8, ahead=2, x_ahead=2, chains=2, tokens_first=True),
     ),
     (1024, 2048, False): (
-        Config(block_n=8, warps=8, ahead=4, x_ahead=4, chains=2, tokens_first=True),
-        Config(block_n=8, warps=8, ahead=4, x_ahead=4, chains=2, tokens_first=True),
+        Config(block_n=16, warps=16, ahead=2, x_ahead=2, chains=2, tokens_first=True),
+        Config(block_n=16, warps=16, ahead=2, x_ahead=2, chains=2, tokens_first=True),
     ),
     (3072, 1024, True): (
-        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
-        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
+        Config(block_n=16, warps=4, ahead=4, x_ahead=4),
+        Config(block_n=16, warps=4, ahead=4, x_ahead=4),
     ),
     (1024, 3072, False): (
-        Config(block_n=8, warps=8, ahead=6, x_ahead=6, chains=2, tokens_first=True),
-        Config(block_n=8, warps=8, ahead=6, x_ahead=6, chains=2, tokens_first=True),
+        Config(block_n=16, warps=8, ahead=6, x_ahead=6, chains=2),
+        Config(block_n=16, warps=16, ahead=3, x_ahead=3, chains=3, tokens_first=True),
     ),
-    (6144, 4096, False): (
-        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
-        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
-    ),
-    (4096, 4096, False): (
-        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
-        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
-    ),
-    (14336, 4096, True): (
-        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
-        Config(block_n=16, warps=8, ahead=2, x_ahead=2),
-    ),
-    (4096, 14336, False): (
-        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
-        Config(block_n=32, warps=8, ahead=4, x_ahead=2),
-    ),
+    (6144, 4096, False): (Config(block_n=16, warps=4, ahead=2, x_ahead=2, chains=2), None),
+    (4096, 4096, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2), None),
+    (14336, 4096, True): (Config(block_n=16, warps=8, ahead=4, x_ahead=2), None),
+    (4096, 14336, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2), None),
 }
 
 
 @functools.cache
-def _choose(n: int, k: int, swiglu: bool, more_than_8: bool) -> Config:
-    """For shapes that were not measured: some 64 registers of weights for each thread on their way."""
+def _choose(n: int, k: int, swiglu: bool, more_than_8: bool) -> Config | None:
+    """For shapes that were not measured: some 64 registers of weights for each thread on their way.
+
+    Every program reads all of x, so beyond 8 tokens large weights are left to cuBLAS.
+    """
     if (n, k, swiglu) in MEASURED:
         return MEASURED[n, k, swiglu][more_than_8]
+    if more_than_8 and n * k * (1 + swiglu) > MAX_WEIGHT:
+        return None
     chunks = k // 64
     warps = min(chunks & -chunks, 8)
     narrow = n < 2048  # as many programs as multiprocessors only with 8 rows each
@@ -286,12 +280,15 @@ def _has_matrix_unit(device: torch.device) -> bool:
 
 
 def config(x: Tensor, n: int, swiglu: bool) -> Config | None:
-    """How to multiply x [M, K] by a weight for n outputs; None where this kernel does not apply: up to `MAX_FEW` tokens of
-    16-bit values, K a multiple of 64, rows that begin at multiples of 16 bytes, a device of compute capability 8 or later,
-    and no more than `MAX_OUTPUTS` outputs."""
+    """How to multiply x [M, K] by a weight for n outputs; None where this kernel does not apply.
+
+    It does to up to `MAX_FEW` tokens, or 8 of a large weight, and `MAX_OUTPUTS` outputs, K a multiple of 64, rows that begin
+    at multiples of 16 bytes, on compute capability 8 or later; to bfloat16 alone, because float16 might overflow before the
+    norm's factor comes.
+    """
     if (
         x.shape[0] <= MAX_FEW
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype == torch.bfloat16
         and x.shape[1] % 64 == 0
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0

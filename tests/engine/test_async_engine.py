@@ -144,16 +144,35 @@ def test_what_a_stream_interval_holds_back() -> None:
         assert stream.ready, "the first token does not wait"
         assert stream.take().token_ids == [7]
         for token_id in range(4):
-            stream.add_token(token_id, 0.0)
+            stream.add_token(token_id, 0.0, 0.0)
             assert not stream.ready
-        stream.add_token(4, 0.0)
+        stream.add_token(4, 0.0, 0.0)
         assert stream.ready
         assert stream.take().token_ids == [0, 1, 2, 3, 4]
-        stream.add_token(5, 0.0)
+        stream.add_token(5, 0.0, 0.0)
         assert not stream.ready
         stream.add(EngineOutput("a", [6], "length"), 0.0)
         assert stream.ready, "nor does the last one"
         assert stream.take().token_ids == [5, 6]
+
+    asyncio.run(test())
+
+
+def test_updates_of_crowded_streams_have_pauses() -> None:
+    async def test() -> None:
+        stream = _Stream(OutputStream([1, 2], SamplingParams(max_tokens=22), None), 1)
+        stream.add(EngineOutput("a", [7]), 10.0)
+        assert stream.take().token_ids == [7]
+        stream.add_token(1, 10.005, 0.0125)
+        assert stream.take().token_ids == [1]
+        for token_id, now in ((2, 10.010), (3, 10.015)):
+            stream.add_token(token_id, now, 0.0125)
+            assert not stream.ready
+        stream.add_token(4, 10.020, 0.0125)
+        assert stream.ready
+        assert stream.take().token_ids == [2, 3, 4]
+        stream.add_token(5, 10.0201, 50e-6)
+        assert stream.ready, "nobody else is there now"
 
     asyncio.run(test())
 

@@ -1,6 +1,7 @@
 """The paged attention kernels in Triton's interpreter, against their torch twins in float64."""
 
 import dataclasses
+import random
 from dataclasses import dataclass
 
 import pytest
