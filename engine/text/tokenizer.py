@@ -17,7 +17,6 @@ from typing import Any
 import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LONG_TEXT = 2000  # characters
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -113,8 +112,6 @@ class Tokenizer:
             raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) <= _LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # unlike `encode` it gives up the interpreter's lock, and it notes no offsets, which takes as long as the ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
