@@ -25,13 +25,7 @@ def streamed(
     end: bytes = sse.DONE,
 ) -> Response:
     """`failure`: the event of an error, `end`: what comes last."""
-    response = sse.stream(
-        events,
-        failure=failure,
-        end=end,
-        keep_alive=settings.sse_keep_alive_interval,
-        shutdown_timeout=settings.shutdown_timeout,
-    )
+    response = sse.EventStream(events, failure=failure, end=end, keep_alive=settings.sse_keep_alive_interval)
     response.headers.update(ignored.headers)
     return response
 

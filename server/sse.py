@@ -6,19 +6,23 @@ an error, for OpenAI's older endpoints with `data: [DONE]`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
-import anyio
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.errors import APIError, unexpected
 
 DIRECT_SEND = "quire.send"  # key of a scope: how to send what middleware has nothing to say about
 DONE = b"data: [DONE]\n\n"
-_SHUTDOWN_MARGIN = 5.0  # seconds that a stream may take to say goodbye once its request has been ended
-_CLEANUP_SECONDS = 5.0  # for a stream to be closed once nobody reads it
+_KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = (
+    (b"cache-control", b"no-store"),
+    (b"connection", b"keep-alive"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 
 def event(json: bytes, name: bytes = b"") -> bytes:
@@ -30,51 +34,50 @@ def failure(error: APIError) -> bytes:
     return event(error.body())
 
 
-def stream(
-    events: AsyncGenerator[bytes, None],
-    *,
-    failure: Callable[[APIError], bytes],
-    end: bytes,
-    keep_alive: float,
-    shutdown_timeout: float,
-) -> EventSourceResponse:
+class EventStream(Response):
     """The response that sends `events` (each made by `event`), then `end`. What fails becomes one more event.
 
-    When the client hangs up the task that waits for the next event is cancelled. `keep_alive`: seconds between comments
-    while nothing else is sent; 0: none. `shutdown_timeout`: how long it may go on while the server stops.
-    """
-    return _EventStream(
-        events,
-        failure,
-        end,
-        media_type="text/event-stream; charset=utf-8",
-        ping=keep_alive,
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-        sep="\n",
-        shutdown_grace_period=shutdown_timeout + _SHUTDOWN_MARGIN,
-    )
-
-
-class _EventStream(EventSourceResponse):
-    """The library's response, with its watch over client, silence and shutdown, but not its work on each event.
-
-    The base class makes bytes of what is bytes, logs them, and sends each under a time limit that nobody set.
+    When the client hangs up the task that waits for the next event is cancelled.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], failure: Callable[[APIError], bytes], end: bytes, **options: Any
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        failure: Callable[[APIError], bytes],
+        end: bytes,
+        keep_alive: float,
     ) -> None:
-        super().__init__(events, **options)
-        self._events, self._failure, self._end = events, failure, end
+        """`keep_alive`: seconds between comments, which keep proxies from closing a silent stream; 0: none."""
+        self.status_code, self.background, self.raw_headers = 200, None, list(_HEADERS)
+        self._events, self._failure, self._end, self._keep_alive = events, failure, end, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_event: Send = scope.get(DIRECT_SEND, send)
-        await super().__call__(scope, receive, send)
+        send_event: Send = scope.get(DIRECT_SEND, send)
+        streaming = asyncio.current_task()
+        assert streaming is not None
+        hung_up = False
 
-    async def _stream_response(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await send(start)
-        send_event, last = self._send_event, self._end
+        def hang_up(watching: asyncio.Task[None]) -> None:
+            nonlocal hung_up
+            if not watching.cancelled() and not ended:
+                hung_up = streaming.cancel()
+
+        ended = False
+        watching = asyncio.create_task(self._watch(receive, send_event))
+        watching.add_done_callback(hang_up)
+        try:
+            await self._stream(send, send_event)
+        except asyncio.CancelledError:
+            if not hung_up or streaming.uncancel():
+                raise
+        finally:
+            ended = True
+            watching.cancel()
+
+    async def _stream(self, send: Send, send_event: Send) -> None:
+        last = self._end
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send_event({"type": "http.response.body", "body": data, "more_body": True})
@@ -83,8 +86,16 @@ class _EventStream(EventSourceResponse):
         except Exception as error:
             last = self._failure(unexpected(error)) + last
         finally:
-            with anyio.move_on_after(_CLEANUP_SECONDS, shield=True):
-                await self._events.aclose()
-        async with self._send_lock:
-            self.active = False
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await self._events.aclose()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _watch(self, receive: Receive, send_event: Send) -> None:
+        """Until the client hangs up."""
+        while True:
+            try:
+                async with asyncio.timeout(self._keep_alive or None):
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                return
+            except TimeoutError:
+                await send_event({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
