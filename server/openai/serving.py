@@ -411,7 +411,8 @@ class Serving:
         for index, prompt in enumerate(prompts):
             room = self.engine.max_model_len - len(prompt)
             max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-            for each in with_samples(sampling.clone(max_tokens=max_tokens)):
+            limited = sampling if max_tokens == sampling.max_tokens else sampling.clone(max_tokens=max_tokens)
+            for each in with_samples(limited):
                 begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each)
                 yield index, self.metrics.watch(len(prompt), each), begin
 
