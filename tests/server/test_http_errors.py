@@ -37,6 +37,22 @@ def check(response: httpx.Response, status: int, param: str | None, *words: str)
     return error["message"]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_kinds_of_json_are_read_alike(live: Live, path: str) -> None:
+    def ask(kind: str, content: bytes) -> tuple[int, Any]:
+        response = live.http.post(path, content=content, headers={"Content-Type": kind})
+        answer = response.json()
+        return response.status_code, answer["choices"] if response.is_success else answer
+
+    field = b'"messages": [{"role": "user", "content": "Hi"}]' if path == CHAT else b'"prompt": "Hi"'
+    good = b'{"max_tokens": 5, "colour": 1, ' + field + b"}"
+    wrong = (b"", b"[]", b"null", b"{", b"\xff", b'{"max_tokens": NaN, ' + field + b"}", good.replace(b"5", b'"5"'))
+    for content, status in ((good, 200), (b"\xef\xbb\xbf" + good, 200), *((each, 400) for each in wrong)):
+        answers = [ask(kind, content) for kind in ("application/json", "application/json; charset=utf-8")]
+        assert answers[0] == answers[1]
+        assert answers[0][0] == status, answers[0]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
