@@ -312,7 +312,7 @@ def paged_attention_decode(
         out = torch.empty_like(query)
     launch_options = pdl_options(query.device)
     if plan is None:
-        plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device)
+        plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device, kv_dtype=key_cache.dtype)
         plan_decode(context_lens, rows, plan)
         launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert out.stride(1) == head_dim

@@ -54,7 +54,7 @@ class DecodePlan:
         """
         fp8 = kv_dtype.itemsize == 1
         tile, num_warps, num_stages, min_tiles = 64, 2, 2, 2
-        if head_dim > 128 and not fp8:
+        if head_dim * kv_dtype.itemsize > 256:  # twice the tile would not fit into the shared memory of smaller GPUs
             tile, num_warps, num_stages = 32, 1, 3
         elif max_seqs <= FEW_SEQS[0] and not fp8:
             tile, num_warps, min_tiles = 32, 1, 1
