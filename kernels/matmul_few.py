@@ -29,16 +29,6 @@ MAX_OUTPUTS = 32768  # beyond them (output heads) what this kernel saves is litt
 
 
 @gluon.jit
-def _prefetch(pointer, num_bytes):
-    """As `kernels.launch.prefetch`."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r", [pointer.to(gl.int64), num_bytes], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _warps(LAYOUT: gl.constexpr, NUM: gl.constexpr):
     return gl.arange(0, NUM, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
 
@@ -57,7 +47,7 @@ def _last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
 def _few_linear_kernel(
     x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
     N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
-    X_AHEAD: gl.constexpr, CHAINS: gl.constexpr, WARPS: gl.constexpr, TOKENS_FIRST: gl.constexpr, PREFETCH: gl.constexpr,
+    X_AHEAD: gl.constexpr, CHAINS: gl.constexpr, WARPS: gl.constexpr, TOKENS_FIRST: gl.constexpr,
     NORM: gl.constexpr, SWIGLU: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with SWIGLU: gate rows, then up rows.
@@ -75,10 +65,6 @@ def _few_linear_kernel(
     first = gl.program_id(0) * BLOCK_N
     weights = weight + first.to(gl.int64) * K
     if PDL:
-        if PREFETCH and N % BLOCK_N == 0:
-            _prefetch(weights, BLOCK_N * K * 2)
-            if SWIGLU:
-                _prefetch(weights + N * K, BLOCK_N * K * 2)
         launch_dependents()
 
     # Of a weight's row, a token's row and the sums: what lies where. In SUM a thread has one element of all warps' sums.
@@ -227,8 +213,6 @@ class Config(NamedTuple):
     x_ahead: int = 1
     chains: int = 1
     tokens_first: bool = False
-    prefetch: bool = False
-    max_registers: int | None = None
 
 
 # Measured on an H200, in graphs of whole layers. (channels out, channels in, with SwiGLU): up to 8 tokens, and up to 16.
@@ -316,14 +300,11 @@ def launch(
     n = out.shape[1]
     steps = k // (config.chunk * config.warps)
     assert steps * config.chunk * config.warps == k
-    options = pdl_options(x.device)
-    if config.max_registers is not None:
-        options = options | {"maxnreg": config.max_registers}
     _few_linear_kernel[(triton.cdiv(n, config.block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
         M=max(triton.next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
         AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps),
-        WARPS=config.warps, TOKENS_FIRST=config.tokens_first, PREFETCH=config.prefetch, NORM=norm_weight is not None,
-        SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **options,
+        WARPS=config.warps, TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None,
+        SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),
     )  # fmt: skip
