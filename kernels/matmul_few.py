@@ -132,10 +132,7 @@ def _few_linear_kernel(
         sums = sums + (gl.zeros(SHAPE, gl.float32, MMA),)
         up_sums = up_sums + (gl.zeros(SHAPE, gl.float32, MMA),)
     if NORM:
-        if M > 16:  # which of them are summed at once is a matter of registers
-            squares = gl.zeros([WARPS, M], gl.float32, gl.SliceLayout(X_CHANNELS, X))
-        else:
-            squares = gl.zeros(xs[0].shape, gl.float32, X)
+        squares = gl.zeros(xs[0].shape, gl.float32, X)
     for i in gl.static_range(STEPS):
         w = ws[0]
         xi = xs[0]
@@ -156,7 +153,7 @@ def _few_linear_kernel(
             if i + X_AHEAD < STEPS:
                 gs = gs + (gl.load(g_pointers + (i + X_AHEAD) * STEP),)
             wide = xi.to(gl.float32)
-            squares += gl.sum(wide * wide, X_CHANNELS) if M > 16 else wide * wide
+            squares += wide * wide
             xi = (wide * g.to(gl.float32)).to(xi.dtype)
         if TOKENS_FIRST:
             sums = sums[1:] + (mma_v2(xi, w, sums[0]),)
@@ -178,9 +175,7 @@ def _few_linear_kernel(
     if SWIGLU:
         up_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, up_total)
     if NORM:
-        if M <= 16:
-            squares = gl.sum(squares, X_CHANNELS)
-        squares_smem = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT, squares)
+        squares_smem = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT, gl.sum(squares, X_CHANNELS))
     result = gl.sum(total_smem.load(SUM), 0)
     if SWIGLU:
         up = gl.sum(up_smem.load(SUM), 0)
@@ -295,7 +290,7 @@ def launch(
     swiglu: bool = False,
     residual: Tensor | None = None,
 ) -> None:
-    """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `applies`."""
+    """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `config`."""
     num_tokens, k = x.shape
     n = out.shape[1]
     steps = k // (config.chunk * config.warps)
