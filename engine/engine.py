@@ -43,11 +43,12 @@ DTYPES = {
 
 
 class Handle(Protocol):
-    """A launched step. Requests in `constrained` get their tokens by `constrain`, the others at once."""
+    """A launched step. Requests in `constrained` get their tokens by `constrain` from filled `masks`, the others at once."""
 
     constrained: list[str]
+    masks: np.ndarray
 
-    def constrain(self, masks: np.ndarray) -> None: ...
+    def constrain(self) -> None: ...
     def read(self) -> tuple[SchedulerOutput, StepResult]: ...
 
 
@@ -200,8 +201,8 @@ class Engine:
                 self._matching.forget(output.request_id)
         if launched is None or not launched.constrained:
             return []
-        masks, errors = self._matching.masks(launched.constrained)
-        launched.constrain(masks)
+        errors = self._matching.fill(launched.constrained, launched.masks)
+        launched.constrain()
         for request_id, error in errors.items():
             _log.error("request %s: its grammar cannot be followed any further: %s", request_id, error)
             self.abort(request_id)

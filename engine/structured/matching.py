@@ -6,18 +6,70 @@ One thread owns this. Only compiling happens in another one.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.structured.grammar import Compiler, make_executor
 
 MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time; the others wait
 MAX_THREADS = 8
 FEW = 4  # masks that one thread fills as fast as several
+MAX_INTERVAL = 512  # fills between two trials of the slower way
+
+
+_Found = list[tuple[LLMatcher, int]]  # who is followed, and its row
+
+
+@dataclass(slots=True)
+class _Way:
+    fill: Callable[[_Found, np.ndarray], None]
+    seconds: float = 0.0  # for each mask, lately; 0: not known
+
+
+class _Filler:
+    """Fills masks in this thread, or in several at once where that has lately been faster.
+
+    Waking threads takes some 20 µs on one machine and more than a millisecond on another: as long as 50 masks do. So the
+    slower way is tried again now and then.
+    """
+
+    def __init__(self) -> None:
+        self._alone, self._together = _Way(_fill_alone), _Way(self._fill_together)
+        self._interval = self._until_trial = 8  # fills
+        self._threads: LLExecutor | None = None
+
+    def __call__(self, found: _Found, masks: np.ndarray) -> None:
+        """Fill the rows of masks [n, words] that are named."""
+        if len(found) < FEW:
+            _fill_alone(found, masks)
+            return
+        way, slower = sorted((self._alone, self._together), key=lambda way: way.seconds)
+        weight = 1 / 8
+        self._until_trial -= 1
+        if not self._until_trial:
+            way, weight = slower, 1 / 2
+            self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
+        start = perf_counter()
+        way.fill(found, masks)
+        seconds = (perf_counter() - start) / len(found)
+        way.seconds += (seconds - way.seconds) * (weight if way.seconds else 1)
+
+    def _fill_together(self, found: _Found, masks: np.ndarray) -> None:
+        if self._threads is None:
+            self._threads = LLExecutor(max(min((os.cpu_count() or 1) - 1, MAX_THREADS), 1))
+        fill_next_token_bitmask_par(self._threads, found, masks)
+
+
+def _fill_alone(found: _Found, masks: np.ndarray) -> None:
+    address, num_bytes = masks.ctypes.data, masks.strides[0]
+    for matcher, i in found:
+        matcher.unsafe_compute_mask_ptr(address + i * num_bytes, num_bytes)
 
 
 class Matching:
@@ -30,7 +82,7 @@ class Matching:
         self._matchers: dict[str, LLMatcher] = {}
         self._weights: dict[str, int] = {}  # of those being compiled or compiled
         self._compile_thread: ThreadPoolExecutor | None = None
-        self._mask_threads: LLExecutor | None = None
+        self._fill = _Filler()
 
     def __bool__(self) -> bool:
         """Whether a request is being followed."""
@@ -89,22 +141,21 @@ class Matching:
         if matcher is not None and not matcher.is_stopped():
             matcher.consume_tokens(list(token_ids))
 
-    def masks(self, request_ids: Sequence[str]) -> tuple[np.ndarray, dict[str, str]]:
-        """The tokens that may come next [n, (vocabulary + 31) // 32] int32, a bit for each, and what went wrong with whom.
+    def fill(self, request_ids: Sequence[str], masks: np.ndarray) -> dict[str, str]:
+        """Set the tokens that may come next, and say what went wrong with whom.
 
+        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first.
         Whoever is not followed (any more) may go on as they like.
         """
-        masks = np.full((len(request_ids), (self._compiler.vocab_size + 31) // 32), -1, dtype=np.int32)
-        found = [(self._matchers[name], i) for i, name in enumerate(request_ids) if name in self._matchers]
-        if len(found) < FEW:
-            for matcher, i in found:
-                fill_next_token_bitmask(matcher, masks, i)
-        else:
-            if self._mask_threads is None:
-                self._mask_threads = LLExecutor(max(min((os.cpu_count() or 1) - 1, MAX_THREADS), 1))
-            fill_next_token_bitmask_par(self._mask_threads, found, masks)
-        errors = {request_ids[i]: matcher.get_error() for matcher, i in found if matcher.is_error()}
-        return masks, errors
+        found: _Found = []
+        for i, request_id in enumerate(request_ids):
+            matcher = self._matchers.get(request_id)
+            if matcher is None:
+                masks[i] = -1
+            else:
+                found.append((matcher, i))
+        self._fill(found, masks)
+        return {request_ids[i]: matcher.get_error() for matcher, i in found if matcher.is_error()}
 
     def close(self) -> None:
         if self._compile_thread is not None:

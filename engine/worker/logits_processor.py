@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 import kernels
 from engine.core.sampling_params import SamplingParams
 from engine.worker import filters
-from engine.worker.input_batch import InputBatch, PackedStep, Row
+from engine.worker.input_batch import InputBatch, Members, PackedStep, Row
 from engine.worker.token_history import TokenHistory
 from kernels.step import StepTensors
 
@@ -26,7 +27,7 @@ FOREVER = 2**31 - 1
 
 @dataclass(slots=True)
 class Now:
-    """What is different in every step, for the n sequences of a group."""
+    """Where the n sequences of a group stand."""
 
     lengths: Tensor  # [n] int64: tokens in the context; the position of the token to be sampled
     longest: int  # the highest of them
@@ -48,6 +49,7 @@ class Group:
     longest: int  # tokens of the longest context in the step at hand
     at: Tensor  # [n] int64: `places`
     rows: Tensor  # [n] int64: device rows
+    seeds: Tensor  # [n] int64
     params: KernelParams
     edits: list[Edit]
     allowed: Tensor | None  # [n, V] bool: what `allowed_token_ids` leaves
@@ -64,7 +66,8 @@ class LogitsProcessor:
     step: StepTensors
     eos_token_ids: Sequence[int]
     vocab_size: int
-    _last: list[Group] = field(init=False, default_factory=list)
+    _last: tuple[list[Group], list[Group]] = field(init=False, default=([], []))
+    _members: Members | None = field(init=False, default=None)  # whose groups those are, as long as they stay the same
 
     def select(self, packed: PackedStep) -> tuple[list[Group], list[Group]]:
         """The sequences that are to be sampled again in this step: those that can be now, and those that need masks.
@@ -73,17 +76,26 @@ class LogitsProcessor:
         """
         if not self.batch.num_special:
             return [], []
+        if packed.members is not self._members:
+            self._choose(packed)
+        for group in chain(*self._last):
+            group.longest = int(packed.context_lens[group.places].max())
+        return self._last
+
+    def _choose(self, packed: PackedStep) -> None:
         lengths = packed.context_lens.tolist()
         free, constrained = [], []
+        self._members = packed.members
         for i, row in enumerate(packed.members.rows):
             if i not in packed.members.shares.partial:
                 if row.constrained:
                     constrained.append(i)
-                elif row.special or lengths[i] < row.min_context:
+                elif row.special:
                     free.append(i)
-        groups = self._groups(free, packed), self._groups(constrained, packed)
-        self._last = [*groups[0], *groups[1]]
-        return groups
+                elif lengths[i] < row.min_context:
+                    free.append(i)
+                    self._members = None  # not for ever
+        self._last = self._groups(free, packed), self._groups(constrained, packed)
 
     def _groups(self, places: list[int], packed: PackedStep) -> list[Group]:
         groups = []
@@ -91,11 +103,10 @@ class LogitsProcessor:
         for start in range(0, len(places), size):
             part = places[start : start + size]
             groups.append(self._group(part, [packed.members.rows[i] for i in part]))
-            groups[-1].longest = int(packed.context_lens[part].max())
         return groups
 
     def _group(self, places: list[int], members: list[Row]) -> Group:
-        for group in self._last:
+        for group in chain(*self._last):
             if group.places == places and all(a is b for a, b in zip(group.members, members, strict=True)):
                 return group
         return _Builder(self, places, members).build()
@@ -106,14 +117,14 @@ class LogitsProcessor:
         masks [n, (V + 31) // 32] int32: a bit for each token that may be sampled.
         """
         state, at = self.batch.state, group.at
-        now = Now(self.step.next_position[at], group.longest, state.seed[group.rows])
+        now = Now(self.step.next_position.index_select(0, at), group.longest, group.seeds)
         if masks is not None and not group.edits and not group.filters and group.allowed is None:
             own = kernels.mask_logits(logits, at, masks)
         else:
             own = self._edited(logits, group, now, masks)
         sampled = kernels.sample(own, *group.params, now.seeds, now.lengths)
-        tokens[at] = sampled
-        state.last_token[group.rows] = sampled
+        tokens.scatter_(0, at, sampled)
+        state.last_token.scatter_(0, group.rows, sampled)
         if len(group.slots):
             self.batch.history.append(group.slots, now.lengths[group.slots_of], sampled[group.slots_of])
 
@@ -159,12 +170,14 @@ class _Builder:
         late = [
             i for i, p in enumerate(self.params) if p.temperature > 0 and (p.typical_p < 1 or p.xtc_probability > 0)
         ]
+        rows = self.ints(row.index for row in self.members)
         return Group(
             places=self.places,
             members=self.members,
             longest=0,
             at=self.ints(self.places),
-            rows=self.ints(row.index for row in self.members),
+            rows=rows,
+            seeds=self.owner.batch.state.seed[rows],
             params=self.kernel_params(neutral=set(late)),
             edits=[edit for edit in edits if edit is not None],
             allowed=self.allowed(),

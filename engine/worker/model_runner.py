@@ -26,6 +26,7 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.worker.grammar_masks import GrammarMasks
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, e4m3_scales, gpu_cache_bytes
 from engine.worker.logits_processor import Group, LogitsProcessor
@@ -66,18 +67,20 @@ class StepHandle:
     prompt_logprobs: PromptLogprobs | None = None
     embeddings: Embeddings | None = None
     constrained: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
-    sample_constrained: Callable[[Tensor], None] | None = None
+    masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(constrained), words], to fill
+    sample_constrained: Callable[[], None] | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
     done: torch.cuda.Event | None = None
     logprobs: LogprobsRequest | None = None
 
-    def constrain(self, masks: np.ndarray) -> None:
+    def constrain(self) -> None:
         """Sample the `constrained` requests, before the next step is launched.
 
-        masks [len(constrained), (vocabulary + 31) // 32] int32: a bit for each token that may come next.
+        First the caller, once it has read the step before, fills `masks` [len(constrained), (vocabulary + 31) // 32] int32:
+        a bit for each token that may come next, the lowest first.
         """
         assert self.sample_constrained is not None
-        self.sample_constrained(torch.from_numpy(masks))
+        self.sample_constrained()
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         if self.done is not None:
@@ -107,6 +110,7 @@ class ModelRunner:
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
         self._processor = LogitsProcessor(self._batch, self._step, spec.eos_token_ids, spec.vocab_size)
+        self._masks = GrammarMasks(options.max_num_seqs, spec.vocab_size, self.device)
         self._pooler = Pooler(self._batch, model.norm, spec.hidden_size)
         self._shape = KVCacheShape.of(spec, options.block_size, options.kv_dtype)
         self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
@@ -191,6 +195,7 @@ class ModelRunner:
             self._processor.sample(logits, tokens, group)
         if constrained:
             handle.constrained = [shares.request_ids[i] for group in constrained for i in group.places]
+            handle.masks = self._masks.rows(len(handle.constrained))
             handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, constrained)
         else:
             self._finish(handle, packed, logits, tokens)
@@ -204,10 +209,10 @@ class ModelRunner:
         logits: Tensor,
         tokens: Tensor,
         groups: list[Group],
-        masks: Tensor,
     ) -> None:
+        masks = self._masks.to_device(len(handle.constrained))
         for group, part in zip(groups, masks.split([len(group.places) for group in groups]), strict=True):
-            self._processor.sample(logits, tokens, group, self._batch.to_device(part))
+            self._processor.sample(logits, tokens, group, part)
         self._finish(handle, packed, logits, tokens)
 
     def _finish(self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor) -> None:
@@ -368,5 +373,6 @@ class ModelRunner:
         """Run a step whose grammars allow everything."""
         handle = self.launch(output)
         if handle.constrained:
-            handle.constrain(np.full((len(handle.constrained), (self.spec.vocab_size + 31) // 32), -1, dtype=np.int32))
+            handle.masks.fill(-1)
+            handle.constrain()
         handle.read()

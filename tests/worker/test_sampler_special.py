@@ -177,11 +177,11 @@ def test_a_group_is_made_once_for_steps_that_are_alike(monkeypatch: pytest.Monke
     params = SamplingParams(presence_penalty=1, max_tokens=20)
     logits = {"a": [0.0] * VOCAB, "b": [0.0] * VOCAB}
     sampler.run(logits, {"a": 3, "b": 3}, {n: ([1, 2, 3], 3, params, 0) for n in logits}, [])
-    groups = list(sampler.processor._last)
+    groups = list(sampler.processor._last[0])
     sampler.run(logits, {"a": 4, "b": 4}, {}, [])
-    assert sampler.processor._last[0] is groups[0]
+    assert sampler.processor._last[0][0] is groups[0]
     sampler.run(logits, {"a": 5, "b": 5}, {"b": ([1, 2, 3, 4, 5], 3, params, 0)}, ["b"])
-    assert sampler.processor._last[0] is not groups[0]
+    assert sampler.processor._last[0][0] is not groups[0]
 
 
 def test_many_sequences_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_many_sequences_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     requests = {str(i): ([i], 1, SamplingParams(temperature=0, logit_bias={i: 100}), 0) for i in range(8)}
     tokens = sampler.run({n: [0.0] * VOCAB for n in requests}, dict.fromkeys(requests, 1), requests, [])
     assert tokens == {str(i): i for i in range(8)}
-    assert [len(group.members) for group in sampler.processor._last] == [3, 3, 2]
+    assert [len(group.members) for group in sampler.processor._last[0]] == [3, 3, 2]
 
 
 def test_bans_that_leave_nothing_give_way_to_what_is_allowed() -> None:

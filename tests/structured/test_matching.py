@@ -1,0 +1,91 @@
+"""Grammars followed token by token, and the masks of many of them at once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.structured import matching
+from engine.structured.grammar import Compiler, regex_grammar
+from engine.structured.matching import Matching
+
+WORDS = 9  # 258 tokens
+
+
+def follow(compiler: Compiler, names: list[str]) -> Matching:
+    followed = Matching(compiler)
+    for i, name in enumerate(names):
+        followed.add(name, regex_grammar(f"[a-{'klmnop'[i % 6]}]{{5,60}}[0-{i % 10}]+"))
+    while followed._compiling:
+        followed.wait(1)
+        assert all(error == "" for _, error in followed.take_ready())
+    return followed
+
+
+def allowed(row: np.ndarray) -> list[int]:
+    return [int(i) for i in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_masks_are_the_same_whoever_fills_them(
+    compiler: Compiler, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "MAX_THREADS", num_threads)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    names = [f"request-{i}" for i in range(12)]
+    many, rng = follow(compiler, names), random.Random(0)
+    alone = [follow(compiler, names) for _ in names]  # of each, one is asked: fewer than are filled by several threads
+    ways = set()
+    for _ in range(40):
+        masks = np.zeros((len(names), WORDS), dtype=np.int32)
+        assert many.fill(names, masks) == {}
+        ways.add((many._fill._alone.seconds > 0, many._fill._together.seconds > 0))
+        for i, name in enumerate(names):
+            single = np.zeros((1, WORDS), dtype=np.int32)
+            assert alone[i].fill([name], single) == {}
+            assert np.array_equal(single[0], masks[i])
+            token = rng.choice(allowed(masks[i]))
+            many.advance(name, [token])
+            alone[i].advance(name, [token])
+    assert ways == {(True, False), (True, True)}, "both ways were tried"
+
+
+def test_the_slower_way_is_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [str(i) for i in range(4)]
+    followed = follow(compiler, names)
+    taken: list[str] = []
+    clock = [0.0]
+
+    def fill(name: str, seconds: list[float]) -> matching._Way:
+        def way(found: object, masks: np.ndarray) -> None:
+            taken.append(name)
+            clock[0] += seconds[0]
+
+        return matching._Way(way)
+
+    monkeypatch.setattr(matching, "perf_counter", lambda: clock[0])
+    alone, together = [1.0], [5.0]
+    followed._fill._alone, followed._fill._together = fill("alone", alone), fill("together", together)
+    masks = np.zeros((4, WORDS), dtype=np.int32)
+    for _ in range(100):
+        followed.fill(names, masks)
+    assert taken[:2] == ["alone", "together"]
+    assert taken.count("together") == 4, "at the beginning, and after 8, 16 and 32 more"
+    together[0] = 0.01
+    for _ in range(1000):
+        followed.fill(names, masks)
+    assert taken[-50:] == ["together"] * 50
+
+
+def test_whoever_is_not_followed_may_go_on_and_errors_are_told(compiler: Compiler) -> None:
+    names = ["good", "bad"]
+    followed = follow(compiler, names)
+    followed.advance("bad", [ord("!")])
+    masks = np.zeros((3, WORDS), dtype=np.int32)
+    errors = followed.fill(["stranger", *names], masks)
+    assert masks[0].tolist() == [-1] * WORDS
+    assert allowed(masks[1]) == list(range(ord("a"), ord("k") + 1))
+    assert list(errors) == ["bad"]
+    assert "doesn't satisfy the grammar" in errors["bad"]
