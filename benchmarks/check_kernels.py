@@ -220,11 +220,7 @@ def check_sampling(checks: Checks) -> None:
         logits = (checks.random(batch, vocab_size, dtype=F32) * spread).to(dtype)
         seeds = torch.randint(-(2**62), 2**62, (batch,), device=checks.device)
         positions = torch.randint(0, 2**17, (batch,), device=checks.device)
-        rows = torch.randperm(batch, device=checks.device)[: (batch + 1) // 2]
-        masks = torch.randint(-(2**31), 2**31, (len(rows), vocab_size // 32), device=checks.device).int()
-        mask = partial(kernels.mask_logits, logits, rows, masks)
-        error = float((mask() != reference.mask_logits(logits, rows, masks)).float().mean())
-        checks.add(f"mask_logits {len(rows)} of {batch} x {vocab_size} {dtype}", error, 0.0, mask, logits.nbytes)
+        check_masks(checks, logits.clone(), seeds, positions)
         for name, (temperature, top_k, top_p, min_p) in FILTERS.items():
             filters = (
                 torch.full((batch,), temperature, device=checks.device),
@@ -243,6 +239,33 @@ def check_sampling(checks: Checks) -> None:
                 left, expected = ((logits.float() >= x.unsqueeze(1)).sum(1) for x in (got, want))
                 error = float(((left - expected).abs() / expected).max())
                 checks.add(f"  its thresholds leave {int(left.min())} to {int(left.max())} tokens", error, 1e-3)
+
+
+def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor) -> None:
+    """Half of the rows are masked, and sampled again."""
+    batch, vocab_size = logits.shape
+    masked = torch.randperm(batch, device=checks.device)[: (batch + 1) // 2]
+    mask_of = torch.full((batch,), -1, dtype=torch.int32, device=checks.device)
+    mask_of[masked] = torch.arange(len(masked), dtype=torch.int32, device=checks.device)
+    masks = torch.randint(-(2**31), 2**31, (len(masked), vocab_size // 32), device=checks.device).int()
+    want = logits.clone()
+    reference.mask_logits(want, masks, mask_of)
+    mask = partial(kernels.mask_logits, logits, masks, mask_of)
+    mask()
+    name, size = f"{len(masked)} of {batch} x {vocab_size} {logits.dtype}", logits.nbytes // 2
+    checks.add(f"mask_logits {name}", float((logits != want).float().mean()), 0.0, mask, size)
+    for temperature, top_k in ((0.6, 0), (0.6, 20)):
+        filters = (
+            torch.full((batch,), temperature, device=checks.device),
+            torch.full((batch,), top_k, dtype=torch.int32, device=checks.device),
+            torch.ones(batch, device=checks.device),
+            torch.zeros(batch, device=checks.device),
+        )
+        out = torch.full((batch,), -7, device=checks.device)
+        call = partial(kernels.sample, logits, *filters, seeds, positions, only=mask_of, out=out)
+        expected = reference.sample(logits, *filters, seeds, positions, only=mask_of, out=out.clone())
+        error = float((call() != expected).float().mean())
+        checks.add(f"sample only {name} top_k {top_k}", error, 0.02, call, size)
 
 
 def check_distribution(checks: Checks) -> None:

@@ -508,14 +508,16 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     return floor.squeeze(1)
 
 
-def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-    """Rows of logits [B, V] with all but some tokens at -inf -> [n, V] of the same dtype.
+def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
+    """Set logits [B, V] to -inf, in place, but for the tokens that their row's mask allows.
 
-    rows [n] int64: which. masks [n, (V + 31) // 32] int32: a bit for each token that stays, the lowest bit first.
+    masks [n, (V + 31) // 32] int32: a bit for each token that stays, the lowest bit first. mask_of [B] int32: which of the
+    masks is the row's; -1: it has none, and stays as it is.
     """
+    rows = (mask_of >= 0).nonzero().squeeze(1)
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
-    allowed = ((masks.unsqueeze(2) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    return logits[rows].masked_fill_(~allowed, -math.inf)
+    allowed = ((masks[mask_of[rows]].unsqueeze(2) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(~allowed, -math.inf)
 
 
 def sample(
@@ -526,14 +528,25 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    only: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """One token per row of logits [B, V] -> token ids [B] int64.
+    """One token per row of logits [B, V] -> token ids [B] int64, in `out` where that is given.
 
     temperature [B] float32 (0: the likeliest token, lowest id on ties), top_k [B] int32 (<= 0: all), top_p, min_p [B]
     float32, seeds [B] int64, positions [B] int32 or int64. The order is temperature, min_p, top_k, top_p; tokens that
     tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
-    NaN logits are never chosen while another token can be.
+    NaN logits are never chosen while another token can be. only [B] int32: rows where it is negative are not sampled, and
+    keep what `out` holds.
     """
+    if only is not None:
+        assert out is not None
+        rows = (only >= 0).nonzero().squeeze(1)
+        params = (x[rows] for x in (temperature, top_k, top_p, min_p, seeds, positions))
+        out[rows] = sample(logits[rows], *params)
+        return out
+    if out is not None:
+        return out.copy_(sample(logits, temperature, top_k, top_p, min_p, seeds, positions))
     wide = _wide(logits)
     if wide.isnan().any():
         wide = torch.where(wide.isnan(), -math.inf, wide)

@@ -6,7 +6,7 @@ Three kernels, whose grids depend on shapes alone, so that a CUDA graph can hold
 2. one program for each row and piece of the vocabulary adds the noise and takes the piece's best token;
 3. one program for each row takes the best of its pieces.
 
-Where a grammar has its say, one more kernel goes before them: it copies the rows that wait for it, masked.
+Where a grammar has its say, one more kernel goes before them: it masks the logits of the rows that wait for it.
 
 Thresholds are exact: logits map to integers in the same order, and a search over those integers ends at one of them. To
 keep the search short, a first pass finds a bound below the threshold, and a second copies the few logits above it aside.
@@ -108,8 +108,8 @@ def _search(
 
 @triton.jit
 def _threshold_kernel(
-    logits, temperature, top_k, top_p, min_p, thresholds, aside, stride_row, vocab_size,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, top_k, top_p, min_p, only, thresholds, aside, stride_row, vocab_size,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -121,8 +121,11 @@ def _threshold_kernel(
     p = tl.load(top_p + row)
     m = tl.load(min_p + row)
     limited = (k > 0) & (k < vocab_size)
+    filtered = (t > 0) & (limited | (p < 1) | (m > 0))
+    if ONLY:
+        filtered &= tl.load(only + row) >= 0
     threshold = NEG_INF
-    if (t > 0) & (limited | (p < 1) | (m > 0)):
+    if filtered:
         at = logits + row.to(tl.int64) * stride_row
         mine = aside + row.to(tl.int64) * BLOCK
         lane = tl.arange(0, BLOCK)
@@ -188,19 +191,19 @@ def _threshold_kernel(
 
 @triton.jit
 def _mask_kernel(
-    logits, rows, masks, masked, stride_row, num_words, vocab_size, PIECE: tl.constexpr, PDL: tl.constexpr
+    logits, masks, mask_of, stride_row, num_words, vocab_size, PIECE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    i = tl.program_id(0).to(tl.int64)
-    tokens = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    inside = tokens < vocab_size
-    words = tl.load(masks + i * num_words + tokens // 32, mask=inside, other=0)
-    allowed = inside & (((words >> (tokens % 32)) & 1) != 0)
-    row = tl.load(rows + i).to(tl.int64)
-    x = tl.load(logits + row * stride_row + tokens, mask=allowed, other=NEG_INF)
-    tl.store(masked + i * vocab_size + tokens, x, mask=inside)
+    row = tl.program_id(0)
+    mask = tl.load(mask_of + row)
+    if mask >= 0:
+        tokens = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+        inside = tokens < vocab_size
+        words = tl.load(masks + mask.to(tl.int64) * num_words + tokens // 32, mask=inside, other=0)
+        banned = inside & (((words >> (tokens % 32)) & 1) == 0)
+        tl.store(logits + row.to(tl.int64) * stride_row + tokens, NEG_INF, mask=banned)
 
 
 @triton.jit
@@ -238,38 +241,41 @@ def _gumbel(bits, FAST: tl.constexpr):
 
 @triton.jit
 def _pick_kernel(
-    logits, temperature, thresholds, seeds, positions, best_values, best_tokens, stride_row, vocab_size,
-    PIECE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, thresholds, seeds, positions, only, best_values, best_tokens, stride_row, vocab_size,
+    PIECE: tl.constexpr, ONLY: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
         wait_for_inputs()
     row = tl.program_id(0)
     piece = tl.program_id(1)
-    tokens = piece * PIECE + tl.arange(0, PIECE)
-    x = _load_logits(logits + row.to(tl.int64) * stride_row + tokens, tokens < vocab_size)
-    t = tl.load(temperature + row)
-    if t > 0:
-        noise = _gumbel(_random_bits(tl.load(seeds + row), tl.load(positions + row), tokens), FAST)
-        x = tl.where(x >= tl.load(thresholds + row), x * (1.0 / t) + noise, NEG_INF)
-    value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    at = row * tl.num_programs(1) + piece
-    tl.store(best_values + at, value)
-    tl.store(best_tokens + at, piece * PIECE + index)
+    if not ONLY or tl.load(only + row) >= 0:
+        tokens = piece * PIECE + tl.arange(0, PIECE)
+        x = _load_logits(logits + row.to(tl.int64) * stride_row + tokens, tokens < vocab_size)
+        t = tl.load(temperature + row)
+        if t > 0:
+            noise = _gumbel(_random_bits(tl.load(seeds + row), tl.load(positions + row), tokens), FAST)
+            x = tl.where(x >= tl.load(thresholds + row), x * (1.0 / t) + noise, NEG_INF)
+        value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+        at = row * tl.num_programs(1) + piece
+        tl.store(best_values + at, value)
+        tl.store(best_tokens + at, piece * PIECE + index)
 
 
 @triton.jit
 def _reduce_kernel(
-    best_values, best_tokens, token_ids, NUM_PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    best_values, best_tokens, only, token_ids,
+    NUM_PIECES: tl.constexpr, BLOCK: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
         wait_for_inputs()
     row = tl.program_id(0)
-    offs = tl.arange(0, BLOCK)
-    values = tl.load(best_values + row * NUM_PIECES + offs, mask=offs < NUM_PIECES, other=NEG_INF)
-    _, piece = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(token_ids + row, tl.load(best_tokens + row * NUM_PIECES + piece).to(tl.int64))
+    if not ONLY or tl.load(only + row) >= 0:
+        offs = tl.arange(0, BLOCK)
+        values = tl.load(best_values + row * NUM_PIECES + offs, mask=offs < NUM_PIECES, other=NEG_INF)
+        _, piece = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(token_ids + row, tl.load(best_tokens + row * NUM_PIECES + piece).to(tl.int64))
 
 
 def _dropped_bits(dtype: torch.dtype) -> int:
@@ -277,31 +283,31 @@ def _dropped_bits(dtype: torch.dtype) -> int:
     return {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]
 
 
-def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def sampling_thresholds(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, only: Tensor | None = None
+) -> Tensor:
     """The lowest logit that each row may sample -> [B] float32; -inf where nothing filters. The arguments of `sample`."""
     batch, vocab_size = logits.shape
     thresholds = torch.empty(batch, dtype=torch.float32, device=logits.device)
     aside = torch.empty(batch, ROW_BLOCK, dtype=logits.dtype, device=logits.device)
     _threshold_kernel[(batch,)](
-        logits, temperature, top_k, top_p, min_p, thresholds, aside, logits.stride(0), vocab_size,
-        SHIFT=_dropped_bits(logits.dtype), BLOCK=ROW_BLOCK, SEARCH_BLOCK=SEARCH_BLOCK, num_warps=16,
-        **pdl_options(logits.device),
+        logits, temperature, top_k, top_p, min_p, top_k if only is None else only, thresholds, aside, logits.stride(0),
+        vocab_size, SHIFT=_dropped_bits(logits.dtype), BLOCK=ROW_BLOCK, SEARCH_BLOCK=SEARCH_BLOCK, ONLY=only is not None,
+        num_warps=16, **pdl_options(logits.device),
     )  # fmt: skip
     return thresholds
 
 
-def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
     """See `kernels.reference.mask_logits`. Rows of logits must be contiguous, the row stride is free."""
-    vocab_size = logits.shape[1]
+    batch, vocab_size = logits.shape
     assert logits.stride(1) == 1
     assert masks.is_contiguous()
-    masked = torch.empty(len(rows), vocab_size, dtype=logits.dtype, device=logits.device)
-    if len(rows):
-        _mask_kernel[(len(rows), triton.cdiv(vocab_size, PIECE))](
-            logits, rows, masks, masked, logits.stride(0), masks.shape[1], vocab_size,
+    if batch:
+        _mask_kernel[(batch, triton.cdiv(vocab_size, PIECE))](
+            logits, masks, mask_of, logits.stride(0), masks.shape[1], vocab_size,
             PIECE=PIECE, num_warps=4, **pdl_options(logits.device),
         )  # fmt: skip
-    return masked
 
 
 def sample(
@@ -312,23 +318,27 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    only: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.sample`. Rows of logits must be contiguous, the row stride is free."""
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1
+    assert out is not None or only is None
     num_pieces = triton.cdiv(vocab_size, PIECE)
-    token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device) if out is None else out
     if batch == 0:
         return token_ids
-    thresholds = sampling_thresholds(logits, temperature, top_k, top_p, min_p)
+    thresholds = sampling_thresholds(logits, temperature, top_k, top_p, min_p, only)
     best_values = torch.empty(batch, num_pieces, dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty(batch, num_pieces, dtype=torch.int32, device=logits.device)
+    chosen = top_k if only is None else only
     _pick_kernel[(batch, num_pieces)](
-        logits, temperature, thresholds, seeds, positions, best_values, best_tokens, logits.stride(0), vocab_size,
-        PIECE=PIECE, FAST=logits.device.type != "cpu", num_warps=4, **pdl_options(logits.device),
+        logits, temperature, thresholds, seeds, positions, chosen, best_values, best_tokens, logits.stride(0), vocab_size,
+        PIECE=PIECE, ONLY=only is not None, FAST=logits.device.type != "cpu", num_warps=4, **pdl_options(logits.device),
     )  # fmt: skip
     _reduce_kernel[(batch,)](
-        best_values, best_tokens, token_ids,
-        NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces), num_warps=1, **pdl_options(logits.device),
+        best_values, best_tokens, chosen, token_ids, NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces),
+        ONLY=only is not None, num_warps=1, **pdl_options(logits.device),
     )  # fmt: skip
     return token_ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
@@ -23,12 +23,12 @@ FEW = 4  # masks that one thread fills as fast as several
 MAX_INTERVAL = 512  # fills between two trials of the slower way
 
 
-_Found = list[tuple[LLMatcher, int]]  # who is followed, and its row
+_Wanted = list[tuple[LLMatcher, int]]  # a mask, and the row that it goes to
 
 
 @dataclass(slots=True)
 class _Way:
-    fill: Callable[[_Found, np.ndarray], None]
+    fill: Callable[[_Wanted, np.ndarray], None]
     seconds: float = 0.0  # for each mask, lately; 0: not known
 
 
@@ -44,10 +44,10 @@ class _Filler:
         self._interval = self._until_trial = 8  # fills
         self._threads: LLExecutor | None = None
 
-    def __call__(self, found: _Found, masks: np.ndarray) -> None:
+    def __call__(self, wanted: _Wanted, masks: np.ndarray) -> None:
         """Fill the rows of masks [n, words] that are named."""
-        if len(found) < FEW:
-            _fill_alone(found, masks)
+        if len(wanted) < FEW:
+            _fill_alone(wanted, masks)
             return
         way, slower = sorted((self._alone, self._together), key=lambda way: way.seconds)
         weight = 1 / 8
@@ -56,20 +56,33 @@ class _Filler:
             way, weight = slower, 1 / 2
             self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
         start = perf_counter()
-        way.fill(found, masks)
-        seconds = (perf_counter() - start) / len(found)
+        way.fill(wanted, masks)
+        seconds = (perf_counter() - start) / len(wanted)
         way.seconds += (seconds - way.seconds) * (weight if way.seconds else 1)
 
-    def _fill_together(self, found: _Found, masks: np.ndarray) -> None:
+    def _fill_together(self, wanted: _Wanted, masks: np.ndarray) -> None:
         if self._threads is None:
             self._threads = LLExecutor(max(min((os.cpu_count() or 1) - 1, MAX_THREADS), 1))
-        fill_next_token_bitmask_par(self._threads, found, masks)
+        fill_next_token_bitmask_par(self._threads, wanted, masks)
 
 
-def _fill_alone(found: _Found, masks: np.ndarray) -> None:
+def _fill_alone(wanted: _Wanted, masks: np.ndarray) -> None:
     address, num_bytes = masks.ctypes.data, masks.strides[0]
-    for matcher, i in found:
+    for matcher, i in wanted:
         matcher.unsafe_compute_mask_ptr(address + i * num_bytes, num_bytes)
+
+
+def _allow_one(mask: np.ndarray, token_id: int) -> None:
+    mask.fill(0)
+    mask.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A running request's grammar."""
+
+    matcher: LLMatcher
+    forced: list[int] = field(default_factory=list)  # the tokens that must come next, the last one first
 
 
 class Matching:
@@ -79,14 +92,14 @@ class Matching:
         self._compiler = compiler
         self._waiting: dict[str, str] = {}  # request id → grammar
         self._compiling: dict[str, Future[LLMatcher]] = {}
-        self._matchers: dict[str, LLMatcher] = {}
+        self._followed: dict[str, _Followed] = {}
         self._weights: dict[str, int] = {}  # of those being compiled or compiled
         self._compile_thread: ThreadPoolExecutor | None = None
         self._fill = _Filler()
 
     def __bool__(self) -> bool:
         """Whether a request is being followed."""
-        return bool(self._matchers)
+        return bool(self._followed)
 
     def add(self, request_id: str, grammar: str) -> None:
         self._waiting[request_id] = grammar
@@ -117,7 +130,7 @@ class Matching:
             del self._compiling[request_id]
             error = future.exception()
             if error is None:
-                self._matchers[request_id] = future.result()
+                self._followed[request_id] = _Followed(future.result())
             else:
                 self.forget(request_id)
             ready.append((request_id, "" if error is None else str(error)))
@@ -126,20 +139,21 @@ class Matching:
     def forget(self, request_id: str) -> None:
         """A request has ended. Others are no concern of this."""
         self._waiting.pop(request_id, None)
-        self._matchers.pop(request_id, None)
+        self._followed.pop(request_id, None)
         if (future := self._compiling.pop(request_id, None)) is not None:
             future.cancel()
         if self._weights.pop(request_id, None) is not None:
             self._compile_waiting()
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """The request's next tokens. Others than the masks allow put it into an error that `masks` tells of.
+        """The request's next tokens. Others than the masks allow put it into an error that `fill` tells of.
 
         After the end nothing but ends of text is allowed.
         """
-        matcher = self._matchers.get(request_id)
-        if matcher is not None and not matcher.is_stopped():
-            matcher.consume_tokens(list(token_ids))
+        followed = self._followed.get(request_id)
+        if followed is not None and not followed.matcher.is_stopped():
+            followed.matcher.consume_tokens(list(token_ids))
+            del followed.forced[-len(token_ids) :]
 
     def fill(self, request_ids: Sequence[str], masks: np.ndarray) -> dict[str, str]:
         """Set the tokens that may come next, and say what went wrong with whom.
@@ -147,15 +161,23 @@ class Matching:
         masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first.
         Whoever is not followed (any more) may go on as they like.
         """
-        found: _Found = []
+        errors: dict[str, str] = {}
+        wanted: _Wanted = []
         for i, request_id in enumerate(request_ids):
-            matcher = self._matchers.get(request_id)
-            if matcher is None:
+            followed = self._followed.get(request_id)
+            if followed is None:
                 masks[i] = -1
+            elif followed.forced and not followed.matcher.is_error():
+                _allow_one(masks[i], followed.forced[-1])
             else:
-                found.append((matcher, i))
-        self._fill(found, masks)
-        return {request_ids[i]: matcher.get_error() for matcher, i in found if matcher.is_error()}
+                wanted.append((followed.matcher, i))
+        self._fill(wanted, masks)
+        for matcher, i in wanted:
+            if matcher.is_error():
+                errors[request_ids[i]] = matcher.get_error()
+            else:  # all that the grammar leaves no choice about, at once: the next masks cost nothing
+                self._followed[request_ids[i]].forced = matcher.compute_ff_tokens()[::-1]
+        return errors
 
     def close(self) -> None:
         if self._compile_thread is not None:

@@ -17,23 +17,33 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`step(packed, size)`, captured for each of the sizes. Owns the static buffer that the graphs read packed steps from."""
+    """`step(packed, size)`, which gives logits and tokens, and `masked(logits, tokens)`, captured for each of the sizes.
+
+    Owns the static buffer that the graphs read packed steps from.
+    """
 
     def __init__(
-        self, step: Callable[[Tensor, int], tuple[Tensor, Tensor]], buffer: Tensor, sizes: list[int], progress: bool
+        self,
+        step: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        masked: Callable[[Tensor, Tensor], None],
+        buffer: Tensor,
+        sizes: list[int],
+        progress: bool,
     ) -> None:
         self._sizes, self._buffer = sizes, buffer
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         pool = None
         for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
-            step(buffer, size)  # compile and choose algorithms outside the capture
+            masked(*step(buffer, size))  # compile and choose algorithms outside the capture
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(first, pool=pool):
                 self._outputs[size] = step(buffer, size)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph
+            pool = pool or first.pool()
+            with torch.cuda.graph(second, pool=pool):
+                masked(*self._outputs[size])
+            self._graphs[size] = first, second
 
     def padded_size(self, num_seqs: int) -> int:
         """The captured size that `num_seqs` sequences run at; 0 when there is none."""
@@ -47,5 +57,9 @@ class DecodeGraphs:
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Queue the step, packed for a captured size; its (logits, tokens) stay the graph's own."""
         self._buffer[: len(packed)].copy_(packed, non_blocking=True)
-        self._graphs[size].replay()
+        self._graphs[size][0].replay()
         return self._outputs[size]
+
+    def run_masked(self, size: int) -> None:
+        """Queue what follows the last step, which was of this size."""
+        self._graphs[size][1].replay()

@@ -17,7 +17,8 @@ class GrammarMasks:
         on_gpu = device.type == "cuda"
         shape = num_rows, -(-vocab_size // 32)
         self._host = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._device = torch.empty(shape, dtype=torch.int32, device=device) if on_gpu else self._host
+        self.on_device = torch.empty(shape, dtype=torch.int32, device=device) if on_gpu else self._host
+        self.on_device.fill_(-1)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 
     def rows(self, n: int) -> np.ndarray:
@@ -28,6 +29,6 @@ class GrammarMasks:
         """The first rows as they are now. They travel beside what the device computes."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                self._device[:n].copy_(self._host[:n], non_blocking=True)
+                self.on_device[:n].copy_(self._host[:n], non_blocking=True)
             torch.cuda.current_stream().wait_stream(self._stream)
-        return self._device[:n]
+        return self.on_device[:n]

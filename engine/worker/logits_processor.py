@@ -6,7 +6,7 @@ then sampled again, from an edited copy of their logits: the counter RNG does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -58,6 +58,26 @@ class Group:
     slots_of: Tensor  # [h] int64: of which sequences
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The sequences of a step that are to be sampled again."""
+
+    free: list[Group] = field(default_factory=list)  # those that can be now; the others wait for masks
+    constrained: list[int] = field(default_factory=list)  # places, in the order of the masks
+    num_masked: int = 0  # of those, the first, which need nothing else
+    groups: list[Group] = field(default_factory=list)  # of the others
+
+    def split(self, masks: Tensor) -> Iterator[tuple[Group, Tensor]]:
+        """Each group, with its masks [n, words]."""
+        start = self.num_masked
+        for group in self.groups:
+            yield group, masks[start : start + len(group.places)]
+            start += len(group.places)
+
+
+NOBODY = Chosen()
+
+
 @dataclass(slots=True)
 class LogitsProcessor:
     """Finds the sequences of a step that need it, and samples them."""
@@ -66,36 +86,48 @@ class LogitsProcessor:
     step: StepTensors
     eos_token_ids: Sequence[int]
     vocab_size: int
-    _last: tuple[list[Group], list[Group]] = field(init=False, default=([], []))
-    _members: Members | None = field(init=False, default=None)  # whose groups those are, as long as they stay the same
+    mask_of: Tensor = field(
+        init=False
+    )  # [B] int32: the mask of each sequence that needs nothing else; -1: of the others
+    _last: Chosen = field(init=False, default=NOBODY)
+    _members: Members | None = field(init=False, default=None)  # whose choice that is, as long as it stays the same
 
-    def select(self, packed: PackedStep) -> tuple[list[Group], list[Group]]:
-        """The sequences that are to be sampled again in this step: those that can be now, and those that need masks.
+    def __post_init__(self) -> None:
+        self.mask_of = torch.full((self.batch.num_rows,), -1, dtype=torch.int32, device=self.batch.device)
 
-        Nothing to do while no request in the batch needs it.
-        """
+    def choose(self, packed: PackedStep) -> Chosen:
+        """The sequences that are to be sampled again in this step. None while no request in the batch needs it."""
         if not self.batch.num_special:
-            return [], []
+            return NOBODY
         if packed.members is not self._members:
-            self._choose(packed)
-        for group in chain(*self._last):
+            self._last = self._choose(packed)
+        for group in chain(self._last.free, self._last.groups):
             group.longest = int(packed.context_lens[group.places].max())
         return self._last
 
-    def _choose(self, packed: PackedStep) -> None:
+    def _choose(self, packed: PackedStep) -> Chosen:
         lengths = packed.context_lens.tolist()
-        free, constrained = [], []
+        free: list[int] = []
+        masked: list[int] = []
+        constrained: list[int] = []
         self._members = packed.members
         for i, row in enumerate(packed.members.rows):
-            if i not in packed.members.shares.partial:
-                if row.constrained:
-                    constrained.append(i)
-                elif row.special:
-                    free.append(i)
-                elif lengths[i] < row.min_context:
-                    free.append(i)
-                    self._members = None  # not for ever
-        self._last = self._groups(free, packed), self._groups(constrained, packed)
+            if i in packed.members.shares.partial:
+                continue
+            is_early = lengths[i] < row.min_context
+            if is_early:
+                self._members = None  # it will not be for ever
+            if row.constrained:
+                # Log-probabilities are of raw logits, and masks are put on in place.
+                only = not (is_early or row.special or row.sampling.logprobs is not None)
+                (masked if only else constrained).append(i)
+            elif is_early or row.special:
+                free.append(i)
+        if masked:
+            mask_of = torch.full((self.batch.num_rows,), -1, dtype=torch.int32)
+            mask_of[masked] = torch.arange(len(masked), dtype=torch.int32)
+            self.mask_of.copy_(self.batch.to_device(mask_of))
+        return Chosen(self._groups(free, packed), masked + constrained, len(masked), self._groups(constrained, packed))
 
     def _groups(self, places: list[int], packed: PackedStep) -> list[Group]:
         groups = []
@@ -106,7 +138,7 @@ class LogitsProcessor:
         return groups
 
     def _group(self, places: list[int], members: list[Row]) -> Group:
-        for group in chain(*self._last):
+        for group in chain(self._last.free, self._last.groups):
             if group.places == places and all(a is b for a, b in zip(group.members, members, strict=True)):
                 return group
         return _Builder(self, places, members).build()
@@ -118,10 +150,7 @@ class LogitsProcessor:
         """
         state, at = self.batch.state, group.at
         now = Now(self.step.next_position.index_select(0, at), group.longest, group.seeds)
-        if masks is not None and not group.edits and not group.filters and group.allowed is None:
-            own = kernels.mask_logits(logits, at, masks)
-        else:
-            own = self._edited(logits, group, now, masks)
+        own = self._edited(logits, group, now, masks)
         sampled = kernels.sample(own, *group.params, now.seeds, now.lengths)
         tokens.scatter_(0, at, sampled)
         state.last_token.scatter_(0, group.rows, sampled)

@@ -29,7 +29,7 @@ from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.grammar_masks import GrammarMasks
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, e4m3_scales, gpu_cache_bytes
-from engine.worker.logits_processor import Group, LogitsProcessor
+from engine.worker.logits_processor import Chosen, LogitsProcessor
 from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.sampler import LogprobsRequest, PromptLogprobs, sample
 from kernels.step import StepTensors
@@ -158,7 +158,7 @@ class ModelRunner:
             if not options.enforce_eager:
                 sizes = graph_sizes(options.max_num_seqs)
                 buffer = torch.zeros(8 * (sizes[-1] + 8), dtype=torch.int32, device=options.device)
-                runner._graphs = DecodeGraphs(runner._decode_on_device, buffer, sizes, progress)
+                runner._graphs = DecodeGraphs(runner._decode_on_device, runner._sample_masked, buffer, sizes, progress)
             torch.cuda.synchronize()
         runner.graphs_seconds = time.perf_counter() - start
         return runner
@@ -189,30 +189,31 @@ class ModelRunner:
         if self._graphs is not None and size and self._graphs.fits(packed.packed):
             logits, tokens = self._graphs.run(size, packed.packed)
         else:
+            size = 0
             logits, tokens = self._compute(handle, packed, scored, pooled)
-        free, constrained = self._processor.select(packed)
-        for group in free:
+        chosen = self._processor.choose(packed)
+        for group in chosen.free:
             self._processor.sample(logits, tokens, group)
-        if constrained:
-            handle.constrained = [shares.request_ids[i] for group in constrained for i in group.places]
+        if chosen.constrained:
+            handle.constrained = [shares.request_ids[i] for i in chosen.constrained]
             handle.masks = self._masks.rows(len(handle.constrained))
-            handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, constrained)
+            handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, chosen, size)
         else:
             self._finish(handle, packed, logits, tokens)
         return handle
 
     @torch.inference_mode()
     def _constrain(
-        self,
-        handle: StepHandle,
-        packed: PackedStep,
-        logits: Tensor,
-        tokens: Tensor,
-        groups: list[Group],
+        self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor, chosen: Chosen, size: int
     ) -> None:
-        masks = self._masks.to_device(len(handle.constrained))
-        for group, part in zip(groups, masks.split([len(group.places) for group in groups]), strict=True):
+        """`size`: of the graph that ran; 0: none did."""
+        masks = self._masks.to_device(len(chosen.constrained))
+        for group, part in chosen.split(masks):
             self._processor.sample(logits, tokens, group, part)
+        if chosen.num_masked and self._graphs is not None and size:
+            self._graphs.run_masked(size)
+        elif chosen.num_masked:
+            self._sample_masked(logits, tokens)
         self._finish(handle, packed, logits, tokens)
 
     def _finish(self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor) -> None:
@@ -300,6 +301,14 @@ class ModelRunner:
         self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
         return tokens
 
+    def _sample_masked(self, logits: Tensor, tokens: Tensor) -> None:
+        """Mask the logits [B, V] of those that need nothing else, and sample their tokens [B] again."""
+        with torch.inference_mode():
+            mask_of = self._processor.mask_of[: len(logits)]
+            kernels.mask_logits(logits, self._masks.on_device, mask_of)
+            sample(logits, self._step, only=mask_of, out=tokens)
+            self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
+
     def _count_blocks(self) -> int:
         """Blocks of the KV cache: as asked for, or what fits into memory beside a full step."""
         options, block_bytes = self.options, self._shape.block_bytes
@@ -356,10 +365,14 @@ class ModelRunner:
         num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
         blocks = [0] * -(-(tokens_each + 1) // options.block_size)
         sampling = SamplingParams(temperature=0.7, top_k=10, top_p=0.9, min_p=0.01)
-        both = sampling, sampling.clone(structured_outputs=StructuredOutputs(compiled=""))
+        kinds = (
+            sampling,
+            sampling.clone(structured_outputs=StructuredOutputs(compiled="")),
+            sampling.clone(min_tokens=9),
+        )
         ids = [f"rehearsal-{i}" for i in range(num_seqs)]
         admitted = [
-            Admission(name, [0] * tokens_each, tokens_each, 0, blocks, both[i % 2], 0) for i, name in enumerate(ids)
+            Admission(name, [0] * tokens_each, tokens_each, 0, blocks, kinds[i % 3], 0) for i, name in enumerate(ids)
         ]
         prefill = Shares(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])
         self._launch_unconstrained(SchedulerOutput(0, admitted, prefill, {}, []))

@@ -14,8 +14,11 @@ from engine.worker.input_batch import InputBatch, PackedStep, Row
 from kernels.step import StepTensors
 
 
-def sample(logits: Tensor, step: StepTensors) -> Tensor:
-    """One token for each of the logits' rows [B, V] -> [B] int64, by each row's own parameters and seed."""
+def sample(logits: Tensor, step: StepTensors, only: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """One token for each of the logits' rows [B, V] -> [B] int64, by each row's own parameters and seed.
+
+    Rows where `only` [B] int32 is negative keep what `out` holds.
+    """
     n = len(logits)
     return kernels.sample(
         logits,
@@ -25,6 +28,8 @@ def sample(logits: Tensor, step: StepTensors) -> Tensor:
         step.min_p[:n],
         step.seed[:n],
         step.next_position[:n],
+        only,
+        out,
     )
 
 

@@ -38,15 +38,21 @@ class Replayed(DecodeGraphs):
     """Graphs whose replay is the captured step."""
 
     replays: ClassVar[list[int]] = []
+    masked: ClassVar[list[int]] = []
 
-    def __init__(self, step: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
-        self._step, self._buffer, self._sizes = step, buffer, sizes
+    def __init__(self, step: Any, masked: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
+        self._step, self._masked, self._buffer, self._sizes = step, masked, buffer, sizes
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
         self.replays.append(size)
         self._buffer[: len(packed)].copy_(packed)
-        found: tuple[Tensor, Tensor] = self._step(self._buffer, size)
-        return found
+        self._last: tuple[Tensor, Tensor] = self._step(self._buffer, size)
+        return self._last
+
+    def run_masked(self, size: int) -> None:
+        assert size == self.replays[-1]
+        self.masked.append(size)
+        self._masked(*self._last)
 
 
 @pytest.fixture
@@ -63,6 +69,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "_compile", lambda runner: None)  # the interpreter would run what it launches
     monkeypatch.setattr(model_runner, "DecodeGraphs", Replayed)
     monkeypatch.setattr(Replayed, "replays", [])
+    monkeypatch.setattr(Replayed, "masked", [])
 
 
 def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:

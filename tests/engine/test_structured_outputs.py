@@ -181,7 +181,7 @@ def test_what_cannot_be_compiled_or_followed_ends_in_an_error(tiny_model: Path) 
     loop.add("plain", SamplingParams(max_tokens=20, ignore_eos=True))
     loop.add("complex", params(regex="[ab]{50}"))
     loop.run(steps=6)
-    loop.engine._matching._matchers["complex"].consume_token(5)  # as if its limits were reached
+    loop.engine._matching._followed["complex"].matcher.consume_token(5)  # as if its limits were reached
     loop.run()
     assert loop.ended("broken") == "error"
     assert loop.ended("complex") == "error"

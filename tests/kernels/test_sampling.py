@@ -260,14 +260,26 @@ def test_the_package_picks_the_twin_on_a_cpu():
 def test_masks(module, dtype, small_blocks):
     generator = torch.Generator().manual_seed(0)
     for vocab_size in (1, 31, 32, 33, 300):
-        logits = torch.randn(5, vocab_size + 3, generator=generator).to(dtype)[:, :vocab_size]
-        rows = torch.tensor([4, 0, 2])
+        logits = torch.randn(5, vocab_size + 3, generator=generator).to(dtype)
         bits = torch.rand(3, -(-vocab_size // 32) * 32, generator=generator) < 0.5
         places = torch.arange(32)
         words = (bits.view(3, -1, 32).long() << places).sum(-1)
         masks = torch.where(words >= 2**31, words - 2**32, words).int()
-        masked = module.mask_logits(logits, rows, masks)
-        expected = torch.where(bits[:, :vocab_size], logits[rows], -INF)
-        assert masked.dtype == dtype
-        assert torch.equal(masked, expected)
-    assert module.mask_logits(logits, rows[:0], masks[:0]).shape == (0, vocab_size)
+        expected = logits.clone()
+        for mask, row in enumerate((4, 0, 2)):
+            expected[row, :vocab_size][~bits[mask, :vocab_size]] = -INF
+        module.mask_logits(logits[:, :vocab_size], masks, torch.tensor([1, -1, 2, -1, 0], dtype=torch.int32))
+        assert torch.equal(logits, expected)
+    module.mask_logits(logits[:0], masks, torch.empty(0, dtype=torch.int32))
+
+
+@BOTH
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_only_some_rows(module, filters, small_blocks):
+    logits, arguments = torch.randn(6, 300), options(6, **filters)
+    everywhere = module.sample(logits, *arguments)
+    out = torch.arange(-1, -7, -1)
+    returned = module.sample(logits, *arguments, only=torch.tensor([-1, 0, 7, -1, -1, 3], dtype=torch.int32), out=out)
+    assert returned is out
+    assert out.tolist() == [-1, *everywhere[1:3].tolist(), -4, -5, int(everywhere[5])]
+    assert module.sample(logits, *arguments, out=torch.zeros(6, dtype=torch.int64)).equal(everywhere)
