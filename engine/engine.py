@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, StepOutputs, StepResult
+from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, Shares, StepOutputs, StepResult
 from engine.core.pooling_params import PoolingParams
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
@@ -43,12 +43,16 @@ DTYPES = {
 
 
 class Handle(Protocol):
-    """A launched step. Requests in `constrained` get their tokens by `constrain` from filled `masks`, the others at once."""
+    """A launched step. Requests in `constrained` get their tokens by `constrain` from filled `masks`, the others at once.
+
+    `device_waited`: the step before had constrained requests, and came too late to keep the device busy.
+    """
 
     constrained: list[str]
     masks: np.ndarray
+    device_waited: bool
 
-    def constrain(self) -> None: ...
+    def constrain(self, late: Sequence[int] = ()) -> None: ...
     def read(self) -> tuple[SchedulerOutput, StepResult]: ...
 
 
@@ -170,7 +174,7 @@ class Engine:
         outputs = self.scheduler.update(*self.in_flight.read()) if self.in_flight else StepOutputs()
         outputs.news += failed
         if self._matching:
-            outputs.news += self._constrain(launched, outputs.news)
+            outputs.news += self._constrain(launched, output.shares, outputs.news)
         self.in_flight = launched
         return outputs
 
@@ -188,11 +192,12 @@ class Engine:
                 self.scheduler.add(request)
         return failed
 
-    def _constrain(self, launched: Handle | None, news: list[EngineOutput]) -> list[EngineOutput]:
+    def _constrain(self, launched: Handle | None, shares: Shares, news: list[EngineOutput]) -> list[EngineOutput]:
         """Follow grammars by what was read, and say what may come next to the step that waits for it on the device.
 
-        All tokens of requests with grammars are news. Returns the news of those whose grammar has become too complex to
-        go on with.
+        All tokens of requests with grammars are news. Where other requests share the step, grammars have the time that the
+        device needs for it, and who is not ready by then waits for the next one. Returns the news of those whose grammar
+        has become too complex to go on with.
         """
         for output in news:
             if output.finish_reason is None:
@@ -201,8 +206,14 @@ class Engine:
                 self._matching.forget(output.request_id)
         if launched is None or not launched.constrained:
             return []
-        errors = self._matching.fill(launched.constrained, launched.masks)
-        launched.constrain()
+        if self.in_flight is not None and self.in_flight.constrained:
+            self._matching.keep_pace(launched.device_waited)
+        hurry = len(launched.constrained) < len(shares)
+        late, errors = self._matching.fill(launched.constrained, launched.masks, hurry)
+        launched.constrain(late)
+        if late:
+            places = {request_id: i for i, request_id in enumerate(shares.request_ids)}
+            self.scheduler.postpone(places[launched.constrained[i]] for i in late)
         for request_id, error in errors.items():
             _log.error("request %s: its grammar cannot be followed any further: %s", request_id, error)
             self.abort(request_id)

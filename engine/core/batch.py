@@ -89,6 +89,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # share → logprobs
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # share → of the tokens after its own
     embeddings: dict[int, bytes] = field(default_factory=dict)  # share → float32 values
+    postponed: frozenset[int] = frozenset()  # shares that were not sampled, though their request's tokens were computed
 
 
 @dataclass(slots=True)

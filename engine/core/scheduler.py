@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -187,7 +188,9 @@ class Scheduler:
             known = request.token_ids
             if len(known) < request.steady_until and token_id not in request.stop_ids:
                 known.append(token_id)
-            elif request.finish_reason or index in output.shares.partial or request.pooling:
+            elif (
+                request.finish_reason or index in output.shares.partial or index in result.postponed or request.pooling
+            ):
                 apart.append(index)
             elif self._learn(request, token_id):
                 apart.append(index)
@@ -200,6 +203,19 @@ class Scheduler:
         if result.embeddings:
             news += self._finish_pooled(requests, result.embeddings)
         return StepOutputs(request_ids, token_ids, news)
+
+    def postpone(self, shares: Iterable[int]) -> None:
+        """These shares of the last launched step, the only one in flight, will not be sampled: it is too early for them.
+
+        Their requests compute their newest token again in the next step.
+        """
+        ((_, requests),) = self._in_flight
+        for index in shares:
+            request = requests[index]
+            if request.finish_reason is None:
+                assert request.num_computed_tokens == request.num_tokens - 1
+                request.num_tokens -= 1
+                request.steady_until = 0
 
     def _learn(self, request: Request, token_id: int) -> bool:
         """Append a token, with all that follows. Whether more than the token is to be said of it."""
@@ -319,7 +335,7 @@ class Scheduler:
         It gets the blocks it lacks by preempting as many of the last as it takes. 0 when it came to be the last
         itself, and is preempted too.
         """
-        start = request.num_computed_tokens
+        start = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one again, when it was postponed
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
@@ -391,7 +407,10 @@ class Scheduler:
                 assert request.next_commit == sys.maxsize
             assert num_known < request.max_num_tokens >= request.num_tokens
             assert 0 <= request.num_tokens - num_known <= in_flight.count(request)
-            assert request.num_computed_tokens < request.num_tokens
+            assert request.num_computed_tokens <= request.num_tokens
+            if request.num_computed_tokens == request.num_tokens:
+                assert request in self.running, "only a request that was postponed has nothing left to compute"
+                assert num_known == request.num_tokens
             if request.steady_until:
                 assert request.block_ids
                 assert request.num_computed_tokens == request.num_tokens - 1, "a steady request lacks more than a token"

@@ -20,10 +20,21 @@ from engine.structured.grammar import Compiler, make_executor
 MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time; the others wait
 MAX_THREADS = 8
 FEW = 4  # masks that one thread fills as fast as several
+LEAST_SHARE = 4  # of those who wait for a mask, one in so many gets it even when there is no time
+MAX_SECONDS = 1.0
+MAX_MASKS = 1 << 20
 MAX_INTERVAL = 512  # fills between two trials of the slower way
 
 
-_Wanted = list[tuple[LLMatcher, int]]  # a mask, and the row that it goes to
+@dataclass(slots=True)
+class _Followed:
+    """A running request's grammar."""
+
+    matcher: LLMatcher
+    forced: list[int] = field(default_factory=list)  # the tokens that must come next, the last one first
+
+
+_Wanted = list[tuple[_Followed, int]]  # a mask, and the row that it goes to
 
 
 @dataclass(slots=True)
@@ -44,45 +55,43 @@ class _Filler:
         self._interval = self._until_trial = 8  # fills
         self._threads: LLExecutor | None = None
 
-    def __call__(self, wanted: _Wanted, masks: np.ndarray) -> None:
-        """Fill the rows of masks [n, words] that are named."""
+    def __call__(self, wanted: _Wanted, masks: np.ndarray) -> float:
+        """Fill the rows of masks [n, words] that are named; the seconds it took."""
+        start = perf_counter()
         if len(wanted) < FEW:
             _fill_alone(wanted, masks)
-            return
+            return perf_counter() - start
         way, slower = sorted((self._alone, self._together), key=lambda way: way.seconds)
         weight = 1 / 8
         self._until_trial -= 1
         if not self._until_trial:
             way, weight = slower, 1 / 2
             self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
-        start = perf_counter()
         way.fill(wanted, masks)
-        seconds = (perf_counter() - start) / len(wanted)
-        way.seconds += (seconds - way.seconds) * (weight if way.seconds else 1)
+        seconds = perf_counter() - start
+        way.seconds += (seconds / len(wanted) - way.seconds) * (weight if way.seconds else 1)
+        return seconds
+
+    def number_in(self, seconds: float) -> int:
+        """How many masks can be filled in that time, as far as is known."""
+        each = min(self._alone.seconds, self._together.seconds)
+        return int(min(seconds / each, MAX_MASKS)) if each else MAX_MASKS
 
     def _fill_together(self, wanted: _Wanted, masks: np.ndarray) -> None:
         if self._threads is None:
             self._threads = LLExecutor(max(min((os.cpu_count() or 1) - 1, MAX_THREADS), 1))
-        fill_next_token_bitmask_par(self._threads, wanted, masks)
+        fill_next_token_bitmask_par(self._threads, [(followed.matcher, i) for followed, i in wanted], masks)
 
 
 def _fill_alone(wanted: _Wanted, masks: np.ndarray) -> None:
     address, num_bytes = masks.ctypes.data, masks.strides[0]
-    for matcher, i in wanted:
-        matcher.unsafe_compute_mask_ptr(address + i * num_bytes, num_bytes)
+    for followed, i in wanted:
+        followed.matcher.unsafe_compute_mask_ptr(address + i * num_bytes, num_bytes)
 
 
 def _allow_one(mask: np.ndarray, token_id: int) -> None:
     mask.fill(0)
     mask.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
-
-
-@dataclass(slots=True)
-class _Followed:
-    """A running request's grammar."""
-
-    matcher: LLMatcher
-    forced: list[int] = field(default_factory=list)  # the tokens that must come next, the last one first
 
 
 class Matching:
@@ -96,6 +105,9 @@ class Matching:
         self._weights: dict[str, int] = {}  # of those being compiled or compiled
         self._compile_thread: ThreadPoolExecutor | None = None
         self._fill = _Filler()
+        self._turn = 0  # whose it is when not all can have one: a place
+        self._seconds = MAX_SECONDS  # that a hurried fill may take
+        self._seconds_spent = 0.0  # in the last one
 
     def __bool__(self) -> bool:
         """Whether a request is being followed."""
@@ -155,14 +167,17 @@ class Matching:
             followed.matcher.consume_tokens(list(token_ids))
             del followed.forced[-len(token_ids) :]
 
-    def fill(self, request_ids: Sequence[str], masks: np.ndarray) -> dict[str, str]:
-        """Set the tokens that may come next, and say what went wrong with whom.
+    def fill(
+        self, request_ids: Sequence[str], masks: np.ndarray, hurry: bool = False
+    ) -> tuple[list[int], dict[str, str]]:
+        """Set the tokens that may come next. Returns whom there was no time for (places), and what went wrong with whom.
 
-        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first.
-        Whoever is not followed (any more) may go on as they like.
+        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first. Whoever
+        is not followed (any more) may go on as they like. In a `hurry`, only so many have their turn as `keep_pace` has
+        found the device to have time for.
         """
-        errors: dict[str, str] = {}
         wanted: _Wanted = []
+        late: _Wanted = []
         for i, request_id in enumerate(request_ids):
             followed = self._followed.get(request_id)
             if followed is None:
@@ -170,14 +185,27 @@ class Matching:
             elif followed.forced and not followed.matcher.is_error():
                 _allow_one(masks[i], followed.forced[-1])
             else:
-                wanted.append((followed.matcher, i))
-        self._fill(wanted, masks)
-        for matcher, i in wanted:
-            if matcher.is_error():
-                errors[request_ids[i]] = matcher.get_error()
+                wanted.append((followed, i))
+        most = max(self._fill.number_in(self._seconds), FEW, -(-len(wanted) // LEAST_SHARE)) if hurry else len(wanted)
+        if most < len(wanted):
+            wanted.sort(key=lambda each: (each[1] < self._turn, each[1]))
+            wanted, late = wanted[:most], wanted[most:]
+            self._turn = late[0][1]
+        self._seconds_spent = self._fill(wanted, masks)
+        errors: dict[str, str] = {}
+        for followed, i in wanted:
+            if followed.matcher.is_error():
+                errors[request_ids[i]] = followed.matcher.get_error()
             else:  # all that the grammar leaves no choice about, at once: the next masks cost nothing
-                self._followed[request_ids[i]].forced = matcher.compute_ff_tokens()[::-1]
-        return errors
+                followed.forced = followed.matcher.compute_ff_tokens()[::-1]
+        return [i for _, i in late], errors
+
+    def keep_pace(self, device_waited: bool) -> None:
+        """Whether the device ran out of work, perhaps because of the last `fill`: so much time the next ones have."""
+        if device_waited:
+            self._seconds = 0.9 * min(self._seconds, self._seconds_spent)
+        else:
+            self._seconds = min(1.02 * self._seconds, MAX_SECONDS)
 
     def close(self) -> None:
         if self._compile_thread is not None:

@@ -190,6 +190,10 @@ class InputBatch:
         """Tokens that the steps packed so far compute."""
         return int(self._num_computed[row.index])
 
+    def postpone(self, packed: PackedStep, places: list[int]) -> None:
+        """These sequences of the last step compute its last token once more in the next one."""
+        self._num_computed[packed.members.indices[places]] -= 1
+
     def members(self, shares: Shares) -> Members:
         """What is known of a step's shares beside where they stand."""
         if self._members is None or self._members.shares is not shares:

@@ -7,7 +7,7 @@ on the device, so the next step can be launched before this one is read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,19 +68,24 @@ class StepHandle:
     embeddings: Embeddings | None = None
     constrained: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
     masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(constrained), words], to fill
-    sample_constrained: Callable[[], None] | None = None
+    sample_constrained: Callable[[Sequence[int]], None] | None = None
+    postponed: frozenset[int] = frozenset()  # shares of those of them for whom it was too early
+    device_waited: bool = (
+        False  # it had done all of the step before, which had constrained requests, when this one came
+    )
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
     done: torch.cuda.Event | None = None
     logprobs: LogprobsRequest | None = None
 
-    def constrain(self) -> None:
-        """Sample the `constrained` requests, before the next step is launched.
+    def constrain(self, late: Sequence[int] = ()) -> None:
+        """Sample the `constrained` requests, before the next step is launched, but for the `late` ones of them.
 
         First the caller, once it has read the step before, fills `masks` [len(constrained), (vocabulary + 31) // 32] int32:
-        a bit for each token that may come next, the lowest first.
+        a bit for each token that may come next, the lowest first. Those that are late compute their newest token again in
+        the next step.
         """
         assert self.sample_constrained is not None
-        self.sample_constrained()
+        self.sample_constrained(late)
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         if self.done is not None:
@@ -89,7 +94,7 @@ class StepHandle:
         logprobs = self.logprobs.read() if self.logprobs else {}
         prompt_logprobs = self.prompt_logprobs.read() if self.prompt_logprobs else {}
         embeddings = self.embeddings.read() if self.embeddings else {}
-        return self.output, StepResult(self.tokens.tolist(), logprobs, prompt_logprobs, embeddings)
+        return self.output, StepResult(self.tokens.tolist(), logprobs, prompt_logprobs, embeddings, self.postponed)
 
 
 class ModelRunner:
@@ -127,6 +132,7 @@ class ModelRunner:
             )  # of all graphs: each is read before the next one runs
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._launched = 0
+        self._last_constrained: torch.cuda.Event | None = None
         self._graphs: DecodeGraphs | None = None
         self._kv_cache: list[Tensor] = []
 
@@ -188,8 +194,10 @@ class ModelRunner:
         handle = StepHandle(output)
         if self._graphs is not None and size and self._graphs.fits(packed.packed):
             logits, tokens = self._graphs.run(size, packed.packed)
+            handle.device_waited = self._is_idle()
         else:
             size = 0
+            handle.device_waited = self._is_idle()
             logits, tokens = self._compute(handle, packed, scored, pooled)
         chosen = self._processor.choose(packed)
         for group in chosen.free:
@@ -204,7 +212,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _constrain(
-        self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor, chosen: Chosen, size: int
+        self,
+        handle: StepHandle,
+        packed: PackedStep,
+        logits: Tensor,
+        tokens: Tensor,
+        chosen: Chosen,
+        size: int,
+        late: Sequence[int],
     ) -> None:
         """`size`: of the graph that ran; 0: none did."""
         masks = self._masks.to_device(len(chosen.constrained))
@@ -214,7 +229,23 @@ class ModelRunner:
             self._graphs.run_masked(size)
         elif chosen.num_masked:
             self._sample_masked(logits, tokens)
+        if late:
+            self._postpone(handle, packed, [chosen.constrained[i] for i in late])
         self._finish(handle, packed, logits, tokens)
+        self._last_constrained = handle.done
+
+    def _is_idle(self) -> bool:
+        """Whether the device has done all of the step before, if that had constrained requests."""
+        done, self._last_constrained = self._last_constrained, None
+        return done is not None and done.query()
+
+    def _postpone(self, handle: StepHandle, packed: PackedStep, places: list[int]) -> None:
+        """Whatever was sampled at these places of the step is not to count."""
+        handle.postponed = frozenset(places)
+        self._batch.postpone(packed, places)
+        step, at = self._step, self._batch.to_device(torch.tensor(places))
+        newest = step.input_ids[step.last_index[at]]
+        self._batch.state.last_token.scatter_(0, step.rows[at], newest)
 
     def _finish(self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor) -> None:
         """All is sampled: send it to the CPU."""

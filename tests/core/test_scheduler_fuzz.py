@@ -45,6 +45,8 @@ EXPECTED_EVENTS = [
     "extra tokens to be dropped",
     "cache resets",
     "the same shares again",
+    "postponed",
+    "postponed, when none is left",
 ]
 
 
@@ -89,6 +91,8 @@ class Workload:
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
+        self.lateness = Random(seed)
+        self.postpone_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])
         self.arrivals = sorted((rng.randint(0, last_arrival), rng.choice(trunks)) for _ in range(rng.randint(1, 24)))
@@ -130,9 +134,28 @@ class Workload:
                     news.finish_reason == "stop" and news.request_id in launched_ids
                 )
                 assert news.finish_reason != "length" or news.request_id not in launched_ids, "a share was wasted"
+        if launched:
+            launched = self._postpone(launched)
         scheduler.check()
         self.in_flight = launched
         self.runner.poison(b for b in scheduler.blocks._free if scheduler.blocks._hashes[b] is None)
+
+    def _postpone(self, launched: Launched) -> Launched:
+        """Some shares are not sampled after all."""
+        shares, rows = launched.output.shares, self.runner.rows
+        late = [
+            index
+            for index, request_id in enumerate(shares.request_ids)
+            if self.lateness.random() < self.postpone_rate
+            and index not in shares.partial
+            and rows[request_id].pooling is None
+        ]
+        self.scheduler.postpone(late)
+        self.events["postponed"] += len(late)
+        self.events["postponed, when none is left"] += any(
+            shares.request_ids[index] not in self.clients for index in late
+        )
+        return self.runner.postpone(launched, late)
 
     def _deliver(self, news: EngineOutput) -> None:
         client = self.clients[news.request_id]

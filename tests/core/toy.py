@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.batch import SchedulerOutput, Shares, StepResult, TokenLogprobs
 from engine.core.pooling_params import PoolingParams
@@ -110,6 +110,15 @@ class ToyRunner:
         self._write(output)
         self._read(output)
         return Launched(output, self._sample(output))
+
+    def postpone(self, launched: Launched, shares: list[int]) -> Launched:
+        """Take back what these shares of the last step sampled."""
+        for index in shares:
+            row = self.rows[launched.output.shares.request_ids[index]]
+            row.token_ids.pop()
+            row.states.pop()
+            row.num_computed -= 1
+        return Launched(launched.output, replace(launched.result, postponed=frozenset(shares)))
 
     def _check(self, output: SchedulerOutput) -> None:
         assert output.step > self.step, "steps are numbered in order"

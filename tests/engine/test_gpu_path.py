@@ -17,7 +17,9 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
+from engine.frontend import Frontend
 from engine.worker import model_runner
 from engine.worker.cuda_graphs import DecodeGraphs
 from engine.worker.model_runner import ModelRunner
@@ -30,6 +32,22 @@ REQUESTS = {
     "sampled": ([9] * 13, SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1, max_tokens=10)),
     "special": ([1, 2], SamplingParams(temperature=0.8, repetition_penalty=1.3, logprobs=2, seed=2, max_tokens=6)),
     "scored": ([8, 3, 8, 3, 8], SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2)),
+    "word": ([3, 1], SamplingParams(seed=3, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-p]{4}"))),
+    "word, scored": (
+        [3, 2],
+        SamplingParams(logprobs=1, seed=4, max_tokens=5, structured_outputs=StructuredOutputs(regex="[k-z]{4}")),
+    ),
+    "word, unlike": (
+        [3, 3],
+        SamplingParams(
+            temperature=0.9,
+            top_k=9,
+            presence_penalty=2,
+            seed=5,
+            max_tokens=5,
+            structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
+        ),
+    ),
     "late": ([4] * 30, SamplingParams(temperature=0, max_tokens=5)),
 }
 
@@ -57,7 +75,7 @@ class Replayed(DecodeGraphs):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, event = torch.empty, SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    empty, event = torch.empty, SimpleNamespace(record=lambda: None, synchronize=lambda: None, query=lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -78,10 +96,12 @@ def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> di
         block_size=8, num_gpu_blocks_override=8, **settings,
     )  # fmt: skip
     engine = Engine(config, progress=False)
+    frontend = Frontend.load(config)
     tokens: dict[str, list[int]] = {name: [] for name in names}
     for name in tokens:
         if name != "late":
-            engine.add_request(name, *REQUESTS[name])
+            prompt, sampling = REQUESTS[name]
+            engine.add_request(name, prompt, frontend.check(prompt, sampling))
     steps = 0
     while engine.has_work():
         steps += 1
@@ -98,6 +118,7 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
     request.getfixturevalue("gpu")
     assert answers(tiny_model) == expected
     assert set(Replayed.replays) >= {1, 2, 4}
+    assert set(Replayed.masked) >= {2, 4}
 
 
 def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:

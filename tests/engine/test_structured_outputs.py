@@ -123,6 +123,46 @@ def test_those_who_ask_obey_and_the_others_do_not_notice(tiny_model: Path, setti
     assert not loop.engine._matching._weights
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 256, "block_size": 4}]
+)
+def test_who_is_late_gets_the_same_answer_later(
+    tiny_model: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where masks take longer than the device, those who have none yet wait, and nobody else does."""
+
+    def run(**settings: Any) -> tuple[dict[str, list[int]], int]:
+        loop = Loop(tiny_model, **settings)
+        for i in range(4):
+            loop.add(f"plain {i}", SamplingParams(max_tokens=60, seed=i, ignore_eos=True))
+        for i, asked in enumerate(ASKED * 2):
+            extra = {"presence_penalty": 0.5, "logprobs": 2} if i % 3 == 0 else {}
+            loop.add(str(i), params(**asked, seed=i, max_tokens=40, **extra), [i + 1] * (1 + i))
+        steps = 0
+        while not all(loop.news[f"plain {i}"] and loop.ended(f"plain {i}") for i in range(4)):
+            loop.run(steps=1)
+            steps += 1
+        return loop.run(), steps
+
+    expected, steps = run()
+    late = []
+    fill = matching.Matching.fill
+
+    def watched(*args: Any) -> Any:
+        found = fill(*args)
+        late.extend(found[0])
+        return found
+
+    monkeypatch.setattr(matching, "FEW", 1)
+    monkeypatch.setattr(matching._Filler, "number_in", lambda filler, seconds: 0)
+    monkeypatch.setattr(matching.Matching, "fill", watched)
+    tokens, steps_when_late = run(**settings)
+    assert tokens == expected
+    assert len(late) > 100
+    if not settings:
+        assert steps_when_late == steps, "the others waited"
+
+
 def test_the_same_answer_in_any_company(tiny_model: Path) -> None:
     alone, together = Loop(tiny_model, max_num_seqs=1), Loop(tiny_model)
     for loop in (alone, together):

@@ -40,11 +40,11 @@ def test_masks_are_the_same_whoever_fills_them(
     ways = set()
     for _ in range(40):
         masks = np.zeros((len(names), WORDS), dtype=np.int32)
-        assert many.fill(names, masks) == {}
+        assert many.fill(names, masks) == ([], {})
         ways.add((many._fill._alone.seconds > 0, many._fill._together.seconds > 0))
         for i, name in enumerate(names):
             single = np.zeros((1, WORDS), dtype=np.int32)
-            assert alone[i].fill([name], single) == {}
+            assert alone[i].fill([name], single) == ([], {})
             assert np.array_equal(single[0], masks[i])
             token = rng.choice(allowed(masks[i]))
             many.advance(name, [token])
@@ -84,8 +84,55 @@ def test_whoever_is_not_followed_may_go_on_and_errors_are_told(compiler: Compile
     followed = follow(compiler, names)
     followed.advance("bad", [ord("!")])
     masks = np.zeros((3, WORDS), dtype=np.int32)
-    errors = followed.fill(["stranger", *names], masks)
+    late, errors = followed.fill(["stranger", *names], masks)
+    assert late == []
     assert masks[0].tolist() == [-1] * WORDS
     assert allowed(masks[1]) == list(range(ord("a"), ord("k") + 1))
     assert list(errors) == ["bad"]
     assert "doesn't satisfy the grammar" in errors["bad"]
+
+
+def test_in_a_hurry_each_has_a_turn(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [str(i) for i in range(16)]
+    followed = follow(compiler, names)
+    masks = np.zeros((16, WORDS), dtype=np.int32)
+    assert followed.fill(names, masks, hurry=True) == ([], {}), "nothing is known to be slow"
+    followed._fill._alone.seconds = followed._fill._together.seconds = 0.001
+    followed._seconds_spent = 0.016
+    for _ in range(3):
+        followed.keep_pace(device_waited=True)
+    seen = [0] * 16
+    for _ in range(8):
+        monkeypatch.setattr(followed._fill, "_until_trial", 1000)
+        followed._fill._alone.seconds = 0.001
+        late, _ = followed.fill(names, masks, hurry=True)
+        assert len(late) == 16 - int(0.0144 * 0.9**2 / 0.001)
+        for i in late:
+            seen[i] += 1
+    assert max(seen) - min(seen) <= 1, "everybody waits in turn"
+    for _ in range(100):
+        followed.keep_pace(device_waited=True)
+    late, _ = followed.fill(names, masks, hurry=True)
+    assert len(late) == 12, "some get on, however little time there is"
+    assert followed.fill(names, masks) == ([], {}), "without a hurry all do"
+    for _ in range(1000):
+        followed.keep_pace(device_waited=False)
+    assert followed.fill(names, masks, hurry=True) == ([], {})
+
+
+def test_forced_tokens_come_at_once(compiler: Compiler) -> None:
+    followed = Matching(compiler)
+    followed.add("a", regex_grammar("(hello|help) the world[.]!"))
+    while followed._compiling:
+        followed.wait(1)
+        followed.take_ready()
+    masks, text = np.zeros((1, WORDS), dtype=np.int32), ""
+    computed = 0
+    while allowed(masks[0]) != [257]:
+        computed += not followed._followed["a"].forced
+        assert followed.fill(["a"], masks) == ([], {})
+        if (token := allowed(masks[0])[-1]) < 256:
+            text += chr(token)
+            followed.advance("a", [token])
+    assert text == "help the world.!"
+    assert computed <= 4
