@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -109,6 +110,7 @@ class Engine:
         )
         self.in_flight: Handle | None = None
         self._matching = Matching(Compiler(partial(_load_vocabulary, config, folder, spec)))
+        self._seconds_left = 0.0  # for which the device was still busy when the last step was to be read
         self._held: dict[str, Request] = {}  # their grammars are being compiled
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
@@ -171,7 +173,12 @@ class Engine:
         failed = self._take_compiled() if self._held else []
         output = self.scheduler.schedule()
         launched = self.runner.launch(output) if output else None
-        outputs = self.scheduler.update(*self.in_flight.read()) if self.in_flight else StepOutputs()
+        outputs = StepOutputs()
+        if self.in_flight:
+            start = perf_counter()
+            read = self.in_flight.read()
+            self._seconds_left = perf_counter() - start
+            outputs = self.scheduler.update(*read)
         outputs.news += failed
         if self._matching:
             outputs.news += self._constrain(launched, output.shares, outputs.news)
@@ -207,7 +214,7 @@ class Engine:
         if launched is None or not launched.constrained:
             return []
         if self.in_flight is not None and self.in_flight.constrained:
-            self._matching.keep_pace(launched.device_waited)
+            self._matching.keep_pace(launched.device_waited, self._seconds_left)
         hurry = len(launched.constrained) < len(shares)
         late, errors = self._matching.fill(launched.constrained, launched.masks, hurry)
         launched.constrain(late)

@@ -21,7 +21,6 @@ MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time;
 MAX_THREADS = 8
 FEW = 4  # masks that one thread fills as fast as several
 LEAST_SHARE = 4  # of those who wait for a mask, one in so many gets it even when there is no time
-MAX_SECONDS = 1.0
 MAX_MASKS = 1 << 20
 MAX_INTERVAL = 512  # fills between two trials of the slower way
 
@@ -106,7 +105,7 @@ class Matching:
         self._compile_thread: ThreadPoolExecutor | None = None
         self._fill = _Filler()
         self._turn = 0  # whose it is when not all can have one: a place
-        self._seconds = MAX_SECONDS  # that a hurried fill may take
+        self._seconds = float("inf")  # that a hurried fill may take
         self._seconds_spent = 0.0  # in the last one
 
     def __bool__(self) -> bool:
@@ -174,7 +173,7 @@ class Matching:
 
         masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first. Whoever
         is not followed (any more) may go on as they like. In a `hurry`, only so many have their turn as `keep_pace` has
-        found the device to have time for.
+        found to be time for.
         """
         wanted: _Wanted = []
         late: _Wanted = []
@@ -200,12 +199,14 @@ class Matching:
                 followed.forced = followed.matcher.compute_ff_tokens()[::-1]
         return [i for _, i in late], errors
 
-    def keep_pace(self, device_waited: bool) -> None:
-        """Whether the device ran out of work, perhaps because of the last `fill`: so much time the next ones have."""
+    def keep_pace(self, device_waited: bool, seconds_left: float) -> None:
+        """Learn from the last step how long a hurried fill may take: whether the device ran out of work meanwhile, and how
+        long it was still busy after all was done.
+        """
         if device_waited:
             self._seconds = 0.9 * min(self._seconds, self._seconds_spent)
         else:
-            self._seconds = min(1.02 * self._seconds, MAX_SECONDS)
+            self._seconds = max(self._seconds, self._seconds_spent + 0.8 * seconds_left)
 
     def close(self) -> None:
         if self._compile_thread is not None:
