@@ -202,8 +202,9 @@ def _mask_kernel(
         tokens = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
         inside = tokens < vocab_size
         words = tl.load(masks + mask.to(tl.int64) * num_words + tokens // 32, mask=inside, other=0)
-        banned = inside & (((words >> (tokens % 32)) & 1) == 0)
-        tl.store(logits + row.to(tl.int64) * stride_row + tokens, NEG_INF, mask=banned)
+        at = logits + row.to(tl.int64) * stride_row + tokens
+        x = tl.load(at, mask=inside).to(tl.float32)
+        tl.store(at, tl.where(((words >> (tokens % 32)) & 1) != 0, x, NEG_INF), mask=inside)  # all: in whole vectors
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import json
 import random
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ MAX_CHOICES = 5000
 MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
 MAX_REMEMBERED = 10_000  # grammars that were found to be sound
+MAX_COMPILED_LENGTH = 2_000_000  # characters of all compiled grammars that are kept: some 50 bytes for each
 # In JSON, wherever it may stand: blanks, or a line break and an indentation.
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 TRIAL_STEPS = 24
@@ -88,15 +90,37 @@ class Compiler:
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         """`load` is called by the first grammar: most servers never see one."""
         self._load: Callable[[], Vocabulary] | None = load
-        self._lock = threading.Lock()
+        self._load_lock, self._lock = threading.Lock(), threading.Lock()
         self._sound: set[bytes] = set()  # digests of grammars that passed `check`
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # at their beginnings, the last used at the end
+        self._num_characters = 0  # of those grammars
 
     def compile(self, grammar: str) -> LLMatcher:
-        """`ValueError` when the library refuses it. Takes from a millisecond to a second."""
-        matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise ValueError(_explain(matcher.get_error()))
-        return matcher
+        """`ValueError` when the library refuses it. Takes from a millisecond to a second; no time when it is remembered."""
+        found = self.remembered(grammar)
+        if found is None:
+            matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
+            if matcher.is_error():
+                raise ValueError(_explain(matcher.get_error()))
+            found = matcher.deep_copy()
+            self._remember(grammar, matcher)
+        return found
+
+    def remembered(self, grammar: str) -> LLMatcher | None:
+        """As `compile`, of a grammar that was compiled lately, else None."""
+        with self._lock:
+            if (matcher := self._compiled.get(grammar)) is None:
+                return None
+            self._compiled.move_to_end(grammar)
+            return matcher.deep_copy()
+
+    def _remember(self, grammar: str, matcher: LLMatcher) -> None:
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = matcher
+                self._num_characters += len(grammar)
+            while self._num_characters > MAX_COMPILED_LENGTH:
+                self._num_characters -= len(self._compiled.popitem(last=False)[0])
 
     def check(self, grammar: str) -> None:
         """Compile it, and follow it a little way at random. `ValueError` when that fails."""
@@ -121,7 +145,7 @@ class Compiler:
                 break
 
     def _tokenizer(self) -> LLTokenizer:
-        with self._lock:
+        with self._load_lock:
             if self._load is not None:
                 self._vocabulary = self._load()
                 self._made = _make_tokenizer(self._vocabulary)

@@ -121,12 +121,19 @@ class Matching:
         for request_id, grammar in list(self._waiting.items()):
             if weight and weight + len(grammar) > MAX_WEIGHT:
                 break
-            if self._compile_thread is None:
-                self._compile_thread = make_executor(1)
             del self._waiting[request_id]
             self._weights[request_id] = len(grammar)
             weight += len(grammar)
-            self._compiling[request_id] = self._compile_thread.submit(self._compiler.compile, grammar)
+            self._compiling[request_id] = self._compile(grammar)
+
+    def _compile(self, grammar: str) -> Future[LLMatcher]:
+        if (matcher := self._compiler.remembered(grammar)) is not None:
+            found: Future[LLMatcher] = Future()
+            found.set_result(matcher)
+            return found
+        if self._compile_thread is None:
+            self._compile_thread = make_executor(1)
+        return self._compile_thread.submit(self._compiler.compile, grammar)
 
     def wait(self, seconds: float) -> None:
         """Until one of those being compiled is ready, but not for longer than this."""

@@ -142,3 +142,21 @@ def test_forced_tokens_come_at_once(compiler: Compiler) -> None:
             followed.advance("a", [token])
     assert text == "help the world.!"
     assert computed <= 4
+
+
+def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = [regex_grammar(f"[a-c]{{3}}{i}") for i in range(3)]
+    first = [compiler.compile(grammar) for grammar in grammars]
+    first[0].consume_token(ord("a"))
+    followed = Matching(compiler)
+    for i, grammar in enumerate(grammars):
+        followed.add(str(i), grammar)
+    assert followed.take_ready() == [("0", ""), ("1", ""), ("2", "")], "nobody waits for what is remembered"
+    assert followed._compile_thread is None
+    monkeypatch.setattr("engine.structured.grammar.MAX_COMPILED_LENGTH", len(grammars[0]))
+    compiler.compile(regex_grammar("[x-z]"))
+    assert [compiler.remembered(grammar) for grammar in grammars] == [None] * 3, "what is kept is bounded"
+    assert compiler._num_characters == sum(map(len, compiler._compiled)) <= len(grammars[0])
+    masks = np.zeros((3, WORDS), dtype=np.int32)
+    assert followed.fill(["0", "1", "2"], masks) == ([], {})
+    assert allowed(masks[0]) == [97, 98, 99], "each begins at the beginning"
