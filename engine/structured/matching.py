@@ -19,8 +19,9 @@ from engine.structured.grammar import Compiler, make_executor
 
 MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time; the others wait
 MAX_THREADS = 8
-FEW = 4  # masks that one thread fills as fast as several
-LEAST_SHARE = 4  # of those who wait for a mask, one in so many gets it even when there is no time
+FEW = 64  # masks that one thread fills: several are hardly faster, and hold up what drives the device
+LEAST = 4  # masks that are filled even when there is no time
+LEAST_SHARE = 4  # and of those who wait for one, at least one in so many
 MAX_MASKS = 1 << 20
 MAX_INTERVAL = 512  # fills between two trials of the slower way
 
@@ -45,8 +46,8 @@ class _Way:
 class _Filler:
     """Fills masks in this thread, or in several at once where that has lately been faster.
 
-    Waking threads takes some 20 µs on one machine and more than a millisecond on another: as long as 50 masks do. So the
-    slower way is tried again now and then.
+    Waking threads takes some 20 µs on one machine and more than a millisecond on another, as long as 50 masks do. So for
+    many masks both are tried, and the slower way again now and then.
     """
 
     def __init__(self) -> None:
@@ -56,24 +57,25 @@ class _Filler:
 
     def __call__(self, wanted: _Wanted, masks: np.ndarray) -> float:
         """Fill the rows of masks [n, words] that are named; the seconds it took."""
-        start = perf_counter()
-        if len(wanted) < FEW:
-            _fill_alone(wanted, masks)
-            return perf_counter() - start
-        way, slower = sorted((self._alone, self._together), key=lambda way: way.seconds)
+        way, slower = self._alone, self._together
         weight = 1 / 8
-        self._until_trial -= 1
-        if not self._until_trial:
-            way, weight = slower, 1 / 2
-            self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
+        if len(wanted) >= FEW:
+            if slower.seconds < way.seconds:
+                way, slower = slower, way
+            self._until_trial -= 1
+            if not self._until_trial:
+                way, weight = slower, 1 / 2
+                self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
+        start = perf_counter()
         way.fill(wanted, masks)
         seconds = perf_counter() - start
-        way.seconds += (seconds / len(wanted) - way.seconds) * (weight if way.seconds else 1)
+        if wanted:
+            way.seconds += (seconds / len(wanted) - way.seconds) * (weight if way.seconds else 1)
         return seconds
 
     def number_in(self, seconds: float) -> int:
         """How many masks can be filled in that time, as far as is known."""
-        each = min(self._alone.seconds, self._together.seconds)
+        each = self._alone.seconds
         return int(min(seconds / each, MAX_MASKS)) if each else MAX_MASKS
 
     def _fill_together(self, wanted: _Wanted, masks: np.ndarray) -> None:
@@ -192,7 +194,7 @@ class Matching:
                 _allow_one(masks[i], followed.forced[-1])
             else:
                 wanted.append((followed, i))
-        most = max(self._fill.number_in(self._seconds), FEW, -(-len(wanted) // LEAST_SHARE)) if hurry else len(wanted)
+        most = max(self._fill.number_in(self._seconds), LEAST, -(-len(wanted) // LEAST_SHARE)) if hurry else len(wanted)
         if most < len(wanted):
             wanted.sort(key=lambda each: (each[1] < self._turn, each[1]))
             wanted, late = wanted[:most], wanted[most:]

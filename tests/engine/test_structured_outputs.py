@@ -153,7 +153,7 @@ def test_who_is_late_gets_the_same_answer_later(
         late.extend(found[0])
         return found
 
-    monkeypatch.setattr(matching, "FEW", 1)
+    monkeypatch.setattr(matching, "LEAST", 1)
     monkeypatch.setattr(matching._Filler, "number_in", lambda filler, seconds: 0)
     monkeypatch.setattr(matching.Matching, "fill", watched)
     tokens, steps_when_late = run(**settings)

@@ -32,6 +32,7 @@ def allowed(row: np.ndarray) -> list[int]:
 def test_masks_are_the_same_whoever_fills_them(
     compiler: Compiler, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(matching, "FEW", 4)
     monkeypatch.setattr(matching, "MAX_THREADS", num_threads)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     names = [f"request-{i}" for i in range(12)]
@@ -53,6 +54,7 @@ def test_masks_are_the_same_whoever_fills_them(
 
 
 def test_the_slower_way_is_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "FEW", 4)
     names = [str(i) for i in range(4)]
     followed = follow(compiler, names)
     taken: list[str] = []
