@@ -20,7 +20,7 @@ from triton.testing import do_bench
 
 import kernels
 from benchmarks.check_attention import attention_errors, product_errors, rounding_errors
-from kernels import reference, sampling
+from kernels import Part, reference
 
 BANDWIDTH = 4.3e12  # bytes a second that an H200 copies
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -234,7 +234,7 @@ def check_sampling(checks: Checks) -> None:
                 f"sample {batch} x {vocab_size} {dtype} spread {spread} {name}", error, 0.02, call, logits.nbytes
             )
             if name not in ("greedy", "temperature"):
-                got = sampling.sampling_thresholds(logits, *filters)
+                got = kernels.sampling_thresholds(logits, *filters)
                 want = reference.sampling_thresholds(logits.float(), *filters)
                 left, expected = ((logits.float() >= x.unsqueeze(1)).sum(1) for x in (got, want))
                 error = float(((left - expected).abs() / expected).max())
@@ -262,10 +262,10 @@ def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor
             torch.zeros(batch, device=checks.device),
         )
         out = torch.full((batch,), -7, device=checks.device)
-        call = partial(kernels.sample, logits, *filters, seeds, positions, only=mask_of, out=out)
-        expected = reference.sample(logits, *filters, seeds, positions, only=mask_of, out=out.clone())
+        call = partial(kernels.sample, logits, *filters, seeds, positions, Part.REST, mask_of, out)
+        expected = reference.sample(logits, *filters, seeds, positions, Part.REST, mask_of, out.clone())
         error = float((call() != expected).float().mean())
-        checks.add(f"sample only {name} top_k {top_k}", error, 0.02, call, size)
+        checks.add(f"sample the rest, {name} top_k {top_k}", error, 0.02, call, size)
 
 
 def check_distribution(checks: Checks) -> None:

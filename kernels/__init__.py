@@ -17,6 +17,7 @@ from kernels.plan import FEW_SEQS as FEW_SEQS
 from kernels.plan import DecodePlan as DecodePlan
 from kernels.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.plan import prefill_tile_queries as prefill_tile_queries
+from kernels.reference import Part as Part
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +53,7 @@ paged_attention_decode = _by_device(reference.paged_attention_decode, "attention
 paged_attention_prefill = _by_device(reference.paged_attention_prefill, "attention_prefill")
 mask_logits = _by_device(reference.mask_logits, "sampling")
 sample = _by_device(reference.sample, "sampling")
-sampling_thresholds = _by_device(reference.sampling_thresholds, "sampling")
+sampling_thresholds = _by_device(reference.sampling_thresholds, "thresholds")
 random_bits = reference.random_bits
 token_logprobs = reference.token_logprobs
 prepare_step = _by_device(reference.prepare_step, "prepare")

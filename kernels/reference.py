@@ -11,6 +11,7 @@ kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
 
 from __future__ import annotations
 
+import enum
 import math
 import platform
 
@@ -520,6 +521,14 @@ def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
     logits[rows] = logits[rows].masked_fill_(~allowed, -math.inf)
 
 
+class Part(enum.Enum):
+    """Which rows are sampled."""
+
+    ALL = 0
+    PLAIN = 1  # those that nothing filters
+    REST = 2  # those that something filters, or that have a mask
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -528,7 +537,8 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    only: Tensor | None = None,
+    part: Part = Part.ALL,
+    mask_of: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token per row of logits [B, V] -> token ids [B] int64, in `out` where that is given.
@@ -536,17 +546,33 @@ def sample(
     temperature [B] float32 (0: the likeliest token, lowest id on ties), top_k [B] int32 (<= 0: all), top_p, min_p [B]
     float32, seeds [B] int64, positions [B] int32 or int64. The order is temperature, min_p, top_k, top_p; tokens that
     tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
-    NaN logits are never chosen while another token can be. only [B] int32: rows where it is negative are not sampled, and
-    keep what `out` holds.
+    NaN logits are never chosen while another token can be.
+
+    part: of the rows. Those that are not `PLAIN` get token 0 for now. Those that are not of the `REST` keep what `out`
+    holds; mask_of [B] int32 says which rows have a mask (that is put on the logits already): not those where it is -1.
     """
-    if only is not None:
+    filtered = (temperature > 0) & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0))
+    rows = torch.ones_like(filtered)
+    if part is Part.PLAIN:
+        rows = ~filtered
+    elif part is Part.REST:
+        assert mask_of is not None
         assert out is not None
-        rows = (only >= 0).nonzero().squeeze(1)
-        params = (x[rows] for x in (temperature, top_k, top_p, min_p, seeds, positions))
-        out[rows] = sample(logits[rows], *params)
-        return out
-    if out is not None:
-        return out.copy_(sample(logits, temperature, top_k, top_p, min_p, seeds, positions))
+        rows = filtered | (mask_of >= 0)
+    if out is None:
+        out = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    elif part is Part.PLAIN:
+        out.zero_()
+    arguments = temperature, top_k, top_p, min_p, seeds, positions
+    if rows.all():
+        return out.copy_(_sample(logits, *arguments))
+    out[rows] = _sample(logits[rows], *(x[rows] for x in arguments))
+    return out
+
+
+def _sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
     wide = _wide(logits)
     if wide.isnan().any():
         wide = torch.where(wide.isnan(), -math.inf, wide)

@@ -179,6 +179,11 @@ class SamplingParams:
         )
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether top_k, top_p or min_p may leave some tokens out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 

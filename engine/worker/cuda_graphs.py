@@ -17,7 +17,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`step(packed, size)`, which gives logits and tokens, and `masked(logits, tokens)`, captured for each of the sizes.
+    """`step(packed, size)`, which gives logits and tokens, and `rest(logits, tokens)`, captured for each of the sizes.
 
     Owns the static buffer that the graphs read packed steps from.
     """
@@ -25,7 +25,7 @@ class DecodeGraphs:
     def __init__(
         self,
         step: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-        masked: Callable[[Tensor, Tensor], None],
+        rest: Callable[[Tensor, Tensor], None],
         buffer: Tensor,
         sizes: list[int],
         progress: bool,
@@ -35,14 +35,14 @@ class DecodeGraphs:
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         pool = None
         for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
-            masked(*step(buffer, size))  # compile and choose algorithms outside the capture
+            rest(*step(buffer, size))  # compile and choose algorithms outside the capture
             torch.cuda.synchronize()
             first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(first, pool=pool):
                 self._outputs[size] = step(buffer, size)
             pool = pool or first.pool()
             with torch.cuda.graph(second, pool=pool):
-                masked(*self._outputs[size])
+                rest(*self._outputs[size])
             self._graphs[size] = first, second
 
     def padded_size(self, num_seqs: int) -> int:
@@ -60,6 +60,6 @@ class DecodeGraphs:
         self._graphs[size][0].replay()
         return self._outputs[size]
 
-    def run_masked(self, size: int) -> None:
+    def run_rest(self, size: int) -> None:
         """Queue what follows the last step, which was of this size."""
         self._graphs[size][1].replay()

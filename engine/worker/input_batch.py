@@ -45,6 +45,7 @@ class Members:
         np.add.accumulate(self.query_lens, out=self.query_start[1:])
         self.places = {request_id: i for i, request_id in enumerate(shares.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
+        self.filtered = any(row.sampling.is_filtered for row in self.rows)
         self.with_logprobs = [i for i, row in enumerate(self.rows) if row.sampling.logprobs is not None]
 
 

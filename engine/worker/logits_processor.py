@@ -60,17 +60,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The sequences of a step that are to be sampled again."""
+    """The sequences of a step that filters alone do not suffice for."""
 
-    free: list[Group] = field(default_factory=list)  # those that can be now; the others wait for masks
-    constrained: list[int] = field(default_factory=list)  # places, in the order of the masks
+    constrained: list[int] = field(default_factory=list)  # places of those that wait for masks, in their order
     num_masked: int = 0  # of those, the first, which need nothing else
-    groups: list[Group] = field(default_factory=list)  # of the others
+    with_masks: list[Group] = field(default_factory=list)  # of the others
+    without: list[Group] = field(default_factory=list)  # of those that need no mask
 
-    def split(self, masks: Tensor) -> Iterator[tuple[Group, Tensor]]:
+    def groups(self, masks: Tensor) -> Iterator[tuple[Group, Tensor | None]]:
         """Each group, with its masks [n, words]."""
+        for group in self.without:
+            yield group, None
         start = self.num_masked
-        for group in self.groups:
+        for group in self.with_masks:
             yield group, masks[start : start + len(group.places)]
             start += len(group.places)
 
@@ -98,10 +100,12 @@ class LogitsProcessor:
     def choose(self, packed: PackedStep) -> Chosen:
         """The sequences that are to be sampled again in this step. None while no request in the batch needs it."""
         if not self.batch.num_special:
+            self._assign_masks([])
+            self._last, self._members = NOBODY, None
             return NOBODY
         if packed.members is not self._members:
             self._last = self._choose(packed)
-        for group in chain(self._last.free, self._last.groups):
+        for group in chain(self._last.without, self._last.with_masks):
             group.longest = int(packed.context_lens[group.places].max())
         return self._last
 
@@ -123,11 +127,14 @@ class LogitsProcessor:
                 (masked if only else constrained).append(i)
             elif is_early or row.special:
                 free.append(i)
-        if masked:
+        self._assign_masks(masked)
+        return Chosen(masked + constrained, len(masked), self._groups(constrained, packed), self._groups(free, packed))
+
+    def _assign_masks(self, places: list[int]) -> None:
+        if places or self._last.num_masked:
             mask_of = torch.full((self.batch.num_rows,), -1, dtype=torch.int32)
-            mask_of[masked] = torch.arange(len(masked), dtype=torch.int32)
+            mask_of[places] = torch.arange(len(places), dtype=torch.int32)
             self.mask_of.copy_(self.batch.to_device(mask_of))
-        return Chosen(self._groups(free, packed), masked + constrained, len(masked), self._groups(constrained, packed))
 
     def _groups(self, places: list[int], packed: PackedStep) -> list[Group]:
         groups = []
@@ -138,7 +145,7 @@ class LogitsProcessor:
         return groups
 
     def _group(self, places: list[int], members: list[Row]) -> Group:
-        for group in chain(self._last.free, self._last.groups):
+        for group in chain(self._last.without, self._last.with_masks):
             if group.places == places and all(a is b for a, b in zip(group.members, members, strict=True)):
                 return group
         return _Builder(self, places, members).build()

@@ -164,7 +164,7 @@ class ModelRunner:
             if not options.enforce_eager:
                 sizes = graph_sizes(options.max_num_seqs)
                 buffer = torch.zeros(8 * (sizes[-1] + 8), dtype=torch.int32, device=options.device)
-                runner._graphs = DecodeGraphs(runner._decode_on_device, runner._sample_masked, buffer, sizes, progress)
+                runner._graphs = DecodeGraphs(runner._decode_on_device, runner._sample_rest, buffer, sizes, progress)
             torch.cuda.synchronize()
         runner.graphs_seconds = time.perf_counter() - start
         return runner
@@ -200,14 +200,12 @@ class ModelRunner:
             handle.device_waited = self._is_idle()
             logits, tokens = self._compute(handle, packed, scored, pooled)
         chosen = self._processor.choose(packed)
-        for group in chosen.free:
-            self._processor.sample(logits, tokens, group)
         if chosen.constrained:
             handle.constrained = [shares.request_ids[i] for i in chosen.constrained]
             handle.masks = self._masks.rows(len(handle.constrained))
             handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, chosen, size)
         else:
-            self._finish(handle, packed, logits, tokens)
+            self._sample_again(handle, packed, logits, tokens, chosen, size)
         return handle
 
     @torch.inference_mode()
@@ -221,28 +219,44 @@ class ModelRunner:
         size: int,
         late: Sequence[int],
     ) -> None:
-        """`size`: of the graph that ran; 0: none did."""
-        masks = self._masks.to_device(len(chosen.constrained))
-        for group, part in chosen.split(masks):
-            self._processor.sample(logits, tokens, group, part)
-        if chosen.num_masked and self._graphs is not None and size:
-            self._graphs.run_masked(size)
-        elif chosen.num_masked:
-            self._sample_masked(logits, tokens)
-        if late:
-            self._postpone(handle, packed, [chosen.constrained[i] for i in late])
-        self._finish(handle, packed, logits, tokens)
+        self._masks.to_device(len(chosen.constrained))
+        self._sample_again(handle, packed, logits, tokens, chosen, size, [chosen.constrained[i] for i in late])
         self._last_constrained = handle.done
+
+    def _sample_again(
+        self,
+        handle: StepHandle,
+        packed: PackedStep,
+        logits: Tensor,
+        tokens: Tensor,
+        chosen: Chosen,
+        size: int,
+        late: Sequence[int] = (),
+    ) -> None:
+        """Sample those that the first go left out, and send all to the CPU.
+
+        size: of the graph that ran; 0: none did. late: places of those for whom it is too early.
+        """
+        if chosen.num_masked or packed.members.filtered:
+            if self._graphs is not None and size:
+                self._graphs.run_rest(size)
+            else:
+                self._sample_rest(logits, tokens)
+        for group, masks in chosen.groups(self._masks.on_device):
+            self._processor.sample(logits, tokens, group, masks)
+        if late:
+            self._postpone(handle, packed, late)
+        self._finish(handle, packed, logits, tokens)
 
     def _is_idle(self) -> bool:
         """Whether the device has done all of the step before, if that had constrained requests."""
         done, self._last_constrained = self._last_constrained, None
         return done is not None and done.query()
 
-    def _postpone(self, handle: StepHandle, packed: PackedStep, places: list[int]) -> None:
+    def _postpone(self, handle: StepHandle, packed: PackedStep, places: Sequence[int]) -> None:
         """Whatever was sampled at these places of the step is not to count."""
         handle.postponed = frozenset(places)
-        self._batch.postpone(packed, places)
+        self._batch.postpone(packed, list(places))
         step, at = self._step, self._batch.to_device(torch.tensor(places))
         newest = step.input_ids[step.last_index[at]]
         self._batch.state.last_token.scatter_(0, step.rows[at], newest)
@@ -327,17 +341,17 @@ class ModelRunner:
         return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self._kv_cache, metadata)
 
     def _sample(self, logits: Tensor, greedy: bool = False) -> Tensor:
-        """Sample each sequence's next token and leave it in its row, where the next step finds it."""
-        tokens = logits.argmax(-1) if greedy else sample(logits, self._step)
+        """Sample the next token of each sequence that nothing filters, and leave it in its row, where the next step finds it."""
+        tokens = logits.argmax(-1) if greedy else sample(logits, self._step, kernels.Part.PLAIN)
         self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
         return tokens
 
-    def _sample_masked(self, logits: Tensor, tokens: Tensor) -> None:
-        """Mask the logits [B, V] of those that need nothing else, and sample their tokens [B] again."""
+    def _sample_rest(self, logits: Tensor, tokens: Tensor) -> None:
+        """Sample the others among the tokens [B], masking the logits [B, V] of those that have a mask and need nothing else."""
         with torch.inference_mode():
             mask_of = self._processor.mask_of[: len(logits)]
             kernels.mask_logits(logits, self._masks.on_device, mask_of)
-            sample(logits, self._step, only=mask_of, out=tokens)
+            sample(logits, self._step, kernels.Part.REST, mask_of, out=tokens)
             self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
 
     def _count_blocks(self) -> int:

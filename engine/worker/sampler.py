@@ -14,11 +14,14 @@ from engine.worker.input_batch import InputBatch, PackedStep, Row
 from kernels.step import StepTensors
 
 
-def sample(logits: Tensor, step: StepTensors, only: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """One token for each of the logits' rows [B, V] -> [B] int64, by each row's own parameters and seed.
-
-    Rows where `only` [B] int32 is negative keep what `out` holds.
-    """
+def sample(
+    logits: Tensor,
+    step: StepTensors,
+    part: kernels.Part = kernels.Part.ALL,
+    mask_of: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token for each of the logits' rows [B, V] -> [B] int64, by each row's own parameters and seed; see `kernels.sample`."""
     n = len(logits)
     return kernels.sample(
         logits,
@@ -28,7 +31,8 @@ def sample(logits: Tensor, step: StepTensors, only: Tensor | None = None, out: T
         step.min_p[:n],
         step.seed[:n],
         step.next_position[:n],
-        only,
+        part,
+        mask_of,
         out,
     )
 

@@ -56,10 +56,10 @@ class Replayed(DecodeGraphs):
     """Graphs whose replay is the captured step."""
 
     replays: ClassVar[list[int]] = []
-    masked: ClassVar[list[int]] = []
+    rests: ClassVar[list[int]] = []
 
-    def __init__(self, step: Any, masked: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
-        self._step, self._masked, self._buffer, self._sizes = step, masked, buffer, sizes
+    def __init__(self, step: Any, rest: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
+        self._step, self._rest, self._buffer, self._sizes = step, rest, buffer, sizes
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
         self.replays.append(size)
@@ -67,10 +67,10 @@ class Replayed(DecodeGraphs):
         self._last: tuple[Tensor, Tensor] = self._step(self._buffer, size)
         return self._last
 
-    def run_masked(self, size: int) -> None:
+    def run_rest(self, size: int) -> None:
         assert size == self.replays[-1]
-        self.masked.append(size)
-        self._masked(*self._last)
+        self.rests.append(size)
+        self._rest(*self._last)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "_compile", lambda runner: None)  # the interpreter would run what it launches
     monkeypatch.setattr(model_runner, "DecodeGraphs", Replayed)
     monkeypatch.setattr(Replayed, "replays", [])
-    monkeypatch.setattr(Replayed, "masked", [])
+    monkeypatch.setattr(Replayed, "rests", [])
 
 
 def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
     request.getfixturevalue("gpu")
     assert answers(tiny_model) == expected
     assert set(Replayed.replays) >= {1, 2, 4}
-    assert set(Replayed.masked) >= {2, 4}
+    assert set(Replayed.rests) >= {2, 4}
 
 
 def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:

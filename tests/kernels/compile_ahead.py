@@ -74,12 +74,14 @@ def kv_cache(kv_dtype: torch.dtype) -> None:
 
 
 def sampling(dtype: torch.dtype) -> None:
+    from kernels.reference import Part
     from kernels.sampling import mask_logits, sample
 
     row, logits = tensor(3, dtype=F32), tensor(3, 151936, dtype=dtype)
     mask_logits(logits, tensor(3, 4748, dtype=I32), row.int())
     sample(logits, row, row.int(), row, row, row.long(), row.long())
-    sample(logits, row, row.int(), row, row, row.long(), row.long(), only=row.int(), out=row.long())
+    sample(logits, row, row.int(), row, row, row.long(), row.long(), Part.PLAIN)
+    sample(logits, row, row.int(), row, row, row.long(), row.long(), Part.REST, row.int(), row.long())
 
 
 def attention(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import reference, sampling
+from kernels import Part, reference, sampling, thresholds
 
 INF = float("inf")
 # Weights of infinite logits are computed and not used; only numpy, which the interpreter computes with, warns of that.
@@ -21,10 +21,13 @@ BOTH = pytest.mark.parametrize("module", [reference, sampling], ids=["twin", "tr
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """A few hundred tokens become a vocabulary of many blocks, and more survivors than can be set aside."""
-    monkeypatch.setattr(sampling, "ROW_BLOCK", 64)
-    monkeypatch.setattr(sampling, "SEARCH_BLOCK", 32)
+    """A few hundred tokens become a vocabulary of many pieces, and more survivors than can be set aside."""
     monkeypatch.setattr(sampling, "PIECE", 32)
+    monkeypatch.setattr(thresholds, "PIECE", 32)
+    monkeypatch.setattr(thresholds, "GROUP", 4)
+    monkeypatch.setattr(thresholds, "FEW_ASIDE", 32)
+    monkeypatch.setattr(thresholds, "MANY_ASIDE", 128)
+    monkeypatch.setattr(thresholds, "SEARCH_BLOCK", 32)
 
 
 def options(batch, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
@@ -94,9 +97,10 @@ def check_thresholds(module, logits, filters):
     every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     temperature, top_k, top_p, min_p = options(len(logits), **filters)[:4]
     wide = logits.float()
-    thresholds = module.sampling_thresholds(wide if module is reference else logits, temperature, top_k, top_p, min_p)
+    find = reference.sampling_thresholds if module is reference else thresholds.sampling_thresholds
+    found = find(wide if module is reference else logits, temperature, top_k, top_p, min_p)
     exact = [float(x[0]) for x in (temperature, top_k, top_p, min_p)]  # as float32 has them
-    for row, threshold in zip(wide, thresholds.tolist(), strict=True):
+    for row, threshold in zip(wide, found.tolist(), strict=True):
         want, unsure = allowed(row.tolist(), exact[0], int(every["top_k"]), exact[2], exact[3])
         got = set((row >= threshold).nonzero().flatten().tolist())
         assert unsure or got - want <= set((row == -INF).nonzero().flatten().tolist()), filters
@@ -274,12 +278,18 @@ def test_masks(module, dtype, small_blocks):
 
 
 @BOTH
-@pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}], ids=str)
-def test_only_some_rows(module, filters, small_blocks):
-    logits, arguments = torch.randn(6, 300), options(6, **filters)
-    everywhere = module.sample(logits, *arguments)
-    out = torch.arange(-1, -7, -1)
-    returned = module.sample(logits, *arguments, only=torch.tensor([-1, 0, 7, -1, -1, 3], dtype=torch.int32), out=out)
-    assert returned is out
-    assert out.tolist() == [-1, *everywhere[1:3].tolist(), -4, -5, int(everywhere[5])]
-    assert module.sample(logits, *arguments, out=torch.zeros(6, dtype=torch.int64)).equal(everywhere)
+def test_parts(module, small_blocks):
+    """Rows that nothing filters first, then the rest of them: those with filters, and those with a mask."""
+    logits = torch.randn(7, 300)
+    arguments = options(7, temperature=[1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], top_k=[0, 5, 300, 0, 5, 0, 0],
+                        top_p=[1.0, 1.0, 1.0, 0.9, 0.9, 1.0, 1.0], min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0])  # fmt: skip
+    everywhere = module.sample(logits, *arguments).tolist()
+    out = torch.arange(-1, -8, -1)
+    assert module.sample(logits, *arguments, out=out.clone()).tolist() == everywhere
+    filtered = {1, 3, 5}
+    plain = module.sample(logits, *arguments, part=Part.PLAIN)
+    assert plain.tolist() == [0 if i in filtered else token for i, token in enumerate(everywhere)]
+    mask_of = torch.tensor([-1, -1, 4, -1, -1, 0, 2], dtype=torch.int32)
+    rest = module.sample(logits, *arguments, part=Part.REST, mask_of=mask_of, out=out)
+    assert rest is out
+    assert rest.tolist() == [token if i in filtered | {2, 6} else -1 - i for i, token in enumerate(everywhere)]

@@ -17,7 +17,7 @@ from engine.worker import filters
 from engine.worker.input_batch import InputBatch
 from engine.worker.logits_processor import LogitsProcessor
 from engine.worker.sampler import sample
-from kernels import reference
+from kernels import Part, reference
 from kernels.step import StepTensors
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
@@ -68,26 +68,22 @@ class Sampler:
         )
         table = torch.tensor([logits[name] for name in names])
         n, step = len(names), self.step
-        tokens = reference.sample(
-            table, step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n], step.seed[:n],
-            step.next_position[:n],
-        )  # fmt: skip
+        tokens = sample(table, step, Part.PLAIN)
         self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
         before = table.clone()
         chosen = self.processor.choose(packed)
-        for group in chosen.free:
-            self.processor.sample(table, tokens, group)
         allowed = [(masks or {})[names[i]] for i in chosen.constrained]
         words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
         bits = torch.tensor(words).view(-1, 2).to(torch.int32)
-        for group, part in chosen.split(bits):
-            self.processor.sample(table, tokens, group, part)
-        assert torch.equal(table, before), "log-probabilities are of raw logits"
-        if chosen.num_masked:
+        if chosen.num_masked or packed.members.filtered:
             mask_of = self.processor.mask_of[:n]
             reference.mask_logits(table, bits, mask_of)
-            sample(table, step, only=mask_of, out=tokens)
+            sample(table, step, Part.REST, mask_of, out=tokens)
             self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
+            table[mask_of >= 0] = before[mask_of >= 0]
+        for group, part in chosen.groups(bits):
+            self.processor.sample(table, tokens, group, part)
+        assert torch.equal(table, before), "log-probabilities are of raw logits"
         rows = torch.tensor([row.index for row in packed.members.rows])
         assert torch.equal(self.batch.state.last_token[rows], tokens)
         return {name: int(token) for name, token in zip(names, tokens, strict=True)}
@@ -183,11 +179,11 @@ def test_a_group_is_made_once_for_steps_that_are_alike(monkeypatch: pytest.Monke
     params = SamplingParams(presence_penalty=1, max_tokens=20)
     logits = {"a": [0.0] * VOCAB, "b": [0.0] * VOCAB}
     sampler.run(logits, {"a": 3, "b": 3}, {n: ([1, 2, 3], 3, params, 0) for n in logits}, [])
-    groups = list(sampler.processor._last.free)
+    groups = list(sampler.processor._last.without)
     sampler.run(logits, {"a": 4, "b": 4}, {}, [])
-    assert sampler.processor._last.free[0] is groups[0]
+    assert sampler.processor._last.without[0] is groups[0]
     sampler.run(logits, {"a": 5, "b": 5}, {"b": ([1, 2, 3, 4, 5], 3, params, 0)}, ["b"])
-    assert sampler.processor._last.free[0] is not groups[0]
+    assert sampler.processor._last.without[0] is not groups[0]
 
 
 def test_many_sequences_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +192,7 @@ def test_many_sequences_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     requests = {str(i): ([i], 1, SamplingParams(temperature=0, logit_bias={i: 100}), 0) for i in range(8)}
     tokens = sampler.run({n: [0.0] * VOCAB for n in requests}, dict.fromkeys(requests, 1), requests, [])
     assert tokens == {str(i): i for i in range(8)}
-    assert [len(group.members) for group in sampler.processor._last.free] == [3, 3, 2]
+    assert [len(group.members) for group in sampler.processor._last.without] == [3, 3, 2]
 
 
 def test_bans_that_leave_nothing_give_way_to_what_is_allowed() -> None:
