@@ -1,12 +1,13 @@
 """The lowest logit that top_k, top_p and min_p leave of each row, without a sort of the vocabulary, in Triton.
 
-Four kernels, whose grids depend on shapes alone, so that a CUDA graph can hold them; rows without filters leave each at
+Five kernels, whose grids depend on shapes alone, so that a CUDA graph can hold them; rows without filters leave each at
 once:
 
 1. one program for each row and piece of the vocabulary takes the best of every few tokens, and adds the piece up;
 2. one for each row finds from these a bound that the threshold cannot be below;
 3. one for each row and piece copies the few logits that are not below it aside;
-4. one for each row searches among those, in registers. Should there be too many, it searches the whole row.
+4. one for each row searches among those, in registers, if there are few;
+5. and one if there are many: in registers still, or else in the whole row.
 
 Thresholds are exact: logits map to integers in the same order, and a search over those integers ends at one of them. All
 sums have a fixed order, so the same logits always give the same threshold.
@@ -26,7 +27,7 @@ from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 NEG_INF = tl.constexpr(float("-inf"))
 PIECE = 4096  # tokens for each program of the first and third kernel
 GROUP = 32  # tokens of which the first keeps the best
-FEW_ASIDE, MANY_ASIDE = 8192, 32768  # logits set aside that the fourth searches in registers
+FEW_ASIDE, MANY_ASIDE = 8192, 32768  # logits set aside that the fourth and the fifth search in registers
 SEARCH_BLOCK = 2048
 
 
@@ -77,7 +78,7 @@ def is_filtered(temperature, top_k, top_p, min_p, row, vocab_size):
 
 @triton.jit
 def _search(x, low, high, target, peak, temperature, floor, MASS: tl.constexpr, SHIFT: tl.constexpr):
-    """The largest key in [low, high] such that the logits x at or above it weigh, or count, at least `target`.
+    """The largest key in [low, high] such that the logits x [N] at or above it weigh, or count, at least `target`.
 
     `low` itself must be such a key, as int64. -inf in x counts for nothing above it.
     """
@@ -85,9 +86,9 @@ def _search(x, low, high, target, peak, temperature, floor, MASS: tl.constexpr, 
     weight = _weigh(x, peak, temperature, floor) if MASS else tl.full(x.shape, 1.0, tl.float32)
     while low < high:
         key_1, key_2, key_3 = _quarter(low, high, 1), _quarter(low, high, 2), _quarter(low, high, 3)
-        sum_1 = tl.sum(tl.where(key >= key_1, weight, 0.0))
-        sum_2 = tl.sum(tl.where(key >= key_2, weight, 0.0))
-        sum_3 = tl.sum(tl.where(key >= key_3, weight, 0.0))
+        sum_1 = tl.sum(tl.where(key >= key_1, weight, 0.0), 0)
+        sum_2 = tl.sum(tl.where(key >= key_2, weight, 0.0), 0)
+        sum_3 = tl.sum(tl.where(key >= key_3, weight, 0.0), 0)
         if sum_3 >= target:
             low = key_3.to(tl.int64)
         elif sum_2 >= target:
@@ -152,9 +153,11 @@ def _tops_kernel(
         x = load_logits(logits + row.to(tl.int64) * stride_row + tokens, tokens < vocab_size)
         best = tl.max(tl.reshape(x, (PIECE // GROUP, GROUP)), 1)
         tl.store(tops + at * (PIECE // GROUP) + tl.arange(0, PIECE // GROUP), best)
-        # Relative to the piece's peak: the row's is not known yet. Tokens beyond the vocabulary weigh nothing.
-        weights = _weigh(x, tl.max(x), tl.load(temperature + row), NEG_INF)
-        tl.store(sums + at, tl.sum(tl.where(tokens < vocab_size, weights, 0.0)))
+        k = tl.load(top_k + row)
+        if ((k <= 0) | (k >= vocab_size)) & (tl.load(top_p + row) < 1):
+            # Relative to the piece's peak: the row's is not known yet. Tokens beyond the vocabulary weigh nothing.
+            weights = _weigh(x, tl.max(best), tl.load(temperature + row), NEG_INF)
+            tl.store(sums + at, tl.sum(tl.where(tokens < vocab_size, weights, 0.0)))
 
 
 @triton.jit
@@ -166,7 +169,6 @@ def _bound_kernel(
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    LOWEST: tl.constexpr = -0x7F800001 >> SHIFT  # the key of -inf
     row = tl.program_id(0)
     threshold = NEG_INF
     if is_filtered(temperature, top_k, top_p, min_p, row, vocab_size):
@@ -174,25 +176,25 @@ def _bound_kernel(
         k = tl.load(top_k + row)
         p = tl.load(top_p + row)
         m = tl.load(min_p + row)
-        piece = tl.arange(0, PIECES)[:, None]
-        lane = tl.arange(0, TOPS)[None, :]
-        at = row.to(tl.int64) * NUM_PIECES + piece
-        best = tl.load(tops + at * TOPS + lane, mask=(piece < NUM_PIECES) & (lane >= 0), other=NEG_INF).to(tl.float32)
+        pieces = tl.arange(0, PIECES)[:, None]
+        inside = (pieces < NUM_PIECES) & (tl.arange(0, TOPS)[None, :] >= 0)
+        at = (row.to(tl.int64) * NUM_PIECES + pieces) * TOPS + tl.arange(0, TOPS)[None, :]
+        best = tl.load(tops + at, mask=inside, other=NEG_INF).to(tl.float32)
         peak_of = tl.max(best, 1)
-        peak = tl.max(peak_of)
+        peak = tl.max(peak_of, 0)
         bound = NEG_INF
         if (k > 0) & (k < vocab_size):
             # The k-th largest of the groups' best is a bound for the k-th largest of all.
             if k <= NUM_PIECES * TOPS:
-                lowest = tl.full([], LOWEST, tl.int64)
-                highest = _to_key(peak, SHIFT).to(tl.int64)
-                bound = _from_key(_search(best, lowest, highest, k, peak, t, NEG_INF, False, SHIFT), SHIFT)
+                least = tl.min(tl.min(tl.where(inside, best, peak), 1), 0)
+                low, high = _to_key(least, SHIFT).to(tl.int64), _to_key(peak, SHIFT).to(tl.int64)
+                flat = tl.reshape(best, (PIECES * TOPS,))
+                bound = _from_key(_search(flat, low, high, k, peak, t, NEG_INF, False, SHIFT), SHIFT)
         elif p < 1:
             # All tokens below the bound together weigh at most 1 - p of all, or of the likeliest alone.
-            pieces = tl.arange(0, PIECES)
-            inside = pieces < NUM_PIECES
-            own = tl.load(sums + row.to(tl.int64) * NUM_PIECES + pieces, mask=inside, other=0.0)
-            total = tl.sum(tl.where(inside, own * _weigh(peak_of, peak, t, NEG_INF), 0.0))
+            i = tl.arange(0, PIECES)
+            own = tl.load(sums + row.to(tl.int64) * NUM_PIECES + i, mask=i < NUM_PIECES, other=0.0)
+            total = tl.sum(tl.where(i < NUM_PIECES, own * _weigh(peak_of, peak, t, NEG_INF), 0.0), 0)
             if m > 0:
                 total = 1.0
             bound = peak + t * tl.log((1 - p) * 0.99 * total / vocab_size)
@@ -220,32 +222,15 @@ def _aside_kernel(
         tokens = piece * PIECE + tl.arange(0, PIECE)
         inside = tokens < vocab_size
         x = load_logits(logits + row.to(tl.int64) * stride_row + tokens, inside)
-        weights = _weigh(x, tl.load(peaks + row), t, tl.load(thresholds + row))
-        tl.store(masses + at, tl.sum(tl.where(inside, weights, 0.0)))
+        if (k <= 0) | (k >= vocab_size):
+            weights = _weigh(x, tl.load(peaks + row), t, tl.load(thresholds + row))
+            tl.store(masses + at, tl.sum(tl.where(inside, weights, 0.0)))
         kept = (inside & (x >= tl.load(bounds + row))).to(tl.int32)
         num_kept = tl.sum(kept)
         tl.store(counts + at, num_kept)
         if num_kept > 0:
             to = tl.cumsum(kept) - 1
             tl.store(aside + at * MANY + to, x, mask=(kept > 0) & (to < MANY))
-
-
-@triton.jit
-def _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT: tl.constexpr):
-    """The threshold of top_k and top_p, given that of min_p, among logits x: all of the row that are at or above `bound`.
-
-    mass: what all logits at or above `threshold` weigh.
-    """
-    highest = _to_key(peak, SHIFT).to(tl.int64)
-    if limited:
-        key = _search(x, _to_key(bound, SHIFT).to(tl.int64), highest, k, peak, t, NEG_INF, False, SHIFT)
-        threshold = tl.maximum(threshold, _from_key(key, SHIFT))
-        mass = tl.sum(_weigh(x, peak, t, threshold))
-    if p < 1:
-        low = _to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
-        key = _search(x, low, highest, p * mass, peak, t, threshold, True, SHIFT)
-        threshold = tl.maximum(threshold, _from_key(key, SHIFT))
-    return threshold
 
 
 @triton.jit
@@ -260,11 +245,52 @@ def _load_aside(
 
 
 @triton.jit
+def _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT: tl.constexpr):
+    """The threshold of top_k and top_p, given that of min_p, among logits x [N]: all that are at or above `bound`.
+
+    mass: what all logits at or above `threshold` weigh, where top_k does not filter.
+    """
+    highest = _to_key(peak, SHIFT).to(tl.int64)
+    if limited:
+        key = _search(x, _to_key(bound, SHIFT).to(tl.int64), highest, k, peak, t, NEG_INF, False, SHIFT)
+        threshold = tl.maximum(threshold, _from_key(key, SHIFT))
+        mass = tl.sum(_weigh(x, peak, t, threshold), 0)
+    if p < 1:
+        low = _to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
+        key = _search(x, low, highest, p * mass, peak, t, threshold, True, SHIFT)
+        threshold = tl.maximum(threshold, _from_key(key, SHIFT))
+    return threshold
+
+
+@triton.jit
+def _find_in_row(
+    at, vocab_size, k, p, limited, threshold, bound, peak, t, mass, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """As `_find`, in a whole row in memory."""
+    highest = _to_key(peak, SHIFT).to(tl.int64)
+    if limited:
+        low = _to_key(bound, SHIFT).to(tl.int64)
+        key = _search_row(at, vocab_size, low, highest, k, peak, t, threshold, False, SHIFT, BLOCK)
+        threshold = tl.maximum(threshold, _from_key(key, SHIFT))
+        mass = 0.0
+        for start in tl.range(0, vocab_size, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            x = load_logits(at + offs, offs < vocab_size)
+            mass += tl.sum(tl.where(offs < vocab_size, _weigh(x, peak, t, threshold), 0.0), 0)
+    if p < 1:
+        low = _to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
+        key = _search_row(at, vocab_size, low, highest, p * mass, peak, t, threshold, True, SHIFT, BLOCK)
+        threshold = tl.maximum(threshold, _from_key(key, SHIFT))
+    return threshold
+
+
+@triton.jit
 def _threshold_kernel(
     logits, temperature, top_k, top_p, peaks, bounds, thresholds, aside, counts, masses, stride_row, vocab_size,
-    NUM_PIECES: tl.constexpr, PIECES: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SHIFT: tl.constexpr,
-    SEARCH_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_PIECES: tl.constexpr, PIECES: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SEARCH_MANY: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The final thresholds of rows of which no piece has set aside more than FEW logits; with SEARCH_MANY, of the others."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -274,36 +300,24 @@ def _threshold_kernel(
     p = tl.load(top_p + row)
     limited = (k > 0) & (k < vocab_size)
     if (t > 0) & (limited | (p < 1)):
-        peak = tl.load(peaks + row)
-        bound = tl.load(bounds + row)
-        threshold = tl.load(thresholds + row)
         own = row.to(tl.int64) * PIECES
-        pieces = tl.arange(0, PIECES)
-        most = tl.max(tl.load(counts + own + pieces, mask=pieces < NUM_PIECES, other=0))
-        mass = tl.sum(tl.load(masses + own + pieces, mask=pieces < NUM_PIECES, other=0.0))
-        if most <= FEW:
-            x = _load_aside(aside + own * MANY, counts + own, FEW, MANY, NUM_PIECES, PIECES)
-            threshold = _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT)
-        elif most <= MANY:
-            x = _load_aside(aside + own * MANY, counts + own, MANY, MANY, NUM_PIECES, PIECES)
-            threshold = _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT)
-        else:
-            at = logits + row.to(tl.int64) * stride_row
-            highest = _to_key(peak, SHIFT).to(tl.int64)
-            if limited:
-                low = _to_key(bound, SHIFT).to(tl.int64)
-                key = _search_row(at, vocab_size, low, highest, k, peak, t, threshold, False, SHIFT, SEARCH_BLOCK)
-                threshold = tl.maximum(threshold, _from_key(key, SHIFT))
-                mass = 0.0
-                for start in tl.range(0, vocab_size, SEARCH_BLOCK):
-                    offs = start + tl.arange(0, SEARCH_BLOCK)
-                    x = load_logits(at + offs, offs < vocab_size)
-                    mass += tl.sum(tl.where(offs < vocab_size, _weigh(x, peak, t, threshold), 0.0))
-            if p < 1:
-                low = _to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
-                key = _search_row(at, vocab_size, low, highest, p * mass, peak, t, threshold, True, SHIFT, SEARCH_BLOCK)
-                threshold = tl.maximum(threshold, _from_key(key, SHIFT))
-        tl.store(thresholds + row, threshold)
+        i = tl.arange(0, PIECES)
+        most = tl.max(tl.load(counts + own + i, mask=i < NUM_PIECES, other=0), 0)
+        if (most > FEW) == SEARCH_MANY:
+            peak = tl.load(peaks + row)
+            bound = tl.load(bounds + row)
+            threshold = tl.load(thresholds + row)
+            mass = tl.sum(tl.load(masses + own + i, mask=i < NUM_PIECES, other=0.0), 0)
+            if not SEARCH_MANY:
+                x = _load_aside(aside + own * MANY, counts + own, FEW, MANY, NUM_PIECES, PIECES)
+                threshold = _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT)
+            elif most <= MANY:
+                x = _load_aside(aside + own * MANY, counts + own, MANY, MANY, NUM_PIECES, PIECES)
+                threshold = _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT)
+            else:
+                at = logits + row.to(tl.int64) * stride_row
+                threshold = _find_in_row(at, vocab_size, k, p, limited, threshold, bound, peak, t, mass, SHIFT, BLOCK)
+            tl.store(thresholds + row, threshold)
 
 
 def _dropped_bits(dtype: torch.dtype) -> int:
@@ -340,9 +354,10 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
         logits, temperature, top_k, top_p, peaks, bounds, thresholds, aside, counts, masses, stride, vocab_size,
         PIECE=PIECE, PIECES=pieces, MANY=many, num_warps=4, **pdl,
     )  # fmt: skip
-    _threshold_kernel[(batch,)](
-        logits, temperature, top_k, top_p, peaks, bounds, thresholds, aside, counts, masses, stride, vocab_size,
-        NUM_PIECES=num_pieces, PIECES=pieces, FEW=few, MANY=many, SHIFT=shift, SEARCH_BLOCK=SEARCH_BLOCK, num_warps=16,
-        **pdl,
-    )  # fmt: skip
+    for many_aside, num_warps in ((False, 8), (True, 16)):
+        _threshold_kernel[(batch,)](
+            logits, temperature, top_k, top_p, peaks, bounds, thresholds, aside, counts, masses, stride, vocab_size,
+            NUM_PIECES=num_pieces, PIECES=pieces, FEW=few, MANY=many, SEARCH_MANY=many_aside, SHIFT=shift,
+            BLOCK=SEARCH_BLOCK, num_warps=num_warps, **pdl,
+        )  # fmt: skip
     return thresholds
