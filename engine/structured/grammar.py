@@ -103,6 +103,7 @@ class Compiler:
             if matcher.is_error():
                 raise ValueError(_explain(matcher.get_error()))
             found = matcher.deep_copy()
+            matcher.compute_bitmask()  # whoever begins with it next finds its first mask at hand
             self._remember(grammar, matcher)
         return found
 

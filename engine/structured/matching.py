@@ -57,20 +57,25 @@ class _Filler:
 
     def __call__(self, wanted: _Wanted, masks: np.ndarray) -> float:
         """Fill the rows of masks [n, words] that are named; the seconds it took."""
-        way, slower = self._alone, self._together
-        weight = 1 / 8
+        way, slower, is_trial = self._alone, self._together, False
         if len(wanted) >= FEW:
             if slower.seconds < way.seconds:
                 way, slower = slower, way
             self._until_trial -= 1
-            if not self._until_trial:
-                way, weight = slower, 1 / 2
+            if is_trial := not self._until_trial:
+                way = slower
                 self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
         start = perf_counter()
         way.fill(wanted, masks)
         seconds = perf_counter() - start
         if wanted:
-            way.seconds += (seconds / len(wanted) - way.seconds) * (weight if way.seconds else 1)
+            each = seconds / len(wanted)
+            if not way.seconds:
+                way.seconds = each
+            elif is_trial or each < way.seconds:
+                way.seconds = (way.seconds + each) / 2
+            else:  # a grammar's first masks take long, the next ones do not
+                way.seconds += (each - way.seconds) / 8
         return seconds
 
     def number_in(self, seconds: float) -> int:
