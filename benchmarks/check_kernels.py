@@ -247,7 +247,7 @@ def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor
     masked = torch.randperm(batch, device=checks.device)[: (batch + 1) // 2]
     mask_of = torch.full((batch,), -1, dtype=torch.int32, device=checks.device)
     mask_of[masked] = torch.arange(len(masked), dtype=torch.int32, device=checks.device)
-    masks = torch.randint(-(2**31), 2**31, (len(masked), vocab_size // 32), device=checks.device).int()
+    masks = torch.randint(-(2**31), 2**31, (len(masked), vocab_size // 32)).int().pin_memory()
     want = logits.clone()
     reference.mask_logits(want, masks, mask_of)
     mask = partial(kernels.mask_logits, logits, masks, mask_of)

@@ -512,10 +512,11 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
 def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
     """Set logits [B, V] to -inf, in place, but for the tokens that their row's mask allows.
 
-    masks [n, (V + 31) // 32] int32: a bit for each token that stays, the lowest bit first. mask_of [B] int32: which of the
-    masks is the row's; -1: it has none, and stays as it is.
+    masks [n, (V + 31) // 32] int32, on the logits' device or in pinned memory of the CPU: a bit for each token that stays,
+    the lowest bit first. mask_of [B] int32: which of the masks is the row's; -1: it has none, and stays as it is.
     """
     rows = (mask_of >= 0).nonzero().squeeze(1)
+    masks = masks.to(logits.device)
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     allowed = ((masks[mask_of[rows]].unsqueeze(2) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(~allowed, -math.inf)

@@ -172,7 +172,7 @@ class LogitsProcessor:
         if group.allowed is not None:
             own = _restrict(own, group.allowed, logits[group.at])
         if masks is not None:
-            own = _restrict(own, _unpack(masks, self.vocab_size), logits[group.at])
+            own = _restrict(own, _unpack(masks.to(own.device, non_blocking=True), self.vocab_size), logits[group.at])
         for edit in group.filters:
             edit(own, now)
         return own

@@ -26,7 +26,6 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
-from engine.worker.grammar_masks import GrammarMasks
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, e4m3_scales, gpu_cache_bytes
 from engine.worker.logits_processor import Chosen, LogitsProcessor
@@ -115,7 +114,10 @@ class ModelRunner:
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         self._step = StepTensors.allocate(options.max_num_seqs, max_tokens, self.device)
         self._processor = LogitsProcessor(self._batch, self._step, spec.eos_token_ids, spec.vocab_size)
-        self._masks = GrammarMasks(options.max_num_seqs, spec.vocab_size, self.device)
+        # What grammars allow, a bit for each token: the CPU writes it, and the device reads it where it is. Who fills it has
+        # read the step before, so the device is done with what that one had.
+        words = -(-spec.vocab_size // 32)
+        self._masks = torch.empty(options.max_num_seqs, words, dtype=torch.int32, pin_memory=self._cuda).fill_(-1)
         self._pooler = Pooler(self._batch, model.norm, spec.hidden_size)
         self._shape = KVCacheShape.of(spec, options.block_size, options.kv_dtype)
         self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
@@ -202,7 +204,7 @@ class ModelRunner:
         chosen = self._processor.choose(packed)
         if chosen.constrained:
             handle.constrained = [shares.request_ids[i] for i in chosen.constrained]
-            handle.masks = self._masks.rows(len(handle.constrained))
+            handle.masks = self._masks[: len(handle.constrained)].numpy()
             handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, chosen, size)
         else:
             self._sample_again(handle, packed, logits, tokens, chosen, size)
@@ -219,7 +221,6 @@ class ModelRunner:
         size: int,
         late: Sequence[int],
     ) -> None:
-        self._masks.to_device(len(chosen.constrained))
         self._sample_again(handle, packed, logits, tokens, chosen, size, [chosen.constrained[i] for i in late])
         self._last_constrained = handle.done
 
@@ -242,7 +243,7 @@ class ModelRunner:
                 self._graphs.run_rest(size)
             else:
                 self._sample_rest(logits, tokens)
-        for group, masks in chosen.groups(self._masks.on_device):
+        for group, masks in chosen.groups(self._masks):
             self._processor.sample(logits, tokens, group, masks)
         if late:
             self._postpone(handle, packed, late)
@@ -350,7 +351,7 @@ class ModelRunner:
         """Sample the others among the tokens [B], masking the logits [B, V] of those that have a mask and need nothing else."""
         with torch.inference_mode():
             mask_of = self._processor.mask_of[: len(logits)]
-            kernels.mask_logits(logits, self._masks.on_device, mask_of)
+            kernels.mask_logits(logits, self._masks, mask_of)
             sample(logits, self._step, kernels.Part.REST, mask_of, out=tokens)
             self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
 
