@@ -199,7 +199,7 @@ class ModelRunner:
             handle.device_waited = self._is_idle()
         else:
             size = 0
-            handle.device_waited = self._is_idle()
+            self._last_constrained = None  # kernels launched one by one keep the device waiting anyway
             logits, tokens = self._compute(handle, packed, scored, pooled)
         chosen = self._processor.choose(packed)
         if chosen.constrained:
@@ -222,7 +222,7 @@ class ModelRunner:
         late: Sequence[int],
     ) -> None:
         self._sample_again(handle, packed, logits, tokens, chosen, size, [chosen.constrained[i] for i in late])
-        self._last_constrained = handle.done
+        self._last_constrained = handle.done if size else None
 
     def _sample_again(
         self,
@@ -250,7 +250,7 @@ class ModelRunner:
         self._finish(handle, packed, logits, tokens)
 
     def _is_idle(self) -> bool:
-        """Whether the device has done all of the step before, if that had constrained requests."""
+        """Whether the device has done all of the step before, if that had constrained requests and ran in a graph."""
         done, self._last_constrained = self._last_constrained, None
         return done is not None and done.query()
 
