@@ -102,7 +102,7 @@ def measure(flags: StructuredFlags, config: EngineConfig) -> dict[str, Any]:
         "runs": runs,
         "other_runs": others,
         "settings": dataclasses.asdict(flags),
-        "engine_settings": dataclasses.asdict(config),
+        "engine_settings": dataclasses.asdict(config) | {"model": Path(config.model).name},
         "environment": environment(),
     }
 
