@@ -19,7 +19,7 @@ from engine.structured.grammar import Compiler, make_executor
 
 MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time; the others wait
 MAX_THREADS = 8
-FEW = 64  # masks that one thread fills: several are hardly faster, and hold up what drives the device
+FEW = 64  # below so many masks one thread fills them: several are hardly faster, and hold up what drives the device
 LEAST = 4  # masks that are filled even when there is no time
 LEAST_SHARE = 4  # and of those who wait for one, at least one in so many
 MAX_MASKS = 1 << 20
@@ -101,7 +101,7 @@ def _allow_one(mask: np.ndarray, token_id: int) -> None:
 
 
 class Matching:
-    """`add` a request, and when `take_ready` names it: `advance` by each of its tokens, and ask for `masks`."""
+    """`add` a request, and when `take_ready` names it: `advance` by each of its tokens, and `fill` its masks."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
