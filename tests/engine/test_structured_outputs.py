@@ -131,20 +131,20 @@ def test_who_is_late_gets_the_same_answer_later(
 ) -> None:
     """Where masks take longer than the device, those who have none yet wait, and nobody else does."""
 
-    def run(**settings: Any) -> tuple[dict[str, list[int]], int]:
+    def run(**settings: Any) -> tuple[dict[str, list[int]], int, int]:
         loop = Loop(tiny_model, **settings)
-        for i in range(4):
-            loop.add(f"plain {i}", SamplingParams(max_tokens=60, seed=i, ignore_eos=True))
+        for i in range(12):
+            loop.add(f"plain {i}", SamplingParams(max_tokens=90, seed=i, ignore_eos=True))
         for i, asked in enumerate(ASKED * 2):
             extra = {"presence_penalty": 0.5, "logprobs": 2} if i % 3 == 0 else {}
             loop.add(str(i), params(**asked, seed=i, max_tokens=40, **extra), [i + 1] * (1 + i))
         steps = 0
-        while not all(loop.news[f"plain {i}"] and loop.ended(f"plain {i}") for i in range(4)):
+        while not all(loop.news[f"plain {i}"] and loop.ended(f"plain {i}") for i in range(12)):
             loop.run(steps=1)
             steps += 1
-        return loop.run(), steps
+        return loop.run(), steps, loop.engine.stats().num_preemptions
 
-    expected, steps = run()
+    expected, steps, _ = run()
     late = []
     fill = matching.Matching.fill
 
@@ -156,10 +156,12 @@ def test_who_is_late_gets_the_same_answer_later(
     monkeypatch.setattr(matching, "LEAST", 1)
     monkeypatch.setattr(matching._Filler, "number_in", lambda filler, seconds: 0)
     monkeypatch.setattr(matching.Matching, "fill", watched)
-    tokens, steps_when_late = run(**settings)
+    tokens, steps_when_late, num_preemptions = run(**settings)
     assert tokens == expected
     assert len(late) > 100
-    if not settings:
+    if settings:
+        assert num_preemptions > 0
+    else:
         assert steps_when_late == steps, "the others waited"
 
 
