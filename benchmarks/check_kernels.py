@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import kernels
+from benchmarks import sampling
 from benchmarks.check_attention import attention_errors, product_errors, rounding_errors
 from kernels import Part, reference
 
@@ -203,15 +204,7 @@ def check_e4m3_store(
     checks.add(f"store_kv {name}", error, 0.0, store, 3 * key.numel() * dtype.itemsize)
 
 
-FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top_k, top_p, min_p
-    "greedy": (0.0, 0, 1.0, 0.0),
-    "temperature": (0.6, 0, 1.0, 0.0),
-    "top_k 20, top_p 0.95": (0.6, 20, 0.95, 0.0),
-    "top_k 1000": (1.0, 1000, 1.0, 0.0),
-    "top_k 50000": (1.0, 50_000, 1.0, 0.0),
-    "top_p 0.9": (1.0, 0, 0.9, 0.0),
-    "min_p 0.05": (1.0, 0, 1.0, 0.05),
-}
+FILTERS = {"greedy": (0.0, 0, 1.0, 0.0), "top_k 50000": (1.0, 50_000, 1.0, 0.0), **sampling.FILTERS}
 
 
 def check_sampling(checks: Checks) -> None:
@@ -233,7 +226,7 @@ def check_sampling(checks: Checks) -> None:
             checks.add(
                 f"sample {batch} x {vocab_size} {dtype} spread {spread} {name}", error, 0.02, call, logits.nbytes
             )
-            if name not in ("greedy", "temperature"):
+            if name not in ("greedy", "none"):
                 got = kernels.sampling_thresholds(logits, *filters)
                 want = reference.sampling_thresholds(logits.float(), *filters)
                 left, expected = ((logits.float() >= x.unsqueeze(1)).sum(1) for x in (got, want))

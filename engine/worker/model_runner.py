@@ -134,7 +134,9 @@ class ModelRunner:
             )  # of all graphs: each is read before the next one runs
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._launched = 0
-        self._last_constrained: torch.cuda.Event | None = None
+        self._last_constrained: torch.cuda.Event | None = (
+            None  # end of the last step, if a graph of constrained requests
+        )
         self._graphs: DecodeGraphs | None = None
         self._kv_cache: list[Tensor] = []
 
@@ -196,34 +198,20 @@ class ModelRunner:
         handle = StepHandle(output)
         if self._graphs is not None and size and self._graphs.fits(packed.packed):
             logits, tokens = self._graphs.run(size, packed.packed)
-            handle.device_waited = self._is_idle()
+            handle.device_waited = self._last_constrained is not None and self._last_constrained.query()
         else:
-            size = 0
-            self._last_constrained = None  # kernels launched one by one keep the device waiting anyway
+            size = 0  # kernels launched one by one keep the device waiting anyway
             logits, tokens = self._compute(handle, packed, scored, pooled)
         chosen = self._processor.choose(packed)
         if chosen.constrained:
             handle.constrained = [shares.request_ids[i] for i in chosen.constrained]
             handle.masks = self._masks[: len(handle.constrained)].numpy()
-            handle.sample_constrained = partial(self._constrain, handle, packed, logits, tokens, chosen, size)
+            handle.sample_constrained = partial(self._sample_again, handle, packed, logits, tokens, chosen, size)
         else:
             self._sample_again(handle, packed, logits, tokens, chosen, size)
         return handle
 
     @torch.inference_mode()
-    def _constrain(
-        self,
-        handle: StepHandle,
-        packed: PackedStep,
-        logits: Tensor,
-        tokens: Tensor,
-        chosen: Chosen,
-        size: int,
-        late: Sequence[int],
-    ) -> None:
-        self._sample_again(handle, packed, logits, tokens, chosen, size, [chosen.constrained[i] for i in late])
-        self._last_constrained = handle.done if size else None
-
     def _sample_again(
         self,
         handle: StepHandle,
@@ -236,7 +224,7 @@ class ModelRunner:
     ) -> None:
         """Sample those that the first go left out, and send all to the CPU.
 
-        size: of the graph that ran; 0: none did. late: places of those for whom it is too early.
+        size: of the graph that ran; 0: none did. late: of those who wait for masks, the ones for whom it is too early.
         """
         if chosen.num_masked or packed.members.filtered:
             if self._graphs is not None and size:
@@ -246,18 +234,14 @@ class ModelRunner:
         for group, masks in chosen.groups(self._masks):
             self._processor.sample(logits, tokens, group, masks)
         if late:
-            self._postpone(handle, packed, late)
+            self._postpone(handle, packed, [chosen.constrained[i] for i in late])
         self._finish(handle, packed, logits, tokens)
+        self._last_constrained = handle.done if size and chosen.constrained else None
 
-    def _is_idle(self) -> bool:
-        """Whether the device has done all of the step before, if that had constrained requests and ran in a graph."""
-        done, self._last_constrained = self._last_constrained, None
-        return done is not None and done.query()
-
-    def _postpone(self, handle: StepHandle, packed: PackedStep, places: Sequence[int]) -> None:
+    def _postpone(self, handle: StepHandle, packed: PackedStep, places: list[int]) -> None:
         """Whatever was sampled at these places of the step is not to count."""
         handle.postponed = frozenset(places)
-        self._batch.postpone(packed, list(places))
+        self._batch.postpone(packed, places)
         step, at = self._step, self._batch.to_device(torch.tensor(places))
         newest = step.input_ids[step.last_index[at]]
         self._batch.state.last_token.scatter_(0, step.rows[at], newest)
