@@ -46,11 +46,13 @@ DTYPES = {
 class Handle(Protocol):
     """A launched step. Requests in `constrained` get their tokens by `constrain` from filled `masks`, the others at once.
 
-    `device_waited`: the step before had constrained requests, and came too late to keep the device busy.
+    `postponed`: the shares of those that were late for that. `device_waited`: the step before had constrained requests, and
+    came too late to keep the device busy.
     """
 
     constrained: list[str]
     masks: np.ndarray
+    postponed: frozenset[int]
     device_waited: bool
 
     def constrain(self, late: Sequence[int] = ()) -> None: ...
@@ -218,9 +220,7 @@ class Engine:
         hurry = len(launched.constrained) < len(shares)
         late, errors = self._matching.fill(launched.constrained, launched.masks, hurry)
         launched.constrain(late)
-        if late:
-            places = {request_id: i for i, request_id in enumerate(shares.request_ids)}
-            self.scheduler.postpone(places[launched.constrained[i]] for i in late)
+        self.scheduler.postpone(launched.postponed)
         for request_id, error in errors.items():
             _log.error("request %s: its grammar cannot be followed any further: %s", request_id, error)
             self.abort(request_id)

@@ -77,6 +77,22 @@ def is_filtered(temperature, top_k, top_p, min_p, row, vocab_size):
 
 
 @triton.jit
+def _narrow(low, high, key_1, key_2, key_3, sum_1, sum_2, sum_3, target):
+    """The quarter of [low, high] that holds the largest key at or above which at least `target` is."""
+    if sum_3 >= target:
+        low = key_3.to(tl.int64)
+    elif sum_2 >= target:
+        low = key_2.to(tl.int64)
+        high = key_3.to(tl.int64) - 1
+    elif sum_1 >= target:
+        low = key_1.to(tl.int64)
+        high = key_2.to(tl.int64) - 1
+    else:
+        high = key_1.to(tl.int64) - 1
+    return low, high
+
+
+@triton.jit
 def _search(x, low, high, target, peak, temperature, floor, MASS: tl.constexpr, SHIFT: tl.constexpr):
     """The largest key in [low, high] such that the logits x [N] at or above it weigh, or count, at least `target`.
 
@@ -89,16 +105,7 @@ def _search(x, low, high, target, peak, temperature, floor, MASS: tl.constexpr, 
         sum_1 = tl.sum(tl.where(key >= key_1, weight, 0.0), 0)
         sum_2 = tl.sum(tl.where(key >= key_2, weight, 0.0), 0)
         sum_3 = tl.sum(tl.where(key >= key_3, weight, 0.0), 0)
-        if sum_3 >= target:
-            low = key_3.to(tl.int64)
-        elif sum_2 >= target:
-            low = key_2.to(tl.int64)
-            high = key_3.to(tl.int64) - 1
-        elif sum_1 >= target:
-            low = key_1.to(tl.int64)
-            high = key_2.to(tl.int64) - 1
-        else:
-            high = key_1.to(tl.int64) - 1
+        low, high = _narrow(low, high, key_1, key_2, key_3, sum_1, sum_2, sum_3, target)
     return low
 
 
@@ -124,16 +131,9 @@ def _search_row(
             sum_1 += tl.where(key >= key_1, weight, 0.0)
             sum_2 += tl.where(key >= key_2, weight, 0.0)
             sum_3 += tl.where(key >= key_3, weight, 0.0)
-        if tl.sum(sum_3) >= target:
-            low = key_3.to(tl.int64)
-        elif tl.sum(sum_2) >= target:
-            low = key_2.to(tl.int64)
-            high = key_3.to(tl.int64) - 1
-        elif tl.sum(sum_1) >= target:
-            low = key_1.to(tl.int64)
-            high = key_2.to(tl.int64) - 1
-        else:
-            high = key_1.to(tl.int64) - 1
+        low, high = _narrow(
+            low, high, key_1, key_2, key_3, tl.sum(sum_1, 0), tl.sum(sum_2, 0), tl.sum(sum_3, 0), target
+        )
     return low
 
 

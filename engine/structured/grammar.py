@@ -99,13 +99,18 @@ class Compiler:
         """`ValueError` when the library refuses it. Takes from a millisecond to a second; no time when it is remembered."""
         found = self.remembered(grammar)
         if found is None:
-            matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
-            if matcher.is_error():
-                raise ValueError(_explain(matcher.get_error()))
+            matcher = self._build(grammar)
             found = matcher.deep_copy()
-            matcher.compute_bitmask()  # whoever begins with it next finds its first mask at hand
             self._remember(grammar, matcher)
         return found
+
+    def _build(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # so that whoever begins with it has the first mask, which takes longest, at hand
+        if matcher.is_error():
+            raise ValueError(_explain(matcher.get_error()))
+        return matcher
 
     def remembered(self, grammar: str) -> LLMatcher | None:
         """As `compile`, of a grammar that was compiled lately, else None."""
@@ -128,7 +133,7 @@ class Compiler:
         digest = hashlib.blake2b(grammar.encode(errors="surrogatepass")).digest()
         if digest in self._sound:
             return
-        self._try(self.compile(grammar))
+        self._try(self._build(grammar))
         if len(self._sound) >= MAX_REMEMBERED:
             self._sound.clear()
         self._sound.add(digest)

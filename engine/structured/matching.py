@@ -46,8 +46,8 @@ class _Way:
 class _Filler:
     """Fills masks in this thread, or in several at once where that has lately been faster.
 
-    Waking threads takes some 20 µs on one machine and more than a millisecond on another, as long as 50 masks do. So for
-    many masks both are tried, and the slower way again now and then.
+    Waking threads may take as long as filling 50 masks does (on a virtual machine: a millisecond). So for many masks both
+    ways are tried, and the slower one again now and then.
     """
 
     def __init__(self) -> None:
@@ -213,11 +213,11 @@ class Matching:
                 followed.forced = followed.matcher.compute_ff_tokens()[::-1]
         return [i for _, i in late], errors
 
-    def keep_pace(self, device_waited: bool, seconds_left: float) -> None:
-        """Learn from the last step how long a hurried fill may take: whether the device ran out of work meanwhile, and how
-        long it was still busy after all was done.
+    def keep_pace(self, too_late: bool, seconds_left: float) -> None:
+        """Learn how long a hurried fill may take: whether the last one held up what waits for it, or how much longer it might
+        have taken.
         """
-        if device_waited:
+        if too_late:
             self._seconds = 0.9 * min(self._seconds, self._seconds_spent)
         else:
             self._seconds = max(self._seconds, self._seconds_spent + 0.8 * seconds_left)

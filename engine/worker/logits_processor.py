@@ -90,7 +90,7 @@ class LogitsProcessor:
     vocab_size: int
     mask_of: Tensor = field(
         init=False
-    )  # [B] int32: the mask of each sequence that needs nothing else; -1: of the others
+    )  # [B] int32: the mask of each sequence that needs nothing else, -1 of the others
     _last: Chosen = field(init=False, default=NOBODY)
     _members: Members | None = field(init=False, default=None)  # whose choice that is, as long as it stays the same
 

@@ -69,9 +69,7 @@ class StepHandle:
     masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(constrained), words], to fill
     sample_constrained: Callable[[Sequence[int]], None] | None = None
     postponed: frozenset[int] = frozenset()  # shares of those of them for whom it was too early
-    device_waited: bool = (
-        False  # it had done all of the step before, which had constrained requests, when this one came
-    )
+    device_waited: bool = False  # before it: it had done all of a step with constrained requests
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
     done: torch.cuda.Event | None = None
     logprobs: LogprobsRequest | None = None
@@ -402,7 +400,8 @@ class ModelRunner:
         )
         ids = [f"rehearsal-{i}" for i in range(num_seqs)]
         admitted = [
-            Admission(name, [0] * tokens_each, tokens_each, 0, blocks, kinds[i % 3], 0) for i, name in enumerate(ids)
+            Admission(name, [0] * tokens_each, tokens_each, 0, blocks, kinds[i % len(kinds)], 0)
+            for i, name in enumerate(ids)
         ]
         prefill = Shares(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])
         self._launch_unconstrained(SchedulerOutput(0, admitted, prefill, {}, []))

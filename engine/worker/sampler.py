@@ -17,7 +17,7 @@ from kernels.step import StepTensors
 def sample(
     logits: Tensor,
     step: StepTensors,
-    part: kernels.Part = kernels.Part.ALL,
+    part: kernels.Part,
     mask_of: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:

@@ -102,7 +102,7 @@ def test_in_a_hurry_each_has_a_turn(compiler: Compiler, monkeypatch: pytest.Monk
     followed._fill._alone.seconds = followed._fill._together.seconds = 0.001
     followed._seconds_spent = 0.016
     for _ in range(3):
-        followed.keep_pace(device_waited=True, seconds_left=0.0)
+        followed.keep_pace(too_late=True, seconds_left=0.0)
     seen = [0] * 16
     for _ in range(8):
         monkeypatch.setattr(followed._fill, "_until_trial", 1000)
@@ -113,17 +113,17 @@ def test_in_a_hurry_each_has_a_turn(compiler: Compiler, monkeypatch: pytest.Monk
             seen[i] += 1
     assert max(seen) - min(seen) <= 1, "everybody waits in turn"
     for _ in range(100):
-        followed.keep_pace(device_waited=True, seconds_left=0.0)
+        followed.keep_pace(too_late=True, seconds_left=0.0)
     late, _ = followed.fill(names, masks, hurry=True)
     assert len(late) == 12, "some get on, however little time there is"
     assert followed.fill(names, masks) == ([], {}), "without a hurry all do"
     followed._seconds_spent = 0.004
-    followed.keep_pace(device_waited=False, seconds_left=0.0126)
+    followed.keep_pace(too_late=False, seconds_left=0.0126)
     followed._fill._alone.seconds = 0.001
     late, _ = followed.fill(names, masks, hurry=True)
     assert len(late) == 2, "the device was busy for long enough for 10 more"
     followed._seconds_spent = 0.014
-    followed.keep_pace(device_waited=False, seconds_left=0.01)
+    followed.keep_pace(too_late=False, seconds_left=0.01)
     followed._fill._alone.seconds = 0.001
     assert followed.fill(names, masks, hurry=True) == ([], {})
 
