@@ -30,7 +30,7 @@ test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -
 clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \
 	  -o asyncio_default_fixture_loop_scope=function -o asyncio_default_test_loop_scope=session tests/clients $(ARGS)
-	@PATH=$(CURDIR)/.clients/bin:$$PATH python tests/clients/fuzz_api.py --seconds $(FUZZ)
+	@PATH=$(CURDIR)/.clients/bin:$$PATH python -m tests.clients.fuzz_api --seconds $(FUZZ)
 
 lint: $(READY) ## check style and types
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary

@@ -65,16 +65,16 @@ def measure(flags: LatencyFlags, config: EngineConfig) -> dict[str, Any]:
     """Run the batch again and again. A batch that does not fit the context is refused before the model is loaded."""
     from benchmarks.environment import environment
     from engine.core.sampling_params import SamplingParams
-    from engine.frontend import Frontend
+    from engine.input_processor import InputProcessor
     from engine.llm import LLM
 
-    frontend = Frontend.load(config)
-    if flags.input_len + flags.output_len > frontend.max_model_len:
+    input_processor = InputProcessor.load(config)
+    if flags.input_len + flags.output_len > input_processor.max_model_len:
         raise ConfigError(
             f"input_len {flags.input_len} and output_len {flags.output_len} are more than the context holds, "
-            f"{frontend.max_model_len}"
+            f"{input_processor.max_model_len}"
         )
-    top = min(MAX_TOKEN_ID, frontend.spec.vocab_size - 1)
+    top = min(MAX_TOKEN_ID, input_processor.spec.vocab_size - 1)
     requests = fixed(flags.batch_size, flags.input_len, flags.output_len, top)
     params = SamplingParams(
         temperature=flags.temperature,

@@ -27,7 +27,7 @@ from benchmarks.servers import free_port, wait_until_ready
 from engine import async_engine, process
 from engine.config import Parser, add_flags, check, flag, load
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
-from engine.core.sampling_params import SamplingParams
+from engine.core.engine_request import EngineRequest
 
 STEP_SECONDS = "QUIRE_BENCH_STEP_SECONDS"  # environment: between two steps of the engine without a model
 VOCABULARY = 10_000  # token ids are below this
@@ -78,9 +78,9 @@ class MadeUp:
     def summary(self) -> str:
         return "an engine without a model"
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, **_: Any) -> None:
-        assert sampling.max_tokens is not None
-        self._left[request_id] = sampling.max_tokens
+    def add_request(self, request: EngineRequest) -> None:
+        assert request.sampling.max_tokens is not None
+        self._left[request.request_id] = request.sampling.max_tokens
 
     def abort(self, request_id: str) -> bool:
         return self._left.pop(request_id, None) is not None
@@ -101,11 +101,11 @@ class MadeUp:
                 outputs.token_ids.append(token_id)
             else:
                 self._begun.add(request_id)
-                outputs.news.append(EngineOutput(request_id, [token_id], "length" if left == 1 else None))
+                outputs.outputs.append(EngineOutput(request_id, [token_id], "length" if left == 1 else None))
             self._left[request_id] = left - 1
         self._left = {request_id: left for request_id, left in self._left.items() if left}
         self._begun &= self._left.keys()
-        self._num_tokens += len(outputs.token_ids) + len(outputs.news)
+        self._num_tokens += len(outputs.token_ids) + len(outputs.outputs)
         return outputs
 
     def stats(self) -> SchedulerStats:

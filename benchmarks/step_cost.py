@@ -33,6 +33,7 @@ from benchmarks.model_shapes import model_folder
 from benchmarks.result_files import save
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
@@ -172,7 +173,7 @@ def in_engine_process(folder: Path, batch: int, num_steps: int, prefix_caching: 
         times.watch(loop, "_publish", "publish")
         for i, prompt in enumerate(prompts(batch)):
             request_id = f"chatcmpl-{i:032x}"
-            engine.add_request(request_id, prompt, sampling)
+            engine.add_request(EngineRequest(request_id, prompt, sampling))
         while engine.has_work():
             times.begin_step()
             loop.turn()
@@ -199,7 +200,7 @@ class Reader:
 
     def __init__(self, handle: Any, times: Times) -> None:
         self.read = times.timed(handle.read, "read back")
-        self.constrained: list[str] = []
+        self.guided: list[str] = []
 
 
 def offline(folder: Path, batch: int, num_steps: int, prefix_caching: bool) -> Times:

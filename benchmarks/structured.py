@@ -26,11 +26,12 @@ from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.config import EngineConfig, Parser, add_flags, check, flag, load
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs, Tag, Tags
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.frontend import Frontend
+from engine.input_processor import InputProcessor
 
 KINDS = ("plain", "json", "tools")  # of the other half
 EPILOG = """examples:
@@ -72,22 +73,22 @@ def main(argv: list[str]) -> int:
 
 def measure(flags: StructuredFlags, config: EngineConfig) -> dict[str, Any]:
     """The plain half's tokens a second beside each kind of others."""
-    frontend = Frontend.load(config)
+    input_processor = InputProcessor.load(config)
     needed = flags.input_len + 4 * flags.output_len
-    if needed > frontend.max_model_len:
+    if needed > input_processor.max_model_len:
         raise ConfigError(
             f"input_len {flags.input_len} and 4 times output_len {flags.output_len} are more than the context holds, "
-            f"{frontend.max_model_len}"
+            f"{input_processor.max_model_len}"
         )
-    engine = Engine(frontend.local(config), eos_token_ids=frontend.eos_token_ids, offline=True)
+    engine = Engine(input_processor.local(config), eos_token_ids=input_processor.eos_token_ids, offline=True)
     print(engine.summary(), file=sys.stderr)
     half = flags.num_requests // 2
-    asked = {kind: [_sampling(flags, frontend, kind, i) for i in range(half)] for kind in KINDS}
+    asked = {kind: [_sampling(flags, input_processor, kind, i) for i in range(half)] for kind in KINDS}
     runs: dict[str, list[float]] = {kind: [] for kind in KINDS}
     others: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(flags.repeat + 1):
         for kind in KINDS:
-            rates = _run(engine, flags, asked[kind], turn, min(MAX_TOKEN_ID, frontend.spec.vocab_size - 1))
+            rates = _run(engine, flags, asked[kind], turn, min(MAX_TOKEN_ID, input_processor.spec.vocab_size - 1))
             if turn:
                 runs[kind].append(rates[0])
                 others[kind].append(rates[1])
@@ -115,13 +116,13 @@ def _run(
     prompts = dice.integers(0, top, (2 * half, flags.input_len)).tolist()
     names = [f"{turn} {i}" for i in range(2 * half)]
     for name, prompt, sampling in zip(names, prompts, others, strict=False):
-        engine.add_request(name, prompt, sampling, cache_salt=str(turn))
+        engine.add_request(EngineRequest(name, prompt, sampling, cache_salt=str(turn)))
     _step_until(engine, dict.fromkeys(names[:half], 1))
     sampling = SamplingParams(
         temperature=flags.temperature, max_tokens=flags.output_len, ignore_eos=True, detokenize=False
     )
     for name, prompt in zip(names[half:], prompts[half:], strict=True):
-        engine.add_request(name, prompt, sampling, cache_salt=str(turn))
+        engine.add_request(EngineRequest(name, prompt, sampling, cache_salt=str(turn)))
     _step_until(engine, dict.fromkeys(names[half:], 1))
     start = time.perf_counter()
     got = _step_until(engine, dict.fromkeys(names[half:], 0), flags.output_len // 2)
@@ -147,7 +148,7 @@ def _step_until(engine: Engine, wanted: dict[str, int], num_each: int = 0) -> Co
     return got
 
 
-def _sampling(flags: StructuredFlags, frontend: Frontend, kind: str, number: int) -> SamplingParams:
+def _sampling(flags: StructuredFlags, input_processor: InputProcessor, kind: str, number: int) -> SamplingParams:
     sampling = SamplingParams(
         temperature=flags.temperature, max_tokens=4 * flags.output_len, ignore_eos=True, detokenize=False, seed=number
     )
@@ -157,7 +158,7 @@ def _sampling(flags: StructuredFlags, frontend: Frontend, kind: str, number: int
         schema = {"type": "object", "properties": _schema(number)["items"]["properties"]}
         tags = [Tag(begin=f'\n{{"name": "f{i}", "arguments": ', schema=schema, end="}\n</tool_call>") for i in range(4)]
         sampling = sampling.clone(structured_outputs=StructuredOutputs(tags=Tags(trigger="<tool_call>", tags=tags)))
-    return frontend.check([0], sampling)
+    return input_processor.check(EngineRequest("", [0], sampling)).sampling
 
 
 def _schema(number: int) -> dict[str, Any]:

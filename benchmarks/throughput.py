@@ -68,17 +68,17 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     """Run the workload on a new engine and say how it went. What cannot run is refused before the model is loaded."""
     from benchmarks.environment import environment
     from engine.core.sampling_params import SamplingParams
-    from engine.frontend import Frontend
+    from engine.input_processor import InputProcessor
     from engine.llm import LLM
 
-    frontend = Frontend.load(config)
-    requests = requests_of(workload, frontend.spec.vocab_size)
-    prompts = [frontend.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
+    input_processor = InputProcessor.load(config)
+    requests = requests_of(workload, input_processor.spec.vocab_size)
+    prompts = [input_processor.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
     for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        if not prompt or len(prompt) + request.output_len > frontend.max_model_len:
+        if not prompt or len(prompt) + request.output_len > input_processor.max_model_len:
             raise ConfigError(
                 f"prompt {index} has {len(prompt)} tokens and asks for {request.output_len}, but the context holds "
-                f"{frontend.max_model_len}"
+                f"{input_processor.max_model_len}"
             )
 
     start = time.perf_counter()

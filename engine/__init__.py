@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.config import EngineConfig
+    from engine.core.engine_request import EngineRequest
     from engine.core.pooling_params import PoolingParams
     from engine.core.sampling_params import SamplingParams
     from engine.core.structured_outputs import StructuredOutputs
     from engine.llm import LLM
-    from engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from engine.output_collector import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "EngineRequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -31,11 +33,12 @@ __all__ = [
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.async_engine",
-    "CompletionOutput": "engine.outputs",
-    "EmbeddingRequestOutput": "engine.outputs",
+    "CompletionOutput": "engine.output_collector",
+    "EmbeddingRequestOutput": "engine.output_collector",
     "EngineConfig": "engine.config",
+    "EngineRequest": "engine.core.engine_request",
     "PoolingParams": "engine.core.pooling_params",
-    "RequestOutput": "engine.outputs",
+    "RequestOutput": "engine.output_collector",
     "SamplingParams": "engine.core.sampling_params",
     "StructuredOutputs": "engine.core.structured_outputs",
 }

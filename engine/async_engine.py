@@ -23,13 +23,13 @@ import zmq.asyncio
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats
-from engine.core.pooling_params import UNSAMPLED, PoolingParams
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError, EngineError
-from engine.frontend import Frontend
+from engine.input_processor import InputProcessor
 from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
 from engine.models.spec import ModelSpec
-from engine.outputs import OutputStream, RequestUpdate
+from engine.output_collector import OutputCollector, RequestUpdate
 from engine.structured.grammar import make_executor
 from engine.text.tokenizer import Tokenizer
 
@@ -48,14 +48,14 @@ class AsyncEngine:
     """A running engine process and the requests it works on. Belongs to the event loop that started it.
 
     engine = await AsyncEngine.start(EngineConfig(model="..."))
-    async for update in engine.generate("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50)):
+    async for update in engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50))):
         print(update.text, end="")
     engine.close()
     """
 
-    def __init__(self, frontend: Frontend, process: _EngineProcess, stream_interval: int) -> None:
+    def __init__(self, input_processor: InputProcessor, process: _EngineProcess, stream_interval: int) -> None:
         """Use `start`."""
-        self._frontend, self._process, self._stream_interval = frontend, process, stream_interval
+        self._input_processor, self._process, self._stream_interval = input_processor, process, stream_interval
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
         self._closed = False
@@ -76,13 +76,13 @@ class AsyncEngine:
         start = time.perf_counter()
         process = _EngineProcess()  # it imports PyTorch while the small files are read here
         try:
-            frontend = await asyncio.to_thread(Frontend.load, config)
+            input_processor = await asyncio.to_thread(InputProcessor.load, config)
         except BaseException:
             process.end(kill=True)
             raise
-        engine = cls(frontend, process, config.stream_interval)
+        engine = cls(input_processor, process, config.stream_interval)
         try:
-            process.send(Start(frontend.local(config), frontend.eos_token_ids))
+            process.send(Start(input_processor.local(config), input_processor.eos_token_ids))
             ready = await engine._ready
         except BaseException:
             engine.close()
@@ -105,29 +105,29 @@ class AsyncEngine:
 
     @property
     def model_name(self) -> str:
-        return self._frontend.model_name
+        return self._input_processor.model_name
 
     @property
     def spec(self) -> ModelSpec:
-        return self._frontend.spec
+        return self._input_processor.spec
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._frontend.tokenizer
+        return self._input_processor.tokenizer
 
     @property
     def default_sampling(self) -> dict[str, Any]:
         """Fields of `SamplingParams` that the model's makers suggest."""
-        return self._frontend.default_sampling
+        return self._input_processor.default_sampling
 
     @property
     def generates(self) -> bool:
         """Whether the model does more than embeddings."""
-        return self._frontend.spec.has_head
+        return self._input_processor.spec.has_head
 
     @property
     def default_pooling(self) -> str:
-        return self._frontend.default_pooling
+        return self._input_processor.default_pooling
 
     @property
     def num_requests(self) -> int:
@@ -143,56 +143,29 @@ class AsyncEngine:
             return sampling
         if self._compile_threads is None:
             self._compile_threads = make_executor(COMPILE_THREADS)
-        work = self._compile_threads.submit(self._frontend.with_grammar, sampling)
+        work = self._compile_threads.submit(self._input_processor.with_grammar, sampling)
         return await asyncio.wrap_future(work)
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestUpdate, None]:
-        """One answer, as updates; the last one has a `finish_reason`. A slow reader gets fewer and longer updates.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
+        """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
 
-        The engine begins at once, whether or not somebody reads yet.
-
-        Requests of lower `priority` come first; `cache_salt`: it shares cached blocks only with requests of the same.
+        The engine begins at once, whether or not somebody reads yet. A slow reader gets fewer and longer updates.
 
         `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
         Closing or dropping the iterator, or cancelling the task that waits for it, ends the request.
         """
-        if sampling.n != 1:
-            raise ValueError(f"n must be 1 for one answer (see engine.outputs.with_samples), got {sampling.n}")
-        sampling = self._frontend.check(prompt_token_ids, sampling)
+        if request.sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 for one answer (see engine.output_collector.with_samples), got {request.sampling.n}"
+            )
+        request = self._input_processor.check(request)
         self._check_alive()
-        return self._begin(Add(request_id, prompt_token_ids, sampling, cache_salt, priority))
-
-    def embed(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        pooling: PoolingParams | None = None,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestUpdate, None]:
-        """The prompt's embedding, in one update. None: as the model is pooled by default. All else as `generate`."""
-        pooling = pooling or PoolingParams(pooling=self.default_pooling)
-        self._frontend.check_pooling(prompt_token_ids, pooling)
-        self._check_alive()
-        return self._begin(Add(request_id, prompt_token_ids, UNSAMPLED, cache_salt, priority, pooling))
-
-    def _begin(self, request: Add) -> AsyncGenerator[RequestUpdate, None]:
         request_id = request.request_id
-        self._check_alive()
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        output = OutputStream(request.prompt_token_ids, request.sampling, self.tokenizer)
+        output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
         stream = self._streams[request_id] = _Stream(output, self._stream_interval)
-        self._process.send(request)
+        self._process.send(Add(request))
         return _Updates(stream, lambda: self._forget(request_id, stream))
 
     def _forget(self, request_id: str, stream: _Stream) -> None:
@@ -240,7 +213,7 @@ class AsyncEngine:
                     for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
                         if (stream := self._streams.get(request_id)) is not None:
                             stream.add_token(token_id, now, pause)
-                    for output in outputs.news:
+                    for output in outputs.outputs:
                         if (stream := self._streams.get(output.request_id)) is not None:
                             stream.add(output, now)
                 case Ready() as ready:
@@ -282,9 +255,9 @@ class AsyncEngine:
 
 
 class _Stream:
-    """An `OutputStream` that one task can wait for."""
+    """An `OutputCollector` that one task can wait for."""
 
-    def __init__(self, output: OutputStream, interval: int) -> None:
+    def __init__(self, output: OutputCollector, interval: int) -> None:
         """`interval`: how many tokens after the first are worth to be told of, when there is nothing else to say."""
         self.output = output
         self.ready = False  # there is something to take
@@ -317,11 +290,11 @@ class _Stream:
     def close(self, how: str) -> None:
         """Nothing more will come; `how` the engine died."""
         self._death = how
-        self.ready = self.output.has_news
+        self.ready = self.output.has_output
         self._wake()
 
-    def news(self) -> asyncio.Future[None]:
-        """Done when there may be news. `EngineDeadError` when there never will be any."""
+    def changed(self) -> asyncio.Future[None]:
+        """Done when there may be pending. `EngineDeadError` when there never will be any."""
         if self._death is not None:
             raise EngineDeadError(self._death)
         self._waiter = self._loop.create_future()
@@ -347,7 +320,7 @@ class _Updates(AsyncGenerator[RequestUpdate, None]):
         stream = self._stream
         try:
             while not stream.ready:
-                await stream.news()
+                await stream.changed()
             update = stream.take()
         except BaseException:
             self._end()

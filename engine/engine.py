@@ -16,18 +16,17 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, SchedulerOutput, SchedulerStats, Shares, StepOutputs, StepResult
-from engine.core.pooling_params import PoolingParams
+from engine.core.batch import EngineOutput, ScheduledBatch, SchedulerOutput, SchedulerStats, StepOutputs, StepResult
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.errors import ConfigError, EngineError
-from engine.frontend import context_length, load_tokenizer, vocabulary_of
+from engine.input_processor import context_length, load_tokenizer, vocabulary_of
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.spec import ModelSpec
 from engine.structured.grammar import Compiler, Vocabulary
-from engine.structured.matching import Matching
+from engine.structured.grammar_manager import GrammarManager
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.model_runner import ModelRunner, RunnerOptions
 
@@ -44,15 +43,15 @@ DTYPES = {
 
 
 class Handle(Protocol):
-    """A launched step. Requests in `constrained` get their tokens by `constrain` from filled `masks`, the others at once.
+    """A launched step. Requests in `guided` get their tokens by `constrain` from filled `masks`, the others at once.
 
-    `postponed`: the shares of those that were late for that. `device_waited`: the step before had constrained requests, and
+    `deferred`: the shares of those that were late for that. `device_waited`: the step before had guided requests, and
     came too late to keep the device busy.
     """
 
-    constrained: list[str]
+    guided: list[str]
     masks: np.ndarray
-    postponed: frozenset[int]
+    deferred: frozenset[int]
     device_waited: bool
 
     def constrain(self, late: Sequence[int] = ()) -> None: ...
@@ -111,7 +110,7 @@ class Engine:
             config.enable_prefix_caching,
         )
         self.in_flight: Handle | None = None
-        self._matching = Matching(Compiler(partial(_load_vocabulary, config, folder, spec)))
+        self._grammars = GrammarManager(Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._seconds_left = 0.0  # for which the device was still busy when the last step was to be read
         self._held: dict[str, Request] = {}  # their grammars are being compiled
         self._eos_token_ids = frozenset(spec.eos_token_ids)
@@ -133,38 +132,24 @@ class Engine:
             f"context {runner.max_model_len:,}"
         )
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        pooling: PoolingParams | None = None,
-    ) -> None:
-        """Queue a request for one answer; `ValueError` when its id is in use or it can never run.
-
-        Requests of lower `priority` come first; `cache_salt`: it shares cached blocks only with requests of the same.
-        With `pooling` it gets its prompt's embedding instead, and `sampling` is `UNSAMPLED`.
-        """
+    def add_request(self, engine_request: EngineRequest) -> None:
+        """Queue a request; `ValueError` when its id is in use or it can never run."""
+        request_id, sampling = engine_request.request_id, engine_request.sampling
         if request_id in self._held:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        request = Request(
-            request_id, prompt_token_ids, sampling, self._eos_token_ids, seed, cache_salt, priority, pooling
-        )
+        request = Request(engine_request, self._eos_token_ids, seed)
         if (structured := sampling.structured_outputs) is None:
             self.scheduler.add(request)
         else:
             self.scheduler.check_new(request)
             assert structured.compiled is not None, "front ends check grammars"
-            self._matching.add(request_id, structured.compiled)
+            self._grammars.add(request_id, structured.compiled)
             self._held[request_id] = request
 
     def abort(self, request_id: str) -> bool:
         """End a request; nothing more is heard of it. False when there is none of this id."""
-        self._matching.forget(request_id)
+        self._grammars.forget(request_id)
         return self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
@@ -181,18 +166,18 @@ class Engine:
             read = self.in_flight.read()
             self._seconds_left = perf_counter() - start
             outputs = self.scheduler.update(*read)
-        outputs.news += failed
-        if self._matching:
-            outputs.news += self._constrain(launched, output.shares, outputs.news)
+        outputs.outputs += failed
+        if self._grammars:
+            outputs.outputs += self._constrain(launched, output.batch, outputs.outputs)
         self.in_flight = launched
         return outputs
 
     def _take_compiled(self) -> list[EngineOutput]:
         """Queue the requests whose grammars are ready; the news of those whose never will be."""
         if not self.scheduler.has_work():
-            self._matching.wait(IDLE_SECONDS)
+            self._grammars.wait(IDLE_SECONDS)
         failed = []
-        for request_id, error in self._matching.take_ready():
+        for request_id, error in self._grammars.take_ready():
             request = self._held.pop(request_id)
             if error:
                 _log.error("request %s: its grammar cannot be compiled: %s", request_id, error)
@@ -201,7 +186,9 @@ class Engine:
                 self.scheduler.add(request)
         return failed
 
-    def _constrain(self, launched: Handle | None, shares: Shares, news: list[EngineOutput]) -> list[EngineOutput]:
+    def _constrain(
+        self, launched: Handle | None, shares: ScheduledBatch, news: list[EngineOutput]
+    ) -> list[EngineOutput]:
         """Follow grammars by what was read, and say what may come next to the step that waits for it on the device.
 
         All tokens of requests with grammars are news. Where other requests share the step, grammars have the time that the
@@ -210,17 +197,17 @@ class Engine:
         """
         for output in news:
             if output.finish_reason is None:
-                self._matching.advance(output.request_id, output.new_token_ids)
+                self._grammars.advance(output.request_id, output.new_token_ids)
             else:
-                self._matching.forget(output.request_id)
-        if launched is None or not launched.constrained:
+                self._grammars.forget(output.request_id)
+        if launched is None or not launched.guided:
             return []
-        if self.in_flight is not None and self.in_flight.constrained:
-            self._matching.keep_pace(launched.device_waited, self._seconds_left)
-        hurry = len(launched.constrained) < len(shares)
-        late, errors = self._matching.fill(launched.constrained, launched.masks, hurry)
+        if self.in_flight is not None and self.in_flight.guided:
+            self._grammars.keep_pace(launched.device_waited, self._seconds_left)
+        hurry = len(launched.guided) < len(shares)
+        late, errors = self._grammars.fill(launched.guided, launched.masks, hurry)
         launched.constrain(late)
-        self.scheduler.postpone(launched.postponed)
+        self.scheduler.defer(launched.deferred)
         for request_id, error in errors.items():
             _log.error("request %s: its grammar cannot be followed any further: %s", request_id, error)
             self.abort(request_id)
@@ -236,7 +223,7 @@ class Engine:
     def close(self) -> None:
         """Give the device's memory back."""
         self.in_flight = None
-        self._matching.close()
+        self._grammars.close()
         self.runner.close()
         gc.unfreeze()
 

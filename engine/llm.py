@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,17 +23,18 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig, nearest, settings_of
 from engine.core.batch import StepOutputs, TokenLogprobs
+from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineDeadError
-from engine.frontend import Frontend
-from engine.outputs import (
+from engine.input_processor import InputProcessor
+from engine.output_collector import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
-    OutputStream,
+    OutputCollector,
     RequestOutput,
     logprobs_by_id,
     with_samples,
@@ -63,9 +64,9 @@ class LLM:
             if name not in known:
                 raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
         self.config = EngineConfig(model=model, **settings)
-        self._frontend = Frontend.load(self.config)
+        self._input_processor = InputProcessor.load(self.config)
         self._engine = Engine(
-            self._frontend.local(self.config), eos_token_ids=self._frontend.eos_token_ids, offline=True
+            self._input_processor.local(self.config), eos_token_ids=self._input_processor.eos_token_ids, offline=True
         )
         self._ids = itertools.count()
         self._broken = False
@@ -144,7 +145,7 @@ class LLM:
         length 1. `dimensions`: only so many first ones, for models that were trained for it. All else as `generate`.
         """
         params = PoolingParams(
-            pooling=pooling or self._frontend.default_pooling, normalize=normalize, dimensions=dimensions
+            pooling=pooling or self._input_processor.default_pooling, normalize=normalize, dimensions=dimensions
         )
         several = _as_list(prompts)
         jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params)
@@ -163,13 +164,13 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """`ValueError` with skip_tokenizer_init."""
-        if self._frontend.tokenizer is None:
+        if self._input_processor.tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init)")
-        return self._frontend.tokenizer
+        return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's makers suggest, as a start to change from."""
-        return SamplingParams(**self._frontend.default_sampling)
+        return SamplingParams(**self._input_processor.default_sampling)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the KV cache of earlier prompts."""
@@ -186,7 +187,7 @@ class LLM:
         if source is None:
             source = tokenizer.chat_template
             if source is None:
-                raise ValueError(f"{self._frontend.model_name} has no chat template: give one as chat_template")
+                raise ValueError(f"{self._input_processor.model_name} has no chat template: give one as chat_template")
         elif "{" not in source:
             source = Path(source).read_text(encoding="utf-8")
         return ChatTemplate(source, tokenizer.special_tokens_map)
@@ -224,9 +225,8 @@ class LLM:
         jobs = []
         for index, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
             try:
-                job = self._job(prompt, sampling, add_special_tokens, pooling)
-                job.priority = priority[index] if priority is not None else 0
-                jobs.append(job)
+                first = priority[index] if priority is not None else 0
+                jobs.append(self._job(prompt, sampling, add_special_tokens, pooling, first))
             except (ValueError, TokenizerError) as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         return jobs
@@ -250,46 +250,41 @@ class LLM:
                 bar.close()
 
     def _job(
-        self, prompt: Prompt, sampling: SamplingParams, add_special_tokens: bool, pooling: PoolingParams | None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        add_special_tokens: bool,
+        pooling: PoolingParams | None,
+        priority: int,
     ) -> _Job:
         text, token_ids, cache_salt = _read_prompt(prompt)
         if token_ids is None:
             assert text is not None
-            if self._frontend.tokenizer is None:
+            if self._input_processor.tokenizer is None:
                 raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
-            token_ids = self._frontend.tokenizer.encode(text, add_special_tokens)
-        if pooling is None:
-            sampling = self._frontend.check(token_ids, sampling)
-        else:
-            self._frontend.check_pooling(token_ids, pooling)
+            token_ids = self._input_processor.tokenizer.encode(text, add_special_tokens)
         request_id = str(next(self._ids))
-        answers = [
-            _Answer(
-                request_id if sampling.n == 1 else f"{request_id}-{index}",
-                OutputStream(token_ids, own, self._frontend.tokenizer),
-            )
-            for index, own in enumerate(with_samples(sampling))
-        ]
-        return _Job(request_id, text, token_ids, cache_salt, answers, pooling)
+        request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority)
+        request = self._input_processor.check(request)
+        sampling = request.sampling
+        answers = []
+        for index, own in enumerate(with_samples(sampling)):
+            answer_id = request_id if sampling.n == 1 else f"{request_id}-{index}"
+            collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
+            answers.append(_Answer(replace(request, request_id=answer_id, sampling=own), collector))
+        return _Job(request_id, text, token_ids, answers)
 
     def _run(self, jobs: list[_Job], bar: Any, interrupted: list[int]) -> None:
         """Answer all jobs. After an exception nothing of them is left in the engine."""
         engine = self._engine
         running: dict[str, tuple[_Job, _Answer]] = {}
         progress = _Progress(bar)
-        generates = not any(job.pooling for job in jobs)
+        generates = not any(answer.request.pooling for job in jobs for answer in job.answers)
         try:
             for job in jobs:
                 for answer in job.answers:
-                    engine.add_request(
-                        answer.request_id,
-                        job.token_ids,
-                        answer.stream.sampling,
-                        cache_salt=job.cache_salt,
-                        priority=job.priority,
-                        pooling=job.pooling,
-                    )
-                    running[answer.request_id] = job, answer
+                    engine.add_request(answer.request)
+                    running[answer.request.request_id] = job, answer
             while running:
                 outputs = self._step()
                 now = time.monotonic()
@@ -299,7 +294,7 @@ class LLM:
                     answer.stream.add_token(token_id, now)
                     if answer.has_stop_strings:
                         to_read.append(request_id)
-                for output in outputs.news:
+                for output in outputs.outputs:
                     answer = running[output.request_id][1]
                     answer.stream.add(output, now)
                     if output.finish_reason is not None or answer.has_stop_strings:
@@ -313,7 +308,7 @@ class LLM:
                         job.num_unfinished -= 1
                         progress.finished += not job.num_unfinished
                         progress.prompt_tokens += len(job.token_ids) if not job.num_unfinished else 0
-                progress.output_tokens += len(outputs.request_ids) + len(outputs.news) if generates else 0
+                progress.output_tokens += len(outputs.request_ids) + len(outputs.outputs) if generates else 0
                 progress.show(now)
                 if interrupted:
                     raise KeyboardInterrupt
@@ -338,7 +333,7 @@ class LLM:
                 "".join(answer.text),
                 answer.token_ids,
                 sum(found.logprob for found in answer.logprobs) if answer.logprobs is not None else None,
-                logprobs_by_id(answer.token_ids, answer.logprobs, self._frontend.tokenizer)
+                logprobs_by_id(answer.token_ids, answer.logprobs, self._input_processor.tokenizer)
                 if answer.logprobs is not None
                 else None,
                 answer.finish_reason,
@@ -349,7 +344,7 @@ class LLM:
         first = job.answers[0]
         scores: list[dict[int, Logprob] | None] | None = None
         if first.prompt_logprobs is not None:
-            scores = [None, *logprobs_by_id(job.token_ids[1:], first.prompt_logprobs, self._frontend.tokenizer)]
+            scores = [None, *logprobs_by_id(job.token_ids[1:], first.prompt_logprobs, self._input_processor.tokenizer)]
         return RequestOutput(
             job.request_id,
             job.text,
@@ -366,8 +361,8 @@ class LLM:
 class _Answer:
     """One of the answers to a prompt, on its way."""
 
-    request_id: str
-    stream: OutputStream
+    request: EngineRequest
+    stream: OutputCollector
     has_stop_strings: bool = field(init=False)
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -403,10 +398,7 @@ class _Job:
     request_id: str
     text: str | None
     token_ids: list[int]
-    cache_salt: str
     answers: list[_Answer]
-    pooling: PoolingParams | None = None
-    priority: int = 0
     num_unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:

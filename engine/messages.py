@@ -6,8 +6,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats, StepOutputs
-from engine.core.pooling_params import PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.engine_request import EngineRequest
 
 # Commands: front end → engine process
 
@@ -22,12 +21,7 @@ class Start(msgspec.Struct, tag=True):
 class Add(msgspec.Struct, tag=True):
     """A new request."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    cache_salt: str
-    priority: int = 0
-    pooling: PoolingParams | None = None
+    request: EngineRequest
 
 
 class Abort(msgspec.Struct, tag=True):

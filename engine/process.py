@@ -18,8 +18,7 @@ import torch
 import zmq
 
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
-from engine.core.pooling_params import PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.engine_request import EngineRequest
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.log import configure_logging, debugging
@@ -32,16 +31,7 @@ _log = logging.getLogger(__name__)
 class Steppable(Protocol):
     """An engine, as the loop uses it."""
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str,
-        priority: int,
-        pooling: PoolingParams | None,
-    ) -> None: ...
+    def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
     def step(self) -> StepOutputs: ...
@@ -62,7 +52,7 @@ class EngineLoop:
             while self.turn():
                 pass
         except Exception:
-            self._publish(StepOutputs(news=[EngineOutput(request_id, [], "error") for request_id in self._active]))
+            self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error") for request_id in self._active]))
             raise
 
     def turn(self) -> bool:
@@ -81,7 +71,7 @@ class EngineLoop:
                 return True
             wait = False
             match decode_command(message):
-                case Add() as request:
+                case Add(request):
                     self._add(request)
                 case Abort(request_id):
                     self._active.discard(request_id)
@@ -91,25 +81,18 @@ class EngineLoop:
                 case unexpected:
                     raise AssertionError(f"{unexpected!r} after the start")
 
-    def _add(self, request: Add) -> None:
+    def _add(self, request: EngineRequest) -> None:
         request_id = request.request_id
         try:
-            self._engine.add_request(
-                request_id,
-                request.prompt_token_ids,
-                request.sampling,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                pooling=request.pooling,
-            )
+            self._engine.add_request(request)
         except ValueError as error:  # front ends check first, so this is about this engine's memory
             _log.error("request %s: %s", request_id, error)
-            self._publish(StepOutputs(news=[EngineOutput(request_id, [], "error")]))
+            self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error")]))
         else:
             self._active.add(request_id)
 
     def _publish(self, outputs: StepOutputs) -> None:
-        for output in outputs.news:
+        for output in outputs.outputs:
             if output.finish_reason is not None:
                 self._active.discard(output.request_id)
         stats = self._engine.stats()

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
-from engine.outputs import RequestMetrics, RequestUpdate
+from engine.output_collector import RequestMetrics, RequestUpdate
 from server.sse import DIRECT_SEND
 
 _log = logging.getLogger(__name__)

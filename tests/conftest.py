@@ -36,7 +36,7 @@ def story_model() -> Path:
 @pytest.fixture(scope="session")
 def make_model() -> Callable[[Path], Path]:
     """A tiny random model in a folder; to have one that may be damaged."""
-    from tiny_model import write_model  # brings torch
+    from tests.support.tiny_model import write_model  # brings torch
 
     return write_model
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import blocks_in_use, serve
+
+from tests.support.served import blocks_in_use, serve
 
 NUM_CLIENTS = 200
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from served import blocks_in_use, metric, serve
 
 from server.openai.protocol import NO_EFFECT, NOT_YET_IN_BOTH, NOT_YET_IN_COMPLETIONS, CompletionRequest
+from tests.support.served import blocks_in_use, metric, serve
 
 PATHS = {
     "/v1/completions": {"prompt": "Hello world"},

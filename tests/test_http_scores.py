@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from served import serve
+
+from tests.support.served import serve
 
 TEXTS = ["Zoë 👋 sagt: «Grüße!»\n", "Once upon a time there was a cat.", "α"]
 

@@ -12,29 +12,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.core.pooling_params import PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.engine_request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class NewRequest:
     """A request that takes a device row: new, or back after preemption. All its tokens are known on the CPU."""
 
-    request_id: str
+    request: EngineRequest
+    seed: int  # 64-bit, always set: the request's own, or drawn by the engine
     token_ids: list[int]  # prompt, and what was generated before a preemption
-    num_prompt_tokens: int
     num_computed_tokens: int  # prefix-cache hits: their KV is already in the first blocks
     block_ids: list[int]  # every block it holds now, in order
-    sampling: SamplingParams
-    seed: int  # 64-bit, always set: the request's own, or drawn by the engine
-    pooling: PoolingParams | None = None  # it wants its prompt's embedding, and no token
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shares:
+class ScheduledBatch:
     """Who computes how many tokens in a step: the next `num_tokens[i]` of request `request_ids[i]`. Nobody changes them.
 
-    A request's tokens are computed in order, from `num_computed_tokens` of its admission on. Shares of one token come
+    A request's tokens are computed in order, from `num_computed_tokens` of its admission on. ScheduledBatch of one token come
     first (decodes), then the longer ones (prefill chunks). While the same requests compute as many tokens each, step after
     step has the same object: what is made of it once may be kept.
     """
@@ -54,13 +58,17 @@ class SchedulerOutput:
     """One step."""
 
     step: int
-    admitted: list[Admission]
-    shares: Shares
-    new_block_ids: dict[str, list[int]]  # request → appended to its block table before this step; none of `admitted`
-    removed: list[str]  # finished, aborted or preempted since the last output: their rows are free before `admitted`
+    new_requests: list[NewRequest]
+    batch: ScheduledBatch
+    new_block_ids: dict[
+        str, list[int]
+    ]  # request → appended to its block table before this step; none of `new_requests`
+    removed: list[
+        str
+    ]  # finished, aborted or preempted since the last output: their rows are free before `new_requests`
 
     def __bool__(self) -> bool:
-        return bool(self.shares.request_ids)
+        return bool(self.batch.request_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # share → logprobs
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # share → of the tokens after its own
     embeddings: dict[int, bytes] = field(default_factory=dict)  # share → float32 values
-    postponed: frozenset[int] = frozenset()  # shares that were not sampled, though their request's tokens were computed
+    deferred: frozenset[int] = frozenset()  # shares that were not sampled, though their request's tokens were computed
 
 
 @dataclass(slots=True)
@@ -114,7 +122,7 @@ class EngineOutput:
 @dataclass(slots=True)
 class StepOutputs:
     """What a step gave to all requests. Most have one more token and nothing else to say: request `request_ids[i]` got
-    `token_ids[i]`. The others, among them all that begin or end, are in `news`.
+    `token_ids[i]`. The others, among them all that begin or end, are in `outputs`.
 
     Nobody changes the columns: `request_ids` may be those of the step before. Iterating gives an `EngineOutput` for each
     request, where speed does not matter.
@@ -122,15 +130,15 @@ class StepOutputs:
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    news: list[EngineOutput] = field(default_factory=list)
+    outputs: list[EngineOutput] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.request_ids or self.news)
+        return bool(self.request_ids or self.outputs)
 
     def __iter__(self) -> Iterator[EngineOutput]:
         for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
             yield EngineOutput(request_id, [token_id])
-        yield from self.news
+        yield from self.outputs
 
 
 @dataclass(frozen=True, slots=True)

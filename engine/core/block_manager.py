@@ -132,7 +132,7 @@ class BlockManager:
         """The name of its full block `index`; computed once, even over preemptions."""
         hashes, size = request.block_hashes, self.block_size
         while len(hashes) <= index:
-            parent = hashes[-1] if hashes else sha256(request.cache_salt.encode()).digest()
+            parent = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
             start = len(hashes) * size
             hashes.append(sha256(parent + self._pack(*request.token_ids[start : start + size])).digest())
         return hashes[index]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import InitVar, dataclass, field
 
 from engine.core.batch import PromptScores, TokenLogprobs
-from engine.core.pooling_params import PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.engine_request import EngineRequest
 
 
-@dataclass(slots=True, eq=False)
 class Request:
     """Prompt and output as one sequence of tokens.
 
@@ -24,55 +21,43 @@ class Request:
     Owners: the scheduler writes the counts, the block manager writes the fields named so, `append` the rest.
     """
 
-    request_id: str
-    prompt_token_ids: InitVar[list[int]]
-    sampling: SamplingParams
-    eos_token_ids: frozenset[int]  # the model's ends of text
-    seed: int  # 64-bit
-    cache_salt: str = ""  # requests share cached blocks only with requests of the same salt
-    priority: int = 0  # lower ones first
-    pooling: PoolingParams | None = None  # it ends with its prompt's embedding; the one token it may get never comes
+    def __init__(self, engine_request: EngineRequest, eos_token_ids: frozenset[int], seed: int) -> None:
+        """`eos_token_ids`: the model's ends of text. `seed`: 64-bit, the request's own or drawn by the engine."""
+        sampling = engine_request.sampling
+        self.engine_request = engine_request
+        self.request_id = engine_request.request_id
+        self.sampling, self.pooling = sampling, engine_request.pooling
+        self.eos_token_ids, self.seed = eos_token_ids, seed
 
-    token_ids: list[int] = field(init=False)
-    num_prompt_tokens: int = field(init=False)
-    num_tokens: int = field(init=False)
-    num_computed_tokens: int = field(init=False, default=0)
-
-    min_num_tokens: int = field(init=False)  # no token before this many ends the request
-    max_num_tokens: int = field(init=False)  # it ends at this many; the last one is never computed
-    stop_ids: frozenset[int] = field(init=False)
-    is_told_in_full: bool = field(init=False)  # more is to be said of each of its tokens than the token
-    finish_reason: str | None = field(init=False, default=None)  # "stop", "length" or "abort"
-    stop_reason: int | None = field(init=False, default=None)  # the stop token id that ended it, if no end of text
-
-    block_ids: list[int] = field(init=False, default_factory=list)  # block manager: its block table
-    num_slots: int = field(init=False, default=0)  # block manager: tokens that fit its blocks
-    block_hashes: list[bytes] = field(init=False, default_factory=list)  # block manager: of its first full blocks
-    next_commit: int = field(init=False, default=sys.maxsize)  # block manager: tokens at which its next block is full
-
-    steady_until: int = field(
-        init=False, default=0
-    )  # scheduler: up to this many tokens, the next one changes nothing else
-
-    num_cached_tokens: int = field(init=False, default=0)  # prompt tokens found in the prefix cache when first admitted
-    num_preemptions: int = field(init=False, default=0)
-    prompt_logprobs: list[TokenLogprobs] | None = field(
-        init=False
-    )  # of its second prompt token and on; None: not asked
-    turn: tuple[int, int] = field(init=False, default=(0, 0))  # scheduler: priority, and number in the order of arrival
-    queued_time: float = field(init=False, default=0.0)  # monotonic seconds
-    scheduled_time: float = field(init=False, default=0.0)  # monotonic seconds, first admission; 0: not yet
-
-    def __post_init__(self, prompt_token_ids: list[int]) -> None:
-        sampling = self.sampling
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids = list(engine_request.prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens
+        self.num_computed_tokens = 0
+
+        self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens  # no earlier token ends the request
+        # The request ends at this many tokens; the last one is never computed.
         self.max_num_tokens = sys.maxsize if sampling.max_tokens is None else self.num_tokens + sampling.max_tokens
-        ends_of_text = frozenset() if sampling.ignore_eos else self.eos_token_ids
+        ends_of_text = frozenset() if sampling.ignore_eos else eos_token_ids
         self.stop_ids = ends_of_text.union(sampling.stop_token_ids or ())
-        self.is_told_in_full = sampling.logprobs is not None or sampling.structured_outputs is not None
-        self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
+        # Each of its tokens is reported as an `EngineOutput`: with log-probabilities, or to its grammar.
+        self.needs_full_output = sampling.logprobs is not None or sampling.structured_outputs is not None
+        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.stop_reason: int | None = None  # the stop token id that ended it, when not an end of text
+
+        self.block_ids: list[int] = []  # block manager: its block table
+        self.num_slots = 0  # block manager: tokens that fit its blocks
+        self.block_hashes: list[bytes] = []  # block manager: of its first full blocks
+        self.next_commit = sys.maxsize  # block manager: tokens at which its next block is full
+
+        # Scheduler: below this many tokens, the next one changes nothing but the tokens themselves.
+        self.steady_until = 0
+        self.order = (engine_request.priority, 0)  # scheduler: priority, then the number of its arrival
+
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
+        self.num_preemptions = 0
+        # Of its second prompt token and on; None: not asked for.
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
+        self.queued_time = 0.0  # monotonic seconds
+        self.scheduled_time = 0.0  # monotonic seconds, when first admitted; 0: not yet
 
     @property
     def is_scored(self) -> bool:

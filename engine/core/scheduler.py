@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from engine.core.batch import (
-    Admission,
     EngineOutput,
+    NewRequest,
+    ScheduledBatch,
     SchedulerOutput,
     SchedulerStats,
-    Shares,
     StepOutputs,
     StepResult,
     TokenLogprobs,
@@ -75,7 +75,7 @@ class Scheduler:
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self._requests: dict[str, Request] = {}  # running and waiting, by id
         self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the request of each share
-        self._last: tuple[list[Request], Shares] = [], Shares([], [], 0, 0, [])  # of the last step
+        self._last: tuple[list[Request], ScheduledBatch] = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
         self._step = self._arrivals = 0
         self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
@@ -107,14 +107,14 @@ class Scheduler:
         self.check_new(request)
         request.queued_time = monotonic()
         self._arrivals += 1
-        request.turn = (request.priority, self._arrivals)
+        request.order = (request.engine_request.priority, self._arrivals)
         last = next(reversed(self.waiting.values()), request)
         self._requests[request.request_id] = self.waiting[request.request_id] = request
-        if request.turn < last.turn:
+        if request.order < last.order:
             self._sort_waiting()
 
     def _sort_waiting(self) -> None:
-        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].turn))
+        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].order))
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
@@ -138,7 +138,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         plan = _Plan()
         decodes = plan.decodes
-        admitted: list[Admission] = []
+        admitted: list[NewRequest] = []
         num_preemptions = self._num_preemptions
 
         for request in self.running:  # preemption pops its tail, at or after the request at hand
@@ -179,7 +179,7 @@ class Scheduler:
         """Learn what the oldest step in flight gave: what is to be said of its requests that are still wanted."""
         step, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
-        request_ids, token_ids = output.shares.request_ids, result.token_ids
+        request_ids, token_ids = output.batch.request_ids, result.token_ids
         news: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():
             requests[index].score(scores)
@@ -188,9 +188,7 @@ class Scheduler:
             known = request.token_ids
             if len(known) < request.steady_until and token_id not in request.stop_ids:
                 known.append(token_id)
-            elif (
-                request.finish_reason or index in output.shares.partial or index in result.postponed or request.pooling
-            ):
+            elif request.finish_reason or index in output.batch.partial or index in result.deferred or request.pooling:
                 apart.append(index)
             elif self._learn(request, token_id):
                 apart.append(index)
@@ -204,7 +202,7 @@ class Scheduler:
             news += self._finish_pooled(requests, result.embeddings)
         return StepOutputs(request_ids, token_ids, news)
 
-    def postpone(self, shares: Iterable[int]) -> None:
+    def defer(self, shares: Iterable[int]) -> None:
         """These shares of the last launched step, the only one in flight, will not be sampled: it is too early for them.
 
         Their requests compute their newest token again in the next step.
@@ -225,7 +223,7 @@ class Scheduler:
         if request.finish_reason is not None:
             self._forget(request)
             return True
-        if request.is_told_in_full:
+        if request.needs_full_output:
             return True
         request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
         return len(request.token_ids) == request.num_prompt_tokens + 1
@@ -282,7 +280,7 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
         )
 
-    def _admit(self, request: Request) -> Admission | None:
+    def _admit(self, request: Request) -> NewRequest | None:
         """Move the head of `waiting` to `running`, or None when the blocks do not suffice.
 
         It gets blocks for all its tokens at once, so that a long prompt does not end up preempting others chunk by
@@ -295,8 +293,8 @@ class Scheduler:
         del self.waiting[request.request_id]
         last = self.running[-1] if self.running else request
         self.running.append(request)
-        if request.turn < last.turn:
-            self.running.sort(key=lambda each: each.turn)
+        if request.order < last.order:
+            self.running.sort(key=lambda each: each.order)
         request.num_computed_tokens = len(cached_ids) * self.blocks.block_size
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
@@ -304,15 +302,12 @@ class Scheduler:
             if self.blocks.enable_prefix_caching and request.reads_cache:
                 self._prefix_queries += request.num_prompt_tokens
                 self._prefix_hits += request.num_cached_tokens
-        return Admission(
-            request.request_id,
+        return NewRequest(
+            request.engine_request,
+            request.seed,
             request.token_ids.copy(),
-            request.num_prompt_tokens,
             request.num_computed_tokens,
             request.block_ids.copy(),
-            request.sampling,
-            request.seed,
-            request.pooling,
         )
 
     def _preempt_last(self) -> Request:
@@ -325,7 +320,7 @@ class Scheduler:
         first = next(iter(self.waiting.values()), request)
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
-        if first.turn < request.turn:
+        if first.order < request.order:
             self._sort_waiting()
         return request
 
@@ -335,7 +330,7 @@ class Scheduler:
         It gets the blocks it lacks by preempting as many of the last as it takes. 0 when it came to be the last
         itself, and is preempted too.
         """
-        start = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one again, when it was postponed
+        start = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one again, when it was deferred
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
@@ -360,7 +355,7 @@ class Scheduler:
             plan.lengths.append(granted)
         return granted
 
-    def _shares(self, plan: _Plan) -> Shares:
+    def _shares(self, plan: _Plan) -> ScheduledBatch:
         """The plan's shares, which are the last step's if they say the same."""
         num_decodes = len(plan.decodes)
         requests = plan.decodes + plan.longer
@@ -369,7 +364,7 @@ class Scheduler:
         last_requests, last = self._last
         if requests != last_requests or num_tokens != last.num_tokens or partial != last.partial:
             request_ids = [request.request_id for request in requests]
-            self._last = requests, Shares(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
+            self._last = requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
         return self._last[1]
 
     def _forget(self, request: Request) -> None:
@@ -391,9 +386,9 @@ class Scheduler:
         assert len(queue) == len(self._requests), "a request is both running and waiting"
         assert len(self.running) <= self.max_num_seqs
         for line in (self.running, self.waiting.values()):
-            assert [r.turn for r in line] == sorted(r.turn for r in line), "a queue is out of order"
-        for priority in {r.priority for r in queue}:
-            turns = [r.turn for r in queue if r.priority == priority]
+            assert [r.order for r in line] == sorted(r.order for r in line), "a queue is out of order"
+        for priority in {r.engine_request.priority for r in queue}:
+            turns = [r.order for r in queue if r.engine_request.priority == priority]
             assert turns == sorted(turns), "a request overtook an older one"
         in_flight = [request for _, requests in self._in_flight for request in requests]
         for request in queue:
@@ -409,7 +404,7 @@ class Scheduler:
             assert 0 <= request.num_tokens - num_known <= in_flight.count(request)
             assert request.num_computed_tokens <= request.num_tokens
             if request.num_computed_tokens == request.num_tokens:
-                assert request in self.running, "only a request that was postponed has nothing left to compute"
+                assert request in self.running, "only a request that was deferred has nothing left to compute"
                 assert num_known == request.num_tokens
             if request.steady_until:
                 assert request.block_ids

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import Admission, SchedulerOutput, Shares
+from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.worker.token_history import TokenHistory
@@ -26,7 +26,7 @@ class Row:
     num_prompt_tokens: int
     sampling: SamplingParams
     special: bool  # the sampling kernel alone cannot sample it
-    constrained: bool  # a grammar says what may come next
+    guided: bool  # a grammar says what may come next
     min_context: int  # the kernel alone cannot sample it either in a context shorter than this
     slot: int  # in the token history; -1: it needs none
     pooling: PoolingParams | None  # its prompt's embedding is wanted, and no token
@@ -36,8 +36,8 @@ class Row:
 class Members:
     """What stays the same in all steps of the same shares."""
 
-    def __init__(self, shares: Shares, rows: dict[str, Row]) -> None:
-        self.shares = shares
+    def __init__(self, shares: ScheduledBatch, rows: dict[str, Row]) -> None:
+        self.batch = shares
         self.rows = [rows[request_id] for request_id in shares.request_ids]
         self.indices = np.array([row.index for row in self.rows], dtype=np.int64)  # [n] of n shares
         self.query_lens = np.array(shares.num_tokens, dtype=np.int32)  # [n]
@@ -98,32 +98,32 @@ class InputBatch:
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
-                self.num_special -= row.special or row.constrained or row.min_context > 0
+                self.num_special -= row.special or row.guided or row.min_context > 0
                 self.num_scored -= row.sampling.prompt_logprobs is not None
                 self.num_pooled -= row.pooling is not None
                 if row.slot >= 0:
                     self.history.release(row.slot)
-        if output.admitted:
-            self._admit(output.admitted)
+        if output.new_requests:
+            self._admit(output.new_requests)
 
-    def _admit(self, admitted: list[Admission]) -> None:
+    def _admit(self, admitted: list[NewRequest]) -> None:
         indices = []
         for a in admitted:
             index = self._free.pop()
             indices.append(index)
-            tokens, p = np.array(a.token_ids, dtype=np.int32), a.sampling
+            tokens, p = np.array(a.token_ids, dtype=np.int32), a.request.sampling
             min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
             slot = self.history.take(tokens) if p.looks_back else -1
-            constrained = p.structured_outputs is not None
-            row = Row(index, tokens, a.num_prompt_tokens, p, p.is_special, constrained, min_context, slot, a.pooling)
+            guided = p.structured_outputs is not None
+            row = Row(index, tokens, a.num_prompt_tokens, p, p.is_special, guided, min_context, slot, a.request.pooling)
             self._num_computed[index], self._num_known[index] = a.num_computed_tokens, len(tokens)
             self._num_blocks[index] = 0
-            self.num_special += row.special or constrained or min_context > 0
+            self.num_special += row.special or guided or min_context > 0
             self.num_scored += p.prompt_logprobs is not None
-            self.num_pooled += a.pooling is not None
+            self.num_pooled += a.request.pooling is not None
             self.rows[a.request_id] = row
         at = torch.tensor(indices)
-        params = [a.sampling for a in admitted]
+        params = [a.request.sampling for a in admitted]
         columns = {
             "temperature": [p.temperature for p in params],
             "top_p": [p.top_p for p in params],
@@ -142,8 +142,8 @@ class InputBatch:
 
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:
         """Write the step into the next packed buffer, padded to `padded_seqs` one-token sequences when that is not 0."""
-        members = self.members(output.shares)
-        at, real, tokens_end = members.indices, len(members.rows), output.shares.total_num_tokens
+        members = self.members(output.batch)
+        at, real, tokens_end = members.indices, len(members.rows), output.batch.total_num_tokens
         padding = max(padded_seqs - real, 0)
         num_seqs, num_tokens = real + padding, tokens_end + padding
         segment = segment_of(num_seqs)
@@ -171,16 +171,16 @@ class InputBatch:
             first, known = members.query_start[i], members.rows[i].token_ids[starts[i] : context_lens[i]]
             tokens[first : first + len(known)] = known
         tokens[num_tokens : num_tokens + len(updates)] = updates
-        num_decodes = output.shares.num_decodes + padding
+        num_decodes = output.batch.num_decodes + padding
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray]:
         """The blocks to append to block tables, in the order of the shares, and how many for each share [n] int32."""
         new_blocks = output.new_block_ids
-        if output.admitted:
-            new_blocks = new_blocks | {a.request_id: a.block_ids for a in output.admitted}
+        if output.new_requests:
+            new_blocks = new_blocks | {a.request_id: a.block_ids for a in output.new_requests}
         updates: list[int] = []
-        num_updates = np.zeros(len(output.shares), dtype=np.int32)
+        num_updates = np.zeros(len(output.batch), dtype=np.int32)
         if new_blocks:
             for i, block_ids in sorted((members.places[request_id], new) for request_id, new in new_blocks.items()):
                 num_updates[i] = len(block_ids)
@@ -191,13 +191,13 @@ class InputBatch:
         """Tokens that the steps packed so far compute."""
         return int(self._num_computed[row.index])
 
-    def postpone(self, packed: PackedStep, places: list[int]) -> None:
+    def defer(self, packed: PackedStep, places: list[int]) -> None:
         """These sequences of the last step compute its last token once more in the next one."""
         self._num_computed[packed.members.indices[places]] -= 1
 
-    def members(self, shares: Shares) -> Members:
+    def members(self, shares: ScheduledBatch) -> Members:
         """What is known of a step's shares beside where they stand."""
-        if self._members is None or self._members.shares is not shares:
+        if self._members is None or self._members.batch is not shares:
             self._members = Members(shares, self.rows)
         return self._members
 

@@ -62,7 +62,7 @@ class Group:
 class Chosen:
     """The sequences of a step that filters alone do not suffice for."""
 
-    constrained: list[int] = field(default_factory=list)  # places of those that wait for masks, in their order
+    guided: list[int] = field(default_factory=list)  # places of those that wait for masks, in their order
     num_masked: int = 0  # of those, the first, which need nothing else
     with_masks: list[Group] = field(default_factory=list)  # of the others
     without: list[Group] = field(default_factory=list)  # of those that need no mask
@@ -113,22 +113,22 @@ class LogitsProcessor:
         lengths = packed.context_lens.tolist()
         free: list[int] = []
         masked: list[int] = []
-        constrained: list[int] = []
+        guided: list[int] = []
         self._members = packed.members
         for i, row in enumerate(packed.members.rows):
-            if i in packed.members.shares.partial:
+            if i in packed.members.batch.partial:
                 continue
             is_early = lengths[i] < row.min_context
             if is_early:
                 self._members = None  # it will not be for ever
-            if row.constrained:
+            if row.guided:
                 # Log-probabilities are of raw logits, and masks are put on in place.
                 only = not (is_early or row.special or row.sampling.logprobs is not None)
-                (masked if only else constrained).append(i)
+                (masked if only else guided).append(i)
             elif is_early or row.special:
                 free.append(i)
         self._assign_masks(masked)
-        return Chosen(masked + constrained, len(masked), self._groups(constrained, packed), self._groups(free, packed))
+        return Chosen(masked + guided, len(masked), self._groups(guided, packed), self._groups(free, packed))
 
     def _assign_masks(self, places: list[int]) -> None:
         if places or self._last.num_masked:

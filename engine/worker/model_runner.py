@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import Admission, SchedulerOutput, Shares, StepResult
+from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput, StepResult
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.models.attention import AttentionMetadata
@@ -65,33 +66,33 @@ class StepHandle:
     output: SchedulerOutput
     prompt_logprobs: PromptLogprobs | None = None
     embeddings: Embeddings | None = None
-    constrained: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
-    masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(constrained), words], to fill
-    sample_constrained: Callable[[Sequence[int]], None] | None = None
-    postponed: frozenset[int] = frozenset()  # shares of those of them for whom it was too early
-    device_waited: bool = False  # before it: it had done all of a step with constrained requests
+    guided: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
+    masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(guided), words], to fill
+    sample_guided: Callable[[Sequence[int]], None] | None = None
+    deferred: frozenset[int] = frozenset()  # shares of those of them for whom it was too early
+    device_waited: bool = False  # before it: it had done all of a step with guided requests
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
     done: torch.cuda.Event | None = None
     logprobs: LogprobsRequest | None = None
 
     def constrain(self, late: Sequence[int] = ()) -> None:
-        """Sample the `constrained` requests, before the next step is launched, but for the `late` ones of them.
+        """Sample the `guided` requests, before the next step is launched, but for the `late` ones of them.
 
-        First the caller, once it has read the step before, fills `masks` [len(constrained), (vocabulary + 31) // 32] int32:
+        First the caller, once it has read the step before, fills `masks` [len(guided), (vocabulary + 31) // 32] int32:
         a bit for each token that may come next, the lowest first. Those that are late compute their newest token again in
         the next step.
         """
-        assert self.sample_constrained is not None
-        self.sample_constrained(late)
+        assert self.sample_guided is not None
+        self.sample_guided(late)
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         if self.done is not None:
             self.done.synchronize()
-        assert self.tokens is not None, "constrained requests are sampled first"
+        assert self.tokens is not None, "guided requests are sampled first"
         logprobs = self.logprobs.read() if self.logprobs else {}
         prompt_logprobs = self.prompt_logprobs.read() if self.prompt_logprobs else {}
         embeddings = self.embeddings.read() if self.embeddings else {}
-        return self.output, StepResult(self.tokens.tolist(), logprobs, prompt_logprobs, embeddings, self.postponed)
+        return self.output, StepResult(self.tokens.tolist(), logprobs, prompt_logprobs, embeddings, self.deferred)
 
 
 class ModelRunner:
@@ -132,9 +133,7 @@ class ModelRunner:
             )  # of all graphs: each is read before the next one runs
             self._results = [torch.empty(options.max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._launched = 0
-        self._last_constrained: torch.cuda.Event | None = (
-            None  # end of the last step, if a graph of constrained requests
-        )
+        self._last_guided: torch.cuda.Event | None = None  # end of the last step, if a graph of guided requests
         self._graphs: DecodeGraphs | None = None
         self._kv_cache: list[Tensor] = []
 
@@ -188,7 +187,7 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Queue one step; nothing waits for the device."""
         self._batch.apply(output)
-        size, shares = 0, output.shares
+        size, shares = 0, output.batch
         scored, pooled = PromptLogprobs.shares(output, self._batch), self._pooler.shares(output)
         if self._graphs is not None and not scored and not pooled and shares.num_decodes == len(shares):
             size = self._graphs.padded_size(len(shares))
@@ -196,15 +195,15 @@ class ModelRunner:
         handle = StepHandle(output)
         if self._graphs is not None and size and self._graphs.fits(packed.packed):
             logits, tokens = self._graphs.run(size, packed.packed)
-            handle.device_waited = self._last_constrained is not None and self._last_constrained.query()
+            handle.device_waited = self._last_guided is not None and self._last_guided.query()
         else:
             size = 0  # kernels launched one by one keep the device waiting anyway
             logits, tokens = self._compute(handle, packed, scored, pooled)
         chosen = self._processor.choose(packed)
-        if chosen.constrained:
-            handle.constrained = [shares.request_ids[i] for i in chosen.constrained]
-            handle.masks = self._masks[: len(handle.constrained)].numpy()
-            handle.sample_constrained = partial(self._sample_again, handle, packed, logits, tokens, chosen, size)
+        if chosen.guided:
+            handle.guided = [shares.request_ids[i] for i in chosen.guided]
+            handle.masks = self._masks[: len(handle.guided)].numpy()
+            handle.sample_guided = partial(self._sample_again, handle, packed, logits, tokens, chosen, size)
         else:
             self._sample_again(handle, packed, logits, tokens, chosen, size)
         return handle
@@ -232,21 +231,21 @@ class ModelRunner:
         for group, masks in chosen.groups(self._masks):
             self._processor.sample(logits, tokens, group, masks)
         if late:
-            self._postpone(handle, packed, [chosen.constrained[i] for i in late])
+            self._defer(handle, packed, [chosen.guided[i] for i in late])
         self._finish(handle, packed, logits, tokens)
-        self._last_constrained = handle.done if size and chosen.constrained else None
+        self._last_guided = handle.done if size and chosen.guided else None
 
-    def _postpone(self, handle: StepHandle, packed: PackedStep, places: list[int]) -> None:
+    def _defer(self, handle: StepHandle, packed: PackedStep, places: list[int]) -> None:
         """Whatever was sampled at these places of the step is not to count."""
-        handle.postponed = frozenset(places)
-        self._batch.postpone(packed, places)
+        handle.deferred = frozenset(places)
+        self._batch.defer(packed, places)
         step, at = self._step, self._batch.to_device(torch.tensor(places))
         newest = step.input_ids[step.last_index[at]]
         self._batch.state.last_token.scatter_(0, step.rows[at], newest)
 
     def _finish(self, handle: StepHandle, packed: PackedStep, logits: Tensor, tokens: Tensor) -> None:
         """All is sampled: send it to the CPU."""
-        real = len(handle.output.shares)
+        real = len(handle.output.batch)
         handle.logprobs = LogprobsRequest.make(packed, logits, tokens)
         handle.tokens = tokens[:real]
         if self._cuda:
@@ -267,7 +266,7 @@ class ModelRunner:
         n, members = packed.num_decodes, packed.members
         tiles = None
         if self._cuda and n < packed.num_seqs:
-            lens = members.shares.num_tokens[n:], packed.context_lens[n:].tolist()
+            lens = members.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             grid = kernels.make_prefill_tiles(*lens, self._tile_queries)
             tiles = torch.tensor(grid, dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
         step, num_seqs = self._step, packed.num_seqs
@@ -379,9 +378,11 @@ class ModelRunner:
         ids = torch.randint(self.spec.vocab_size, (num_tokens,), generator=generator).tolist()
         blocks = list(range(-(-num_tokens // options.block_size)))
         self._kv_cache = replace(self._shape, dtype=options.dtype).allocate(len(blocks), self.device)
-        prompt = Admission(name, ids, num_tokens, 0, blocks, SamplingParams(temperature=0), 0)
-        self.launch(SchedulerOutput(0, [prompt], Shares([name], [num_tokens], num_tokens, 0, []), {}, [])).read()
-        self._batch.apply(SchedulerOutput(1, [], Shares([], [], 0, 0, []), {}, [name]))
+        prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
+        self.launch(
+            SchedulerOutput(0, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []), {}, [])
+        ).read()
+        self._batch.apply(SchedulerOutput(1, [], ScheduledBatch([], [], 0, 0, []), {}, [name]))
         for layer, kv in zip(self.model.layers, self._kv_cache, strict=True):
             cast(DecoderLayer, layer).attention.kv_scale.copy_(e4m3_scales(kv))
         self._kv_cache = []
@@ -400,21 +401,21 @@ class ModelRunner:
         )
         ids = [f"rehearsal-{i}" for i in range(num_seqs)]
         admitted = [
-            Admission(name, [0] * tokens_each, tokens_each, 0, blocks, kinds[i % len(kinds)], 0)
+            NewRequest(EngineRequest(name, [0] * tokens_each, kinds[i % len(kinds)]), 0, [0] * tokens_each, 0, blocks)
             for i, name in enumerate(ids)
         ]
-        prefill = Shares(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])
-        self._launch_unconstrained(SchedulerOutput(0, admitted, prefill, {}, []))
+        prefill = ScheduledBatch(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])
+        self._launch_unguided(SchedulerOutput(0, admitted, prefill, {}, []))
         half = num_seqs // 2  # a mixed step: the first half decode, the rest come anew
         lens = [1] * half + [tokens_each] * (num_seqs - half)
-        mixed = Shares(ids, lens, sum(lens), half, [])
-        self._launch_unconstrained(SchedulerOutput(1, admitted[half:], mixed, {}, ids[half:]))
-        self._batch.apply(SchedulerOutput(2, [], Shares([], [], 0, 0, []), {}, ids))
+        mixed = ScheduledBatch(ids, lens, sum(lens), half, [])
+        self._launch_unguided(SchedulerOutput(1, admitted[half:], mixed, {}, ids[half:]))
+        self._batch.apply(SchedulerOutput(2, [], ScheduledBatch([], [], 0, 0, []), {}, ids))
 
-    def _launch_unconstrained(self, output: SchedulerOutput) -> None:
+    def _launch_unguided(self, output: SchedulerOutput) -> None:
         """Run a step whose grammars allow everything."""
         handle = self.launch(output)
-        if handle.constrained:
+        if handle.guided:
             handle.masks.fill(-1)
             handle.constrain()
         handle.read()

@@ -40,7 +40,7 @@ class Pooler:
         if not self._batch.num_pooled:
             return []
         rows = self._batch.rows
-        return [i for i, request_id in enumerate(output.shares.request_ids) if rows[request_id].pooling is not None]
+        return [i for i, request_id in enumerate(output.batch.request_ids) if rows[request_id].pooling is not None]
 
     def pool(self, packed: PackedStep, places: list[int], hidden: Tensor) -> Embeddings | None:
         """The embeddings that are complete with this step; None when there are none.
@@ -53,7 +53,7 @@ class Pooler:
         if averaged:
             first = packed.context_lens[averaged] == lengths[averaged]
             self._add(hidden, ends[averaged], lengths[averaged], members.indices[averaged], first)
-        complete = [i for i in places if i not in members.shares.partial]
+        complete = [i for i in places if i not in members.batch.partial]
         if not complete:
             return None
         last = [i for i in complete if not _means(all_rows[i])]

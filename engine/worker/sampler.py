@@ -49,7 +49,7 @@ class LogprobsRequest:
     def make(cls, packed: PackedStep, logits: Tensor, tokens: Tensor) -> LogprobsRequest | None:
         """For the sequences that sample in this step and asked for log-probabilities; None when there are none."""
         members = packed.members
-        indices = [i for i in members.with_logprobs if i not in members.shares.partial]
+        indices = [i for i in members.with_logprobs if i not in members.batch.partial]
         if not indices:
             return None
         num_top = [members.rows[i].sampling.logprobs or 0 for i in indices]
@@ -76,7 +76,7 @@ class PromptLogprobs:
             return []
         return [
             i
-            for i, request_id in enumerate(output.shares.request_ids)
+            for i, request_id in enumerate(output.batch.request_ids)
             if (row := batch.rows[request_id]).sampling.prompt_logprobs is not None
             and batch.num_computed(row) + 1 < row.num_prompt_tokens
         ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.outputs import RequestUpdate
+from engine.output_collector import RequestUpdate
 from server.anthropic.protocol import RENAMED, CountTokensRequest, MessagesRequest, parsed_arguments
 from server.errors import APIError
 from server.fields import Ignored

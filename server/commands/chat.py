@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.config import EngineConfig, add_flags, check, flag, load
+from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from server.commands.common import SamplingFlags, load_with_model
 
@@ -167,7 +168,7 @@ class OwnModel:
         try:
             token_ids = self._engine.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
             params = self._sampling.params(self._engine.default_sampling)
-            updates = self._engine.generate(str(next(self._ids)), token_ids, params)
+            updates = self._engine.generate(EngineRequest(str(next(self._ids)), token_ids, params))
         except (ValueError, ChatTemplateError) as error:
             raise RefusedError(str(error)) from None
         async with contextlib.aclosing(updates):

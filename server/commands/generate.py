@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, add_flags
+from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineError
 from server.commands.common import SamplingFlags, load_with_model
 
@@ -72,7 +73,9 @@ async def _generate(config: EngineConfig, sampling: SamplingFlags, prompt: str) 
         if engine.tokenizer is None:
             raise ConfigError("skip_tokenizer_init must be false: the prompt is a text")
         try:
-            updates = engine.generate("0", engine.tokenizer.encode(prompt), sampling.params(engine.default_sampling))
+            updates = engine.generate(
+                EngineRequest("0", engine.tokenizer.encode(prompt), sampling.params(engine.default_sampling))
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
         async for update in updates:

@@ -172,7 +172,7 @@ class _Service:
         from server.app import create_app
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        logging.getLogger("uvicorn.error").addFilter(_is_notable)
         app = create_app(
             engine,
             settings,
@@ -242,7 +242,7 @@ class _Service:
             await asyncio.sleep(0.05)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_notable(record: logging.LogRecord) -> bool:
     """Whether a line of uvicorn's tells more than the lines of start and end that are printed here."""
     return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
 

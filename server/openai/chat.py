@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.core.sampling_params import SamplingParams
-from engine.outputs import RequestUpdate
+from engine.output_collector import RequestUpdate
 from server.answers import AnswerReader, TokenCounter
 from server.errors import APIError
 from server.fields import Ignored

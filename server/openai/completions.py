@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from engine.core.batch import TokenLogprobs
-from engine.outputs import RequestUpdate
+from engine.output_collector import RequestUpdate
 from server.fields import Ignored
 from server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 from server.openai.protocol import CompletionRequest
 from server.openai.serving import Generation, Serving
-from server.openai.structured import constrained
+from server.openai.structured import guided
 from server.sse import event
 
 _encode = msgspec.json.encode
@@ -38,7 +38,7 @@ async def begin(serving: Serving, request: CompletionRequest) -> Generation:
     prompts = await serving.encoded(request.prompt, request.add_special_tokens is not False)
     room = sampling.max_tokens or 1
     prompts = [serving.truncated(prompt, request.truncate_prompt_tokens, room) for prompt in prompts]
-    sampling = await constrained(serving, request, sampling)
+    sampling = await guided(serving, request, sampling)
     return serving.generate("cmpl-", request, prompts, sampling, {})
 
 

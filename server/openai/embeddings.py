@@ -7,7 +7,7 @@ import base64
 import msgspec
 
 from engine.core.pooling_params import PoolingParams
-from engine.outputs import EmbeddingOutput
+from engine.output_collector import EmbeddingOutput
 from server.errors import APIError, bad_value
 from server.fields import Ignored
 from server.openai.conversation import encode_messages

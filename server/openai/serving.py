@@ -9,19 +9,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from engine.core.batch import SchedulerStats
+from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.errors import ConfigError, EngineDeadError
-from engine.outputs import RequestMetrics, RequestUpdate, with_samples
+from engine.output_collector import RequestMetrics, RequestUpdate, with_samples
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.errors import APIError, bad_value
@@ -94,29 +94,8 @@ class EngineClient(Protocol):
     @property
     def default_pooling(self) -> str: ...
     async def prepare(self, sampling: SamplingParams) -> SamplingParams: ...
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestUpdate, None]: ...
-    def embed(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        pooling: PoolingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestUpdate, None]: ...
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]: ...
     async def abort(self, request_id: str) -> None: ...
-
-
-# What the engine is asked for one sample: its prompt's index, who counts, and what begins it, given its id and options.
-Asked = tuple[int, SampleWatch, Callable[..., AsyncGenerator[RequestUpdate, None]]]
 
 
 @dataclass(slots=True)
@@ -404,39 +383,38 @@ class Serving:
             message = f"The model `{self.names[0]}` is published for embeddings and generates nothing."
             raise APIError(400, f"{message} Use /v1/embeddings.", "model")
         self._check_prompts(prompts, renamed.get("prompt", "prompt"), 1)
-        asked = self._ask_answers(prompts, sampling)
-        return self._begin(kind, request, prompts, sampling, sampling.n, asked, renamed)
+        try:
+            asked = [
+                EngineRequest("", prompt, each, None, request.cache_salt or "", request.priority or 0)
+                for prompt in prompts
+                for each in with_samples(self._limited(prompt, sampling))
+            ]
+        except ValueError as error:
+            raise bad_value(error, renamed) from None
+        return self._begin(kind, request, prompts, sampling.n, asked, renamed)
 
-    def _ask_answers(self, prompts: list[list[int]], sampling: SamplingParams) -> Iterator[Asked]:
-        for index, prompt in enumerate(prompts):
-            room = self.engine.max_model_len - len(prompt)
-            max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-            limited = sampling if max_tokens == sampling.max_tokens else sampling.clone(max_tokens=max_tokens)
-            for each in with_samples(limited):
-                begin = partial(self.engine.generate, prompt_token_ids=prompt, sampling=each)
-                yield index, self.metrics.watch(len(prompt), each), begin
+    def _limited(self, prompt: list[int], sampling: SamplingParams) -> SamplingParams:
+        """With `max_tokens` at most what the context has room for."""
+        room = self.engine.max_model_len - len(prompt)
+        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        return sampling if max_tokens == sampling.max_tokens else sampling.clone(max_tokens=max_tokens)
 
     def embed(self, request: EmbeddingRequest, prompts: list[list[int]], pooling: PoolingParams) -> Generation:
         """The same for embeddings: each is one update of its prompt's only sample."""
         self._check_prompts(prompts, "messages" if request.input is None else "input", 0)
-        asked = (
-            (
-                index,
-                self.metrics.watch(len(prompt), UNSAMPLED),
-                partial(self.engine.embed, prompt_token_ids=prompt, pooling=pooling),
-            )
-            for index, prompt in enumerate(prompts)
-        )
-        return self._begin("embd-", request, prompts, pooling, 1, asked, {"prompt": "input"})
+        asked = [
+            EngineRequest("", prompt, UNSAMPLED, pooling, request.cache_salt or "", request.priority or 0)
+            for prompt in prompts
+        ]
+        return self._begin("embd-", request, prompts, 1, asked, {"prompt": "input"})
 
     def _begin(
         self,
         kind: str,
         request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest,
         prompts: list[list[int]],
-        params: SamplingParams | PoolingParams,
         n: int,
-        asked: Iterator[Asked],
+        asked: list[EngineRequest],
         renamed: Mapping[str, str],
     ) -> Generation:
         """Begin the `n` samples of each prompt."""
@@ -446,21 +424,20 @@ class Serving:
         if public_id in self.running:
             raise APIError(400, f"request_id: {public_id} is being answered", "request_id")
         engine_id = f"{public_id}-{unique}" if request.request_id else public_id
-        salt, priority = request.cache_salt or "", request.priority or 0
         samples: list[Sample] = []
         try:
-            for prompt_index, watch, begin in asked:
-                index = len(samples)
-                sample_id = f"{engine_id}-{index}" if len(prompts) * n > 1 else engine_id
-                updates = begin(sample_id, cache_salt=salt, priority=priority)
-                samples.append(Sample(sample_id, index, prompt_index, updates, watch))
+            for index, each in enumerate(asked):
+                sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
+                watch = self.metrics.watch(len(each.prompt_token_ids), each.sampling)
+                updates = self.engine.generate(replace(each, request_id=sample_id))
+                samples.append(Sample(sample_id, index, index // n, updates, watch))
         except ValueError as error:
             raise bad_value(error, renamed) from None
         except EngineDeadError as error:
             raise APIError(503, f"the engine is not running: {error}") from None
         if self.settings.enable_log_requests:
             lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-            _log.info("request %s: %s prompt tokens, %s", public_id, lengths, params)
+            _log.info("request %s: %s prompt tokens, %s", public_id, lengths, asked[0].pooling or asked[0].sampling)
         usage = Usage(sum(map(len, prompts)))
         model = request.model or self.names[0]
         return Generation(public_id, int(time.time()), model, n, prompts, samples, usage, self.metrics, self.running)

@@ -23,7 +23,7 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 _ENGINES_NAME = re.compile(r"structured_outputs(?:\.\w+)?(?=:? )")
 
 
-async def constrained(
+async def guided(
     serving: Serving, request: ChatCompletionRequest | CompletionRequest, sampling: SamplingParams
 ) -> SamplingParams:
     """`sampling`, with what the request says of its answer, checked. 400 names the field that cannot be had."""

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from stub_sse import Stub, run_stub
+
+from tests.support.stub_sse import Stub, run_stub
 
 
 @pytest.fixture(scope="module")

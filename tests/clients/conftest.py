@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import blocks_in_use, serve
+
+from tests.support.served import blocks_in_use, serve
 
 
 @pytest.fixture(scope="session")

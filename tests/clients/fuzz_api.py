@@ -1,6 +1,6 @@
 """Drives a live server with requests that nobody would send, and watches that it neither fails, nor hangs, nor leaks.
 
-    python tests/clients/fuzz_api.py --seconds 600
+    python -m tests.clients.fuzz_api --seconds 600
 
 Three at once: schemathesis over the OpenAPI description (the `schemathesis` command must be on PATH), broken bytes made
 from the description's own examples, and an ordinary chat every second that must be answered in time. Knows HTTP only.
@@ -25,8 +25,7 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from served import ROOT, blocks_in_use, metric, serve
+from tests.support.served import ROOT, blocks_in_use, metric, serve
 
 MODEL_NAME = "fuzzed"
 SCALARS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-0", b"1e-400", b"9" * 5000, b"0." + b"1" * 5000, b"00", b"1_0",

@@ -14,11 +14,11 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 from langchain_tests.integration_tests.chat_models import magic_function, unicode_customer
-from served import blocks_in_use, serve
-from taught import teach
-from templates import HERMES
 
 from engine.text.chat_template import ChatTemplate
+from tests.support.served import blocks_in_use, serve
+from tests.support.taught import teach
+from tests.support.templates import HERMES
 
 pytestmark = pytest.mark.slow
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_manager import NO_BLOCKS, BlockManager
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 
@@ -13,7 +14,7 @@ SIZE = 4
 
 def request(tokens: list[int] | int, salt: str = "") -> Request:
     tokens = list(range(tokens)) if isinstance(tokens, int) else tokens
-    return Request("r", tokens, SamplingParams(), frozenset(), seed=0, cache_salt=salt)
+    return Request(EngineRequest("r", tokens, SamplingParams(), cache_salt=salt), frozenset(), seed=0)
 
 
 def compute(blocks: BlockManager, request: Request) -> Request:

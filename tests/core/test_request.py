@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 
@@ -9,7 +10,7 @@ EOS, STOP, OTHER = 0, 5, 9
 
 
 def request(prompt: tuple[int, ...] = (1, 2, 3), **sampling: object) -> Request:
-    return Request("r", list(prompt), SamplingParams(**sampling), frozenset({EOS, 1}), seed=1)  # type: ignore[arg-type]
+    return Request(EngineRequest("r", list(prompt), SamplingParams(**sampling)), frozenset({EOS, 1}), seed=1)  # type: ignore[arg-type]
 
 
 def end(request: Request) -> tuple[str | None, int | None]:
@@ -18,7 +19,7 @@ def end(request: Request) -> tuple[str | None, int | None]:
 
 def test_prompt_is_copied() -> None:
     prompt = [1, 2, 3]
-    r = Request("r", prompt, SamplingParams(), frozenset(), seed=1)
+    r = Request(EngineRequest("r", prompt, SamplingParams()), frozenset(), seed=1)
     r.append(OTHER)
     assert prompt == [1, 2, 3]
     assert r.token_ids == [1, 2, 3, OTHER]

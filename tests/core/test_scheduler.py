@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.batch import EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
@@ -27,7 +28,7 @@ def request(request_id: str, prompt: list[int] | int = 3, salt: str = "", **samp
     """An int makes a prompt of that length which shares no prefix with requests of other ids."""
     tokens = [1000 * ord(request_id[0]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = SamplingParams(**{"max_tokens": 50, **sampling})  # type: ignore[arg-type]
-    return Request(request_id, tokens, params, frozenset({EOS}), seed=1, cache_salt=salt)
+    return Request(EngineRequest(request_id, tokens, params, cache_salt=salt), frozenset({EOS}), seed=1)
 
 
 def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
@@ -38,12 +39,12 @@ def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
 
 def shares(output: SchedulerOutput) -> dict[str, int]:
     """Request id → tokens, in order."""
-    return dict(zip(output.shares.request_ids, output.shares.num_tokens, strict=True))
+    return dict(zip(output.batch.request_ids, output.batch.num_tokens, strict=True))
 
 
 def give(scheduler: Scheduler, output: SchedulerOutput, token: int = OTHER, **tokens: int) -> list[EngineOutput]:
     """Read a step back: `token` for every share, or the one named by its request's id. What is said, by request id."""
-    outputs = scheduler.update(output, StepResult([tokens.get(i, token) for i in output.shares.request_ids]))
+    outputs = scheduler.update(output, StepResult([tokens.get(i, token) for i in output.batch.request_ids]))
     scheduler.check()
     return sorted(outputs, key=lambda news: news.request_id)
 
@@ -68,7 +69,7 @@ def test_a_request_is_scheduled_on_while_its_token_is_in_flight() -> None:
     (r,) = add(s, request("a", 3))
     first = plan(s)
     assert shares(first) == {"a": 3}
-    assert not first.shares.partial
+    assert not first.batch.partial
     second = plan(s)
     assert shares(second) == {"a": 1}
     assert (r.num_tokens, len(r.token_ids)) == (5, 3)
@@ -142,7 +143,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     add(s, request("a", 25))
     outputs = [step(s) for _ in range(4)]
     assert [shares(o)["a"] for o, _ in outputs] == [10, 10, 5, 1]
-    assert [o.shares.partial for o, _ in outputs] == [[0], [0], [], []]
+    assert [o.batch.partial for o, _ in outputs] == [[0], [0], [], []]
     assert [len(news) for _, news in outputs] == [0, 0, 1, 1]
 
 
@@ -153,7 +154,7 @@ def test_decodes_first_and_chunks_fill_the_budget() -> None:
     add(s, request("b", 20), request("c", 3))
     output, _ = step(s)
     assert shares(output) == {"a": 1, "b": 9}
-    assert (output.shares.num_decodes, output.shares.total_num_tokens) == (1, 10)
+    assert (output.batch.num_decodes, output.batch.total_num_tokens) == (1, 10)
     output, _ = step(s)
     assert shares(output) == {"a": 1, "b": 9}
     output, _ = step(s)
@@ -165,8 +166,8 @@ def test_one_token_shares_come_first_whatever_they_are() -> None:
     add(s, request("a", 4), request("b", 1), request("c", 3))
     output, _ = step(s)
     assert shares(output) == {"b": 1, "c": 1, "a": 4}
-    assert output.shares.partial == [1]
-    assert output.shares.num_decodes == 2
+    assert output.batch.partial == [1]
+    assert output.batch.num_decodes == 2
 
 
 def test_max_num_seqs() -> None:
@@ -175,7 +176,7 @@ def test_max_num_seqs() -> None:
     assert list(shares(step(s)[0])) == ["a", "b"]
     output, _ = step(s)
     assert output.removed == ["a"]
-    assert [a.request_id for a in output.admitted] == ["c"]
+    assert [a.request_id for a in output.new_requests] == ["c"]
     assert list(shares(output)) == ["b", "c"]
 
 
@@ -195,7 +196,7 @@ def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
         if not s.has_work():
             break
         output, news = step(s)
-        assert output.shares.total_num_tokens <= 16
+        assert output.batch.total_num_tokens <= 16
         finished += [n.request_id for n in news if n.finish_reason]
     assert finished == sorted(finished), "the oldest get on first"
     assert len(finished) == 64
@@ -214,7 +215,7 @@ def test_new_blocks_are_told_as_they_come() -> None:
     s = make(block_size=4)
     add(s, request("a", 6))
     output, _ = step(s)
-    assert output.admitted[0].block_ids == [0, 1]
+    assert output.new_requests[0].block_ids == [0, 1]
     assert output.new_block_ids == {}
     grown = [step(s)[0].new_block_ids for _ in range(7)]
     assert grown == [{}, {}, {"a": [2]}, {}, {}, {}, {"a": [3]}]
@@ -234,7 +235,7 @@ def test_the_youngest_is_preempted() -> None:
     output = plan(s)  # a needs a fourth block
     assert shares(output) == {"a": 1}
     assert output.removed == ["b"]
-    assert output.admitted == [], "nobody is admitted in a step that preempts"
+    assert output.new_requests == [], "nobody is admitted in a step that preempts"
     assert (b.num_preemptions, b.num_computed_tokens, b.block_ids) == (1, 0, [])
     assert list(s.waiting) == ["b", "c"]
     news = give(s, first)
@@ -252,7 +253,7 @@ def test_a_preempted_request_resumes_from_the_prefix_cache() -> None:
     assert list(shares(output)) == ["a"]
     while not s.running or s.running[0] is not b:
         output, _ = step(s)
-    [admission] = output.admitted
+    [admission] = output.new_requests
     assert admission.token_ids[:8] == b.token_ids[:8]
     assert admission.num_prompt_tokens == 8
     assert admission.num_computed_tokens == 8, "the blocks not evicted meanwhile"
@@ -375,10 +376,10 @@ def test_admission_tells_all_and_is_a_copy() -> None:
     s = make(block_size=4)
     (r,) = add(s, request("a", 6, temperature=0.5))
     first = plan(s)
-    [admission] = first.admitted
+    [admission] = first.new_requests
     assert (admission.request_id, admission.token_ids, admission.num_prompt_tokens) == ("a", r.token_ids, 6)
     assert (admission.num_computed_tokens, admission.block_ids) == (0, [0, 1])
-    assert (admission.sampling.temperature, admission.seed) == (0.5, 1)
+    assert (admission.request.sampling.temperature, admission.seed) == (0.5, 1)
     tokens, block_ids = list(admission.token_ids), list(admission.block_ids)
     give(s, first)
     for _ in range(5):
@@ -468,7 +469,7 @@ def test_rows_to_free_are_told_with_the_next_step_that_runs() -> None:
     step(s)
     idle = plan(s)
     assert not idle
-    assert (idle.removed, idle.admitted, idle.shares.total_num_tokens) == ([], [], 0)
+    assert (idle.removed, idle.new_requests, idle.batch.total_num_tokens) == ([], [], 0)
     add(s, request("b"))
     assert plan(s).removed == ["a"]
 
@@ -489,9 +490,9 @@ def test_logprobs_reach_their_request() -> None:
     add(s, request("a", 2), request("b", 2, logprobs=1), request("c", 9))
     output = s.schedule()
     entry = TokenLogprobs(-0.5, 1, [OTHER], [-0.5])
-    index = output.shares.request_ids.index("b")
+    index = output.batch.request_ids.index("b")
     outputs = s.update(output, StepResult([OTHER, OTHER, OTHER], {index: entry}))
-    assert {n.request_id: n.logprobs for n in outputs.news} == {"a": None, "b": [entry]}
+    assert {n.request_id: n.logprobs for n in outputs.outputs} == {"a": None, "b": [entry]}
 
 
 def test_stats_of_the_queues() -> None:

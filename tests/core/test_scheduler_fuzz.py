@@ -12,13 +12,14 @@ from random import Random
 from string import ascii_letters
 
 import pytest
-from toy import Launched, ToyRunner, single_answer, single_embedding
 
 from engine.core.batch import EngineOutput
+from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
+from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding
 
 NUM_WORKLOADS = 2000
 NUM_TESTS = 4
@@ -45,8 +46,8 @@ EXPECTED_EVENTS = [
     "extra tokens to be dropped",
     "cache resets",
     "the same shares again",
-    "postponed",
-    "postponed, when none is left",
+    "deferred",
+    "deferred, when none is left",
 ]
 
 
@@ -92,7 +93,7 @@ class Workload:
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
         self.lateness = Random(seed)
-        self.postpone_rate = self.lateness.choice([0, 0, 0.1, 0.6])
+        self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])
         self.arrivals = sorted((rng.randint(0, last_arrival), rng.choice(trunks)) for _ in range(rng.randint(1, 24)))
@@ -120,14 +121,14 @@ class Workload:
         scheduler = self.scheduler
         output = scheduler.schedule()
         scheduler.check()
-        assert output or not (output.admitted or output.removed), "an output that is not launched says something"
+        assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         if not self.one_ahead:
             self.in_flight, launched = launched, None
         if self.rng.random() < self.abort_rate:
             self._abort()
         if self.in_flight:
-            launched_ids = set(launched.output.shares.request_ids) if launched else set()
+            launched_ids = set(launched.output.batch.request_ids) if launched else set()
             for news in scheduler.update(*self.in_flight.read()):
                 self._deliver(news)
                 self.events["extra tokens to be dropped"] += (
@@ -135,27 +136,27 @@ class Workload:
                 )
                 assert news.finish_reason != "length" or news.request_id not in launched_ids, "a share was wasted"
         if launched:
-            launched = self._postpone(launched)
+            launched = self._defer(launched)
         scheduler.check()
         self.in_flight = launched
         self.runner.poison(b for b in scheduler.blocks._free if scheduler.blocks._hashes[b] is None)
 
-    def _postpone(self, launched: Launched) -> Launched:
+    def _defer(self, launched: Launched) -> Launched:
         """Some shares are not sampled after all."""
-        shares, rows = launched.output.shares, self.runner.rows
+        shares, rows = launched.output.batch, self.runner.rows
         late = [
             index
             for index, request_id in enumerate(shares.request_ids)
-            if self.lateness.random() < self.postpone_rate
+            if self.lateness.random() < self.defer_rate
             and index not in shares.partial
             and rows[request_id].pooling is None
         ]
-        self.scheduler.postpone(late)
-        self.events["postponed"] += len(late)
-        self.events["postponed, when none is left"] += any(
+        self.scheduler.defer(late)
+        self.events["deferred"] += len(late)
+        self.events["deferred, when none is left"] += any(
             shares.request_ids[index] not in self.clients for index in late
         )
-        return self.runner.postpone(launched, late)
+        return self.runner.defer(launched, late)
 
     def _deliver(self, news: EngineOutput) -> None:
         client = self.clients[news.request_id]
@@ -206,7 +207,7 @@ class Workload:
         request_id = rng.choice([self.last_gone, *ascii_letters])
         salt = rng.choice([0, 0, 0, 1])
         salt_name = f"salt {salt}" if salt else ""
-        request = Request(request_id, prompt, sampling, eos, seed=salt, cache_salt=salt_name, pooling=pooling)
+        request = Request(EngineRequest(request_id, prompt, sampling, pooling, salt_name), eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding takes no place in the context
         longest = min(len(prompt) + (max_tokens or most), most)
         fits = 1 <= len(prompt) < most and longest - 1 <= self.num_blocks * self.block_size
@@ -221,7 +222,7 @@ class Workload:
         else:
             client = Client(request, ([], "stop", None), single_embedding(prompt, pooling, salt))
         self.clients[request_id] = client
-        in_flight = self.in_flight.output.shares.request_ids if self.in_flight else []
+        in_flight = self.in_flight.output.batch.request_ids if self.in_flight else []
         self.events["ids used again while in flight"] += request_id in in_flight
 
     def _abort(self) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from toy import Launched, ToyRunner, single_answer
 
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
+from tests.support.toy import Launched, ToyRunner, single_answer
 
 VOCAB = 50
 
 
 def request(name: str, prompt: list[int], *, max_tokens: int = 20, priority: int = 0, **fields: object) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)  # type: ignore[arg-type]
-    return Request(name, prompt, sampling, frozenset(), seed=0, priority=priority)
+    return Request(EngineRequest(name, prompt, sampling, priority=priority), frozenset(), seed=0)
 
 
 def run(

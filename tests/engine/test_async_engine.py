@@ -16,9 +16,10 @@ import pytest
 from engine import AsyncEngine, EngineConfig, SamplingParams
 from engine.async_engine import _Stream
 from engine.core.batch import EngineOutput
+from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.models.errors import ModelError
-from engine.outputs import OutputStream, RequestUpdate
+from engine.output_collector import OutputCollector, RequestUpdate
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,9 +93,9 @@ def test_many_at_once_give_what_each_gives_alone(run: Run) -> None:
         assert engine.tokenizer is not None
         prompts = [engine.tokenizer.encode(f"prompt {i} " * (1 + i % 5)) for i in range(24)]
         sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        alone = [await collect(engine.generate(f"alone-{i}", prompts[i], sampling)) for i in range(3)]
+        alone = [await collect(engine.generate(EngineRequest(f"alone-{i}", prompts[i], sampling))) for i in range(3)]
         together = await asyncio.gather(
-            *(collect(engine.generate(str(i), prompt, sampling)) for i, prompt in enumerate(prompts))
+            *(collect(engine.generate(EngineRequest(str(i), prompt, sampling))) for i, prompt in enumerate(prompts))
         )
         for updates in together:
             assert [u.finish_reason for u in updates] == [None] * (len(updates) - 1) + ["length"]
@@ -117,7 +118,9 @@ def test_many_at_once_give_what_each_gives_alone(run: Run) -> None:
 
 def test_logprobs_travel(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
-        updates = await collect(engine.generate("a", [1, 2], SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True)))
+        updates = await collect(
+            engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True)))
+        )
         found = [entry for u in updates for entry in u.logprobs or []]
         assert [len(entry.top_ids) for entry in found] == [2] * 4
         assert all(entry.logprob <= 0 and entry.rank >= 1 for entry in found)
@@ -129,7 +132,7 @@ def test_stream_interval(tiny_model: Path) -> None:
     async def test() -> None:
         async with running(tiny_model, stream_interval=5) as engine:
             sampling = SamplingParams(max_tokens=22, ignore_eos=True, temperature=0)
-            updates = await collect(engine.generate("a", [1, 2], sampling))
+            updates = await collect(engine.generate(EngineRequest("a", [1, 2], sampling)))
         lengths = [len(update.token_ids) for update in updates]
         assert sum(lengths) == 22
         assert all(length >= 5 for length in lengths[1:-1])
@@ -139,7 +142,7 @@ def test_stream_interval(tiny_model: Path) -> None:
 
 def test_what_a_stream_interval_holds_back() -> None:
     async def test() -> None:
-        stream = _Stream(OutputStream([1, 2], SamplingParams(max_tokens=22), None), 5)
+        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5)
         stream.add(EngineOutput("a", [7]), 0.0)
         assert stream.ready, "the first token does not wait"
         assert stream.take().token_ids == [7]
@@ -160,7 +163,7 @@ def test_what_a_stream_interval_holds_back() -> None:
 
 def test_updates_of_crowded_streams_have_pauses() -> None:
     async def test() -> None:
-        stream = _Stream(OutputStream([1, 2], SamplingParams(max_tokens=22), None), 1)
+        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1)
         stream.add(EngineOutput("a", [7]), 10.0)
         assert stream.take().token_ids == [7]
         stream.add_token(1, 10.005, 0.0125)
@@ -179,9 +182,9 @@ def test_updates_of_crowded_streams_have_pauses() -> None:
 
 def test_requests_begin_before_they_are_read_and_end_when_nobody_can_read_them(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
-        read = engine.generate("read", [1, 2], LONG.clone(max_tokens=30))
-        dropped = [engine.generate("dropped", [1, 2], LONG)]
-        closed = engine.generate("closed", [1, 2], LONG)
+        read = engine.generate(EngineRequest("read", [1, 2], LONG.clone(max_tokens=30)))
+        dropped = [engine.generate(EngineRequest("dropped", [1, 2], LONG))]
+        closed = engine.generate(EngineRequest("closed", [1, 2], LONG))
         await until(lambda: engine.stats is not None and engine.stats.num_running == 2)
         assert engine.num_requests == 3
         dropped.clear()
@@ -195,7 +198,7 @@ def test_requests_begin_before_they_are_read_and_end_when_nobody_can_read_them(r
 
 def test_slow_reader_gets_merged_updates(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
-        async with aclosing(engine.generate("a", [1, 2], LONG.clone(max_tokens=200))) as updates:
+        async with aclosing(engine.generate(EngineRequest("a", [1, 2], LONG.clone(max_tokens=200)))) as updates:
             first = await anext(updates)
             await until(lambda: engine.stats is not None and engine.stats.num_running == 0)
             rest = [update async for update in updates]
@@ -208,9 +211,9 @@ def test_slow_reader_gets_merged_updates(run: Run) -> None:
 def test_stop_string_ends_the_request_in_the_engine(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
         greedy = LONG.clone(max_tokens=40, detokenize=True)
-        whole = "".join([u.text for u in await collect(engine.generate("a", [5, 6, 7], greedy))])
+        whole = "".join([u.text for u in await collect(engine.generate(EngineRequest("a", [5, 6, 7], greedy)))])
         stop = whole[4:7]
-        updates = await collect(engine.generate("b", [5, 6, 7], LONG.clone(detokenize=True, stop=stop)))
+        updates = await collect(engine.generate(EngineRequest("b", [5, 6, 7], LONG.clone(detokenize=True, stop=stop))))
         assert "".join(u.text for u in updates) == whole[: whole.index(stop)]
         assert (updates[-1].finish_reason, updates[-1].stop_reason) == ("stop", stop)
 
@@ -221,24 +224,24 @@ def test_abort_and_hanging_up(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
         assert engine.stats is not None
         # told to end
-        updates = engine.generate("a", [1], LONG)
+        updates = engine.generate(EngineRequest("a", [1], LONG))
         await anext(updates)
         await engine.abort("a")
         await engine.abort("a")
         await engine.abort("unknown")
         assert (await collect(updates))[-1].finish_reason == "abort"
         # the iterator is closed
-        updates = engine.generate("a", [1], LONG)
+        updates = engine.generate(EngineRequest("a", [1], LONG))
         await anext(updates)
         await updates.aclose()
         # the task that waits is cancelled
-        task = asyncio.create_task(collect(engine.generate("a", [1], LONG)))
+        task = asyncio.create_task(collect(engine.generate(EngineRequest("a", [1], LONG))))
         await asyncio.sleep(0)  # it waits
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert engine.num_requests == 0
         # all of them
-        tasks = [asyncio.create_task(collect(engine.generate(str(i), [1], LONG))) for i in range(8)]
+        tasks = [asyncio.create_task(collect(engine.generate(EngineRequest(str(i), [1], LONG)))) for i in range(8)]
         await until(lambda: engine.num_requests == 8)
         engine.abort_all()
         assert {(await task)[-1].finish_reason for task in tasks} == {"abort"}
@@ -257,11 +260,11 @@ def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
             ([1], SamplingParams(n=2), "n must be 1"),
         ]:
             with pytest.raises(ValueError, match=message):
-                engine.generate("a", prompt, sampling)
-        async with aclosing(engine.generate("a", [1], LONG)) as first:
+                engine.generate(EngineRequest("a", prompt, sampling))
+        async with aclosing(engine.generate(EngineRequest("a", [1], LONG))) as first:
             await anext(first)
             with pytest.raises(ValueError, match="request id 'a' is in use"):
-                await anext(engine.generate("a", [1], LONG))
+                await anext(engine.generate(EngineRequest("a", [1], LONG)))
 
     run(test)
 
@@ -269,7 +272,7 @@ def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
 def test_killed_process_fails_every_request(tiny_model: Path) -> None:
     async def test() -> None:
         async with running(tiny_model) as engine:
-            tasks = [asyncio.create_task(collect(engine.generate(str(i), [1], LONG))) for i in range(4)]
+            tasks = [asyncio.create_task(collect(engine.generate(EngineRequest(str(i), [1], LONG)))) for i in range(4)]
             await until(lambda: engine.stats is not None and engine.stats.num_running == 4)
             os.kill(engine.pid, signal.SIGKILL)
             for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
@@ -277,7 +280,7 @@ def test_killed_process_fails_every_request(tiny_model: Path) -> None:
                 assert "SIGKILL" in str(result)
             assert engine.dead
             with pytest.raises(EngineDeadError):
-                engine.generate("a", [1], LONG)
+                engine.generate(EngineRequest("a", [1], LONG))
             await engine.abort("a")
 
     asyncio.run(test())
@@ -285,12 +288,12 @@ def test_killed_process_fails_every_request(tiny_model: Path) -> None:
 
 PARENT = """
 import asyncio, sys
-from engine import AsyncEngine, EngineConfig, SamplingParams
+from engine import AsyncEngine, EngineConfig, EngineRequest, SamplingParams
 
 async def main():
     engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1], device="cpu", num_gpu_blocks_override=1024))
     sampling = SamplingParams(max_tokens=3000, ignore_eos=True, detokenize=False)
-    async for update in engine.generate("a", [1], sampling):
+    async for update in engine.generate(EngineRequest("a", [1], sampling)):
         print("token", flush=True)
 
 asyncio.run(main())
@@ -347,7 +350,7 @@ def test_cancelled_start_leaves_nothing(tiny_model: Path) -> None:
 def test_close_twice_and_with_requests_running(tiny_model: Path) -> None:
     async def test() -> None:
         engine = await AsyncEngine.start(config(tiny_model))
-        task = asyncio.create_task(collect(engine.generate("a", [1], LONG)))
+        task = asyncio.create_task(collect(engine.generate(EngineRequest("a", [1], LONG))))
         await until(lambda: engine.stats is not None and engine.stats.num_running == 1)
         engine.close()
         engine.close()

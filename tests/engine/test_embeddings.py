@@ -16,6 +16,7 @@ import torch
 
 from engine import LLM, AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from engine.core.batch import EngineOutput
+from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -78,7 +79,7 @@ def test_among_requests_that_generate(tiny_model: Path, expected: list[torch.Ten
         news: dict[str, list[EngineOutput]] = {request_id: [] for request_id in ids}
         for request_id in ids:
             prompt, sampling, pooling = asked[request_id]
-            engine.add_request(request_id, prompt, sampling, pooling=pooling)
+            engine.add_request(EngineRequest(request_id, prompt, sampling, pooling=pooling))
         while engine.has_work():
             for output in engine.step():
                 news[output.request_id].append(output)
@@ -118,10 +119,10 @@ def test_steps_with_embeddings_take_no_cuda_graph(tiny_model: Path, monkeypatch:
 
     engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256), progress=False)
     monkeypatch.setattr(engine.runner, "_graphs", Graphs())
-    engine.add_request("embed", [1], UNSAMPLED, pooling=PoolingParams())
+    engine.add_request(EngineRequest("embed", [1], UNSAMPLED, pooling=PoolingParams()))
     (output,) = [*engine.step(), *engine.step()]
     assert output.embedding is not None
-    engine.add_request("answer", [1], GREEDY)
+    engine.add_request(EngineRequest("answer", [1], GREEDY))
     with pytest.raises(RuntimeError, match="a graph"):
         engine.step()
     engine.close()
@@ -232,6 +233,10 @@ def test_story_as_with_hugging_face(story_model: Path) -> None:
     llm.close()
 
 
+def mean(request_id: str, i: int) -> EngineRequest:
+    return EngineRequest(request_id, PROMPTS[i], pooling=PoolingParams(pooling="mean"))
+
+
 def test_in_a_process_of_its_own(tiny_model: Path, expected: list[torch.Tensor]) -> None:
     async def test() -> None:
         config = EngineConfig(
@@ -243,11 +248,11 @@ def test_in_a_process_of_its_own(tiny_model: Path, expected: list[torch.Tensor])
         )
         engine = await AsyncEngine.start(config)
         long = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
-        generating = engine.generate("long", [1], long)
+        generating = engine.generate(EngineRequest("long", [1], long))
         await anext(generating)
 
         async def embed(i: int) -> None:
-            (update,) = [update async for update in engine.embed(str(i), PROMPTS[i], PoolingParams(pooling="mean"))]
+            (update,) = [update async for update in engine.generate(mean(str(i), i))]
             assert (update.finish_reason, update.text, update.token_ids) == ("stop", "", [])
             assert update.timings.scheduled_ts >= update.timings.queued_ts > 0
             assert update.embedding is not None
@@ -256,9 +261,9 @@ def test_in_a_process_of_its_own(tiny_model: Path, expected: list[torch.Tensor])
 
         await asyncio.gather(*map(embed, range(len(PROMPTS))))
         with pytest.raises(ValueError, match="dimensions must be at most 64"):
-            engine.embed("a", [1], PoolingParams(dimensions=100))
+            engine.generate(EngineRequest("a", [1], pooling=PoolingParams(dimensions=100)))
         assert engine.default_pooling == "last"
-        tasks = [asyncio.ensure_future(anext(engine.embed(f"gone-{i}", PROMPTS[7]))) for i in range(5)]
+        tasks = [asyncio.ensure_future(anext(engine.generate(mean(f"gone-{i}", 7)))) for i in range(5)]
         await asyncio.sleep(0)
         await engine.abort("gone-4")
         assert (await tasks[4]).finish_reason == "abort"

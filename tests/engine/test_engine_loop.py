@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runner import FakeRunner, next_token
 
 from engine.config import ConfigError, EngineConfig
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine, runner_options
 from engine.errors import EngineError
 from engine.models.families import read_spec
 from engine.worker.kv_cache import KVCacheTooSmallError
+from tests.support.fake_runner import FakeRunner, next_token
 
 
 def make_engine(model: Path, **settings: Any) -> Engine:
@@ -41,7 +42,7 @@ def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any
     engine = make_engine(tiny_model, max_model_len=256, **settings)
     prompts = {str(i): [i + 1] * (5 + 7 * i) for i in range(12)}
     for request_id, prompt in prompts.items():
-        engine.add_request(request_id, prompt, SamplingParams(max_tokens=20 + len(request_id)))
+        engine.add_request(EngineRequest(request_id, prompt, SamplingParams(max_tokens=20 + len(request_id))))
     assert run(engine) == {i: expected(prompt, 20 + len(i)) for i, prompt in prompts.items()}
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
@@ -49,11 +50,11 @@ def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any
 
 def test_one_step_ahead(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
-    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2))
+    engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
     assert not engine.step()
     assert engine.in_flight is not None
-    assert [output.new_token_ids for output in engine.step().news] == [[next_token([1, 2, 3], 3)]]
-    (last,) = engine.step().news
+    assert [output.new_token_ids for output in engine.step().outputs] == [[next_token([1, 2, 3], 3)]]
+    (last,) = engine.step().outputs
     assert last.finish_reason == "length"
     assert engine.in_flight is None
     assert not engine.has_work()
@@ -63,14 +64,14 @@ def test_end_of_text_from_the_front_end_counts(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), device="cpu")
     engine = Engine(config, eos_token_ids=[next_token([1, 2], 4)], build_runner=FakeRunner.build, progress=False)
     assert engine.spec.eos_token_ids == (257, next_token([1, 2], 4))
-    engine.add_request("a", [1, 2], SamplingParams(max_tokens=50))
+    engine.add_request(EngineRequest("a", [1, 2], SamplingParams(max_tokens=50)))
     assert run(engine)["a"] == expected([1, 2], 3)
 
 
 def test_abort_frees_blocks(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
-    engine.add_request("a", [1] * 40, SamplingParams(max_tokens=100))
-    engine.add_request("b", [2] * 40, SamplingParams(max_tokens=3))
+    engine.add_request(EngineRequest("a", [1] * 40, SamplingParams(max_tokens=100)))
+    engine.add_request(EngineRequest("b", [2] * 40, SamplingParams(max_tokens=3)))
     engine.step()
     assert engine.abort("a")
     assert not engine.abort("a")
@@ -82,7 +83,7 @@ def test_seeds_follow_the_configuration(tiny_model: Path) -> None:
     def seeds(seed: int) -> list[int]:
         engine = make_engine(tiny_model, seed=seed)
         for i in range(3):
-            engine.add_request(str(i), [1], SamplingParams(seed=7 if i == 2 else None))
+            engine.add_request(EngineRequest(str(i), [1], SamplingParams(seed=7 if i == 2 else None)))
         return [request.seed for request in engine.scheduler.waiting.values()]
 
     assert seeds(0) == seeds(0) != seeds(1)

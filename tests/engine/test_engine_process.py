@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fake_runner import FakeRunner, next_token
 
 from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.messages import Abort, Add, Command, Shutdown, Step, decode_event, encode
 from engine.process import EngineLoop
+from tests.support.fake_runner import FakeRunner, next_token
 
 
 class Front:
@@ -40,7 +41,7 @@ class Front:
             steps.append(step)
             outputs = step.outputs
             tokens += [i for name, i in zip(outputs.request_ids, outputs.token_ids, strict=True) if name == request_id]
-            for output in outputs.news:
+            for output in outputs.outputs:
                 if output.request_id == request_id:
                     tokens += output.new_token_ids
                     if output.finish_reason is not None:
@@ -92,7 +93,7 @@ def running_loop(
 
 
 def add(request_id: str, prompt: list[int], max_tokens: int) -> Add:
-    return Add(request_id, prompt, SamplingParams(max_tokens=max_tokens), "")
+    return Add(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens)))
 
 
 def test_one_message_a_step_first_and_last_words_in_full(tiny_model: Path) -> None:
@@ -101,7 +102,7 @@ def test_one_message_a_step_first_and_last_words_in_full(tiny_model: Path) -> No
         tokens, reason, steps = front.until_finished("a")
         assert tokens == [next_token([1, 2, 3], position) for position in range(3, 8)]
         assert reason == "length"
-        shapes = [(len(step.outputs.token_ids), len(step.outputs.news)) for step in steps if step.outputs]
+        shapes = [(len(step.outputs.token_ids), len(step.outputs.outputs)) for step in steps if step.outputs]
         assert shapes == [(0, 1), (1, 0), (1, 0), (1, 0), (0, 1)]
         assert steps[-1].stats.num_free_blocks == steps[-1].stats.num_blocks
 
@@ -114,7 +115,7 @@ def test_abort_says_nothing_but_frees(tiny_model: Path) -> None:
         front.send(Abort("a"), Abort("unknown"))
         steps.release(200)
         while (step := front.receive()).stats.num_running:
-            assert all(output.finish_reason is None for output in step.outputs.news)
+            assert all(output.finish_reason is None for output in step.outputs.outputs)
         assert step.stats.num_free_blocks == step.stats.num_blocks
 
 
@@ -139,7 +140,7 @@ def test_failed_step_tells_every_request(tiny_model: Path) -> None:
         front.runner.broken = True
         steps.release()
         while not (
-            finished := {o.request_id: o.finish_reason for o in front.receive().outputs.news if o.finish_reason}
+            finished := {o.request_id: o.finish_reason for o in front.receive().outputs.outputs if o.finish_reason}
         ):
             pass
         assert finished == {str(i): "error" for i in range(6)}

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
-from engine.frontend import Frontend
+from engine.input_processor import InputProcessor
 from engine.worker import model_runner
 from engine.worker.cuda_graphs import DecodeGraphs
 from engine.worker.model_runner import ModelRunner
@@ -96,17 +97,17 @@ def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> di
         block_size=8, num_gpu_blocks_override=8, **settings,
     )  # fmt: skip
     engine = Engine(config, progress=False)
-    frontend = Frontend.load(config)
+    input_processor = InputProcessor.load(config)
     tokens: dict[str, list[int]] = {name: [] for name in names}
     for name in tokens:
         if name != "late":
             prompt, sampling = REQUESTS[name]
-            engine.add_request(name, prompt, frontend.check(prompt, sampling))
+            engine.add_request(input_processor.check(EngineRequest(name, prompt, sampling)))
     steps = 0
     while engine.has_work():
         steps += 1
         if steps == 6 and "late" in tokens:
-            engine.add_request("late", *REQUESTS["late"])
+            engine.add_request(EngineRequest("late", *REQUESTS["late"]))
         for output in engine.step():
             tokens[output.request_id] += output.new_token_ids
     engine.close()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.frontend import Frontend
+from engine.input_processor import InputProcessor
 
 SPECIAL: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5, "temperature": 0},
@@ -30,11 +31,11 @@ SPECIAL: list[dict[str, Any]] = [
 
 def answers(model: Path, jobs: list[tuple[list[int], SamplingParams]], **settings: Any) -> list[list[int]]:
     config = EngineConfig(model=str(model), device="cpu", max_model_len=256, **settings)
-    frontend = Frontend.load(config)
+    input_processor = InputProcessor.load(config)
     engine = Engine(config, progress=False)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(jobs))}
     for i, (prompt, params) in enumerate(jobs):
-        engine.add_request(str(i), prompt, frontend.check(prompt, params))
+        engine.add_request(input_processor.check(EngineRequest(str(i), prompt, params)))
     while engine.has_work():
         for output in engine.step():
             tokens[output.request_id] += output.new_token_ids
@@ -43,6 +44,10 @@ def answers(model: Path, jobs: list[tuple[list[int], SamplingParams]], **setting
         assert engine.stats().num_preemptions >= 5
     engine.close()
     return list(tokens.values())
+
+
+def checked(input_processor: InputProcessor, sampling: SamplingParams) -> SamplingParams:
+    return input_processor.check(EngineRequest("a", [1], sampling)).sampling
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +90,22 @@ def test_answers_are_what_was_asked(alone: list[list[int]]) -> None:
 
 
 def test_texts_become_tokens_in_the_front_end(tiny_model: Path) -> None:
-    frontend = Frontend.load(EngineConfig(model=str(tiny_model), device="cpu"))
-    tokenizer = frontend.tokenizer
+    input_processor = InputProcessor.load(EngineConfig(model=str(tiny_model), device="cpu"))
+    tokenizer = input_processor.tokenizer
     assert tokenizer is not None
     encode = tokenizer.encode
-    params = frontend.check([1], SamplingParams(bad_words=["ab", [5, 6], " ab"], dry_multiplier=1))
+    params = checked(input_processor, SamplingParams(bad_words=["ab", [5, 6], " ab"], dry_multiplier=1))
     assert params.bad_words == [encode("ab"), encode(" ab"), [5, 6]]
     assert params.dry_sequence_breakers == [encode(text)[0] for text in ("\n", ":", '"', "*")]
-    params = frontend.check([1], SamplingParams(dry_sequence_breakers=["x"], dry_multiplier=1))
+    params = checked(input_processor, SamplingParams(dry_sequence_breakers=["x"], dry_multiplier=1))
     assert params.dry_sequence_breakers == encode("x")
-    assert frontend.check([1], SamplingParams(dry_sequence_breakers=["x"])).dry_sequence_breakers is None
+    assert checked(input_processor, SamplingParams(dry_sequence_breakers=["x"])).dry_sequence_breakers is None
     plain = SamplingParams()
-    assert frontend.check([1], plain) is plain
+    assert checked(input_processor, plain) == plain
     for fields in ({"logit_bias": {300: 1}}, {"allowed_token_ids": [300]}, {"bad_words": [[1, 300]]}):
         with pytest.raises(ValueError, match=f"{next(iter(fields))} must be below 300, got 300"):
-            frontend.check([1], SamplingParams(**fields))  # type: ignore[arg-type]
-    bare = Frontend.load(EngineConfig(model=str(tiny_model), device="cpu", skip_tokenizer_init=True))
-    assert bare.check([1], SamplingParams(dry_multiplier=1)).dry_sequence_breakers is None
+            checked(input_processor, SamplingParams(**fields))  # type: ignore[arg-type]
+    bare = InputProcessor.load(EngineConfig(model=str(tiny_model), device="cpu", skip_tokenizer_init=True))
+    assert checked(bare, SamplingParams(dry_multiplier=1)).dry_sequence_breakers is None
     with pytest.raises(ValueError, match="bad_words: texts need a tokenizer"):
-        bare.check([1], SamplingParams(bad_words=["ab"]))
+        checked(bare, SamplingParams(bad_words=["ab"]))

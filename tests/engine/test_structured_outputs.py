@@ -13,12 +13,13 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
-from engine.frontend import Frontend
+from engine.input_processor import InputProcessor
 from engine.llm import LLM
-from engine.structured import matching
+from engine.structured import grammar_manager
 
 SCHEMA = {
     "type": "object",
@@ -48,29 +49,29 @@ class Loop:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         config = EngineConfig(model=str(model), device="cpu", max_model_len=1024, **settings)
-        self.frontend = Frontend.load(config)
-        self.engine = Engine(config, eos_token_ids=self.frontend.eos_token_ids, progress=False)
-        self.news: dict[str, list[EngineOutput]] = {}
+        self.input_processor = InputProcessor.load(config)
+        self.engine = Engine(config, eos_token_ids=self.input_processor.eos_token_ids, progress=False)
+        self.outputs: dict[str, list[EngineOutput]] = {}
 
     def add(self, request_id: str, sampling: SamplingParams, prompt: list[int] | None = None) -> None:
         prompt = prompt or [1, 2, 3]
-        self.news[request_id] = []
-        self.engine.add_request(request_id, prompt, self.frontend.check(prompt, sampling))
+        self.outputs[request_id] = []
+        self.engine.add_request(self.input_processor.check(EngineRequest(request_id, prompt, sampling)))
 
     def run(self, steps: int = 10**9) -> dict[str, list[int]]:
         while steps and self.engine.has_work():
             steps -= 1
             for output in self.engine.step():
-                self.news[output.request_id].append(output)
+                self.outputs[output.request_id].append(output)
         self.engine.scheduler.check()
-        return {name: [t for output in news for t in output.new_token_ids] for name, news in self.news.items()}
+        return {name: [t for output in news for t in output.new_token_ids] for name, news in self.outputs.items()}
 
     def text(self, request_id: str) -> str:
-        assert self.frontend.tokenizer is not None
-        return self.frontend.tokenizer.decode([t for o in self.news[request_id] for t in o.new_token_ids])
+        assert self.input_processor.tokenizer is not None
+        return self.input_processor.tokenizer.decode([t for o in self.outputs[request_id] for t in o.new_token_ids])
 
     def ended(self, request_id: str) -> str | None:
-        return self.news[request_id][-1].finish_reason
+        return self.outputs[request_id][-1].finish_reason
 
 
 def obeys(asked: dict[str, Any], text: str) -> bool:
@@ -119,8 +120,8 @@ def test_those_who_ask_obey_and_the_others_do_not_notice(tiny_model: Path, setti
     assert finished >= 3 * len(ASKED) - 3
     if "block_size" in settings:
         assert loop.engine.stats().num_preemptions > 0
-    assert not loop.engine._matching
-    assert not loop.engine._matching._weights
+    assert not loop.engine._grammars
+    assert not loop.engine._grammars._weights
 
 
 @pytest.mark.parametrize(
@@ -139,23 +140,23 @@ def test_who_is_late_gets_the_same_answer_later(
             extra = {"presence_penalty": 0.5, "logprobs": 2} if i % 3 == 0 else {}
             loop.add(str(i), params(**asked, seed=i, max_tokens=40, **extra), [i + 1] * (1 + i))
         steps = 0
-        while not all(loop.news[f"plain {i}"] and loop.ended(f"plain {i}") for i in range(12)):
+        while not all(loop.outputs[f"plain {i}"] and loop.ended(f"plain {i}") for i in range(12)):
             loop.run(steps=1)
             steps += 1
         return loop.run(), steps, loop.engine.stats().num_preemptions
 
     expected, steps, _ = run()
     late = []
-    fill = matching.Matching.fill
+    fill = grammar_manager.GrammarManager.fill
 
     def watched(*args: Any) -> Any:
         found = fill(*args)
         late.extend(found[0])
         return found
 
-    monkeypatch.setattr(matching, "LEAST", 1)
-    monkeypatch.setattr(matching._Filler, "number_in", lambda filler, seconds: 0)
-    monkeypatch.setattr(matching.Matching, "fill", watched)
+    monkeypatch.setattr(grammar_manager, "LEAST", 1)
+    monkeypatch.setattr(grammar_manager._Filler, "number_in", lambda filler, seconds: 0)
+    monkeypatch.setattr(grammar_manager.GrammarManager, "fill", watched)
     tokens, steps_when_late, num_preemptions = run(**settings)
     assert tokens == expected
     assert len(late) > 100
@@ -171,7 +172,7 @@ def test_the_same_answer_in_any_company(tiny_model: Path) -> None:
         for i, asked in enumerate(ASKED):
             loop.add(str(i), params(**asked, seed=i, presence_penalty=0.5, logprobs=2))
     assert alone.run() == together.run()
-    logprobs = [found for news in together.news["3"] for found in news.logprobs or ()]
+    logprobs = [found for news in together.outputs["3"] for found in news.logprobs or ()]
     assert any(found.rank > 20 for found in logprobs), "they are the model's own, whatever the grammar says"
 
 
@@ -201,16 +202,16 @@ def test_aborts_at_every_stage(tiny_model: Path) -> None:
         assert not loop.engine.abort("a")
         loop.run()
         assert re.fullmatch("[ab]{30}", loop.text("b"))
-        assert not loop.engine._matching._weights
+        assert not loop.engine._grammars._weights
         assert loop.engine.stats().num_free_blocks == loop.engine.stats().num_blocks
 
 
 def test_grammars_wait_for_room(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "MAX_WEIGHT", 200)
+    monkeypatch.setattr(grammar_manager, "MAX_WEIGHT", 200)
     loop = Loop(tiny_model)
     for i in range(6):
         loop.add(str(i), params(choice=["x" * 70, "y" * 90]))
-    assert len(loop.engine._matching._waiting) >= 4
+    assert len(loop.engine._grammars._waiting) >= 4
     loop.run()
     assert all(len(set(loop.text(str(i)))) == 1 for i in range(6))
 
@@ -218,12 +219,12 @@ def test_grammars_wait_for_room(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_compiled_or_followed_ends_in_an_error(tiny_model: Path) -> None:
     loop = Loop(tiny_model)
     broken = StructuredOutputs(regex="x", compiled='{"grammars": [{"lark_grammar": "start: nowhere"}]}')
-    loop.news["broken"] = []
-    loop.engine.add_request("broken", [1], SamplingParams(structured_outputs=broken))
+    loop.outputs["broken"] = []
+    loop.engine.add_request(EngineRequest("broken", [1], SamplingParams(structured_outputs=broken)))
     loop.add("plain", SamplingParams(max_tokens=20, ignore_eos=True))
     loop.add("complex", params(regex="[ab]{50}"))
     loop.run(steps=6)
-    loop.engine._matching._followed["complex"].matcher.consume_token(5)  # as if its limits were reached
+    loop.engine._grammars._followed["complex"].matcher.consume_token(5)  # as if its limits were reached
     loop.run()
     assert loop.ended("broken") == "error"
     assert loop.ended("complex") == "error"
@@ -234,7 +235,7 @@ def test_requests_that_can_never_run_are_refused_at_once(tiny_model: Path) -> No
     loop = Loop(tiny_model)
     loop.add("a", params(choice=["a"]))
     with pytest.raises(ValueError, match="the prompt has 1024 tokens"):
-        loop.engine.add_request("b", [1] * 1024, loop.frontend.check([1], params(choice=["a"])))
+        loop.engine.add_request(EngineRequest("b", [1] * 1024, loop.input_processor.with_grammar(params(choice=["a"]))))
     with pytest.raises(ValueError, match="in use"):
         loop.add("a", params(choice=["a"]))
     loop.run()
@@ -252,12 +253,12 @@ def test_requests_that_can_never_run_are_refused_at_once(tiny_model: Path) -> No
     ],
 )
 def test_bad_grammars_are_named_in_the_front_end(tiny_model: Path, fields: dict[str, Any], message: str) -> None:
-    frontend = Frontend.load(EngineConfig(model=str(tiny_model), device="cpu"))
+    input_processor = InputProcessor.load(EngineConfig(model=str(tiny_model), device="cpu"))
     with pytest.raises(ValueError, match=message):
-        frontend.check([1], params(**fields))
-    bare = Frontend.load(EngineConfig(model=str(tiny_model), device="cpu", skip_tokenizer_init=True))
+        input_processor.check(EngineRequest("a", [1], params(**fields)))
+    bare = InputProcessor.load(EngineConfig(model=str(tiny_model), device="cpu", skip_tokenizer_init=True))
     with pytest.raises(ValueError, match="structured_outputs need a tokenizer"):
-        bare.check([1], params(choice=["a"]))
+        bare.check(EngineRequest("a", [1], params(choice=["a"])))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_in_another_process(tiny_model: Path) -> None:
             async def answer(name: str, sampling: SamplingParams) -> tuple[str, str | None]:
                 sampling = await engine.prepare(sampling)
                 text, reason = "", None
-                async for update in engine.generate(name, [1, 2, 3], sampling):
+                async for update in engine.generate(EngineRequest(name, [1, 2, 3], sampling)):
                     text, reason = text + update.text, update.finish_reason
                 return text, reason
 

@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_kernel_compiles(capability, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("compile_ahead.py")
-    result = subprocess.run([sys.executable, script, str(capability)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.compile_ahead", str(capability)]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr[-8000:]

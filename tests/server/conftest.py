@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from fake_engine import FakeEngine
-from live_server import Live, run_server
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live, run_server
 
 
 @pytest.fixture(scope="session")

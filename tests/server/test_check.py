@@ -7,14 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fake_engine import GrammarEngine
-from live_server import Live, run_server
-from templates import HERMES
 
 from server import cli
 from server.check import openai_api
 from server.check.runner import Server, run
 from server.settings import ServerConfig
+from tests.support.fake_engine import GrammarEngine
+from tests.support.live_server import Live, run_server
+from tests.support.templates import HERMES
 
 
 @pytest.fixture(scope="module")

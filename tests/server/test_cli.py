@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Live
 
 from server import cli
+from tests.support.live_server import Live
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    write_model = runpy.run_path(str(ROOT / "tests" / "tiny_model.py"))["write_model"]
+    write_model = runpy.run_path(str(ROOT / "tests" / "support" / "tiny_model.py"))["write_model"]
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 

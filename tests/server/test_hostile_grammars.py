@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from served import blocks_in_use, serve
-from templates import HERMES
+
+from tests.support.served import blocks_in_use, serve
+from tests.support.templates import HERMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

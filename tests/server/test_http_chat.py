@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_engine import ANSWER, FakeEngine
-from live_server import Live
 
 from server.settings import ServerConfig
+from tests.support.fake_engine import ANSWER, FakeEngine
+from tests.support.live_server import Live
 
 TIMINGS = {
     "queue_time_ms",

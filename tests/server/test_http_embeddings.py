@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, embedding_of, make_tokenizer
-from live_server import Live
 
 from engine.core.pooling_params import PoolingParams
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine, embedding_of, make_tokenizer
+from tests.support.live_server import Live
 
 LAST, MEAN = PoolingParams(), PoolingParams(pooling="mean")
 

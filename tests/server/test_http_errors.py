@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
-from live_server import Live
 
 from engine.config import ConfigError
 from server.app import create_app
 from server.openai.protocol import NOT_YET_IN_BOTH, NOT_YET_IN_CHAT, NOT_YET_IN_COMPLETIONS
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]

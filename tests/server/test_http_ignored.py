@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from live_server import Live
 
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live
 
 HEADER = "x-quire-warnings"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

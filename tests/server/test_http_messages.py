@@ -7,12 +7,12 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from fake_engine import ANSWER, FakeEngine
-from live_server import Live
 from pydantic import TypeAdapter
-from templates import HERMES, QWEN3
 
 from server.settings import ServerConfig
+from tests.support.fake_engine import ANSWER, FakeEngine
+from tests.support.live_server import Live
+from tests.support.templates import HERMES, QWEN3
 
 PATH = "/v1/messages"
 TOOL = {"name": "weather", "description": "Today's", "input_schema": {"type": "object", "properties": {}}}

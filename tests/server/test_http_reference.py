@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from live_server import Live, run_server
-from templates import HERMES
 
 from server.endpoints import ENDPOINTS, MODEL, Endpoint
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live, run_server
+from tests.support.templates import HERMES
 
 NAME = 'org/"one"'
 

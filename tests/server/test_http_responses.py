@@ -6,14 +6,14 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import ANSWER, FakeEngine
-from live_server import Live
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from templates import HERMES, QWEN3
 
 from server.openai.response_store import ResponseStore, StoredResponse
 from server.settings import ServerConfig
+from tests.support.fake_engine import ANSWER, FakeEngine
+from tests.support.live_server import Live
+from tests.support.templates import HERMES, QWEN3
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": True}

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 
 import pytest
-from fake_engine import FakeEngine
-from live_server import Live
 
 import engine as quire
 from engine.core.batch import SchedulerStats
 from server.metrics import log_statistics, statistics_line
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live
 
 
 def stats(**values: int) -> SchedulerStats:

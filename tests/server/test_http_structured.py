@@ -1,9 +1,7 @@
 """What an answer has to be, over HTTP: a model that knows nothing obeys; what cannot be had is refused by name."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -11,14 +9,12 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from fake_engine import GrammarEngine
-from live_server import Live, run_server
-from templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 from server.settings import ServerConfig
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "structured"))
-from schemas import SUPPORTED, UNSUPPORTED
+from tests.support.fake_engine import GrammarEngine
+from tests.support.live_server import Live, run_server
+from tests.support.schemas import SUPPORTED, UNSUPPORTED
+from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 ASK = [{"role": "user", "content": "Hi"}]

@@ -6,11 +6,11 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeEngine, make_tokenizer
-from live_server import Live
-from templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine, make_tokenizer
+from tests.support.live_server import Live
+from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 WEATHER = {
     "type": "function",

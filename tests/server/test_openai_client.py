@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import httpx
 import openai
 import pytest
-from fake_engine import ANSWER, FakeEngine
-from live_server import Live
 from openai import AsyncOpenAI, OpenAI
 
 from server.settings import ServerConfig
+from tests.support.fake_engine import ANSWER, FakeEngine
+from tests.support.live_server import Live
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 STATIC = Path(__file__).resolve().parents[2] / "server" / "static"
-STUB = Path(__file__).with_name("page_stub.py")
+STUB = Path(__file__).resolve().parents[1] / "support" / "page_stub.py"
 FILES = {path.name: path.read_text() for path in sorted(STATIC.iterdir())}
 SCRIPTS = "\n".join(text for name, text in FILES.items() if name.endswith(".js"))
 HTML = FILES["index.html"]

@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from templates import HERMES, QWEN3, THINKER
-from test_tools import cuts
 
 from server.answers import AnswerReader, TokenCounter
 from server.pieces import Blocks, Content, Reasoning
 from server.reasoning import REASONING_FORMATS, ReasoningReader, find_reasoning_format
+from tests.server.test_tools import cuts
+from tests.support.templates import HERMES, QWEN3, THINKER
 
 THINK = REASONING_FORMATS["think"]
 

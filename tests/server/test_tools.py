@@ -5,10 +5,10 @@ import re
 from typing import Any
 
 import pytest
-from templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 from server.pieces import Blocks, CallArguments, CallStart, Content
 from server.tools import TOOL_FORMATS, ToolReader, call_tags, find_tool_format
+from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
 Found = list[tuple[str, str]]  # ("", content) or (name, arguments)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from walks import END, TOKENS
 
 from engine.structured.grammar import Compiler, Vocabulary
+from tests.support.walks import END, TOKENS
 
 
 @pytest.fixture(scope="session")

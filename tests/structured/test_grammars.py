@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from walks import END, allowed_by, walk
 
-from engine.frontend import vocabulary_of
+from engine.input_processor import vocabulary_of
 from engine.structured.grammar import (
     Compiler,
     Vocabulary,
@@ -27,6 +26,7 @@ from engine.structured.grammar import (
 from engine.structured.lark import bounded
 from engine.structured.regex import portable
 from engine.text.tokenizer import Tokenizer
+from tests.support.walks import END, allowed_by, walk
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from schemas import SUPPORTED, UNSUPPORTED
-from walks import walk
 
 from engine import LLM, SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.structured.grammar import Compiler, json_grammar
 from engine.structured.json_schema import prepare
+from tests.support.schemas import SUPPORTED, UNSUPPORTED
+from tests.support.walks import walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:Possible (nested set|set intersection):FutureWarning")
 

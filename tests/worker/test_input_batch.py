@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.core.batch import SchedulerOutput, StepResult
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
@@ -40,7 +41,7 @@ class Device:
         self.num_kept = self.num_padded = 0
 
     def run(self, output: SchedulerOutput) -> StepResult:
-        shares, before = output.shares, self.batch._members
+        shares, before = output.batch, self.batch._members
         self.batch.apply(output)
         padding = self.rng.choice([0, 2]) if shares.num_decodes == len(shares) else 0
         packed = self.batch.pack(output, len(shares) + padding if padding else 0)
@@ -51,7 +52,7 @@ class Device:
         )
         for request_id in output.removed:
             del self.plain[request_id]
-        for a in output.admitted:
+        for a in output.new_requests:
             self.plain[a.request_id] = Plain(list(a.token_ids), list(a.block_ids), a.num_computed_tokens)
         for request_id, block_ids in output.new_block_ids.items():
             self.plain[request_id].block_ids += block_ids
@@ -89,7 +90,7 @@ def test_every_step_reaches_the_device_as_it_was_scheduled(seed: int) -> None:
         if rng.random() < 0.1:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 30))]
             sampling = SamplingParams(max_tokens=rng.randint(1, 17), ignore_eos=True)
-            scheduler.add(Request(str(step), prompt, sampling, frozenset(), seed=0))
+            scheduler.add(Request(EngineRequest(str(step), prompt, sampling), frozenset(), seed=0))
         if rng.random() < 0.02:
             scheduler.abort(str(rng.randrange(step + 1)))
         output = scheduler.schedule()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
-from engine.core.batch import Admission, SchedulerOutput, Shares
+from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
+from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.worker import filters
@@ -19,17 +19,18 @@ from engine.worker.logits_processor import LogitsProcessor
 from engine.worker.sampler import sample
 from kernels import Part, reference
 from kernels.step import StepTensors
+from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
 CPU = torch.device("cpu")
 
 
-def step_of(number: int, admitted: list[Admission], shares: Shares, removed: list[str]) -> SchedulerOutput:
+def step_of(number: int, admitted: list[NewRequest], shares: ScheduledBatch, removed: list[str]) -> SchedulerOutput:
     return SchedulerOutput(number, admitted, shares, {}, removed)
 
 
 def freeing(*removed: str) -> SchedulerOutput:
-    return step_of(0, [], Shares([], [], 0, 0, []), list(removed))
+    return step_of(0, [], ScheduledBatch([], [], 0, 0, []), list(removed))
 
 
 class Sampler:
@@ -53,14 +54,16 @@ class Sampler:
         """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
         self.number += 1
         admissions = [
-            Admission(name, tokens, num_prompt, 0, list(range(8)), params, seed)
+            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, list(range(8)))
             for name, (tokens, num_prompt, params, seed) in admitted.items()
         ]
         num_tokens = {name: lengths[name] if name in admitted else 1 for name in logits}
         names = sorted(logits, key=lambda name: num_tokens[name] > 1)
         partial = [i for i, name in enumerate(names) if name in chunks]
         sizes = [num_tokens[name] for name in names]
-        output = step_of(self.number, admissions, Shares(names, sizes, sum(sizes), sizes.count(1), partial), removed)
+        output = step_of(
+            self.number, admissions, ScheduledBatch(names, sizes, sum(sizes), sizes.count(1), partial), removed
+        )
         self.batch.apply(output)
         packed = self.batch.pack(output)
         reference.prepare_step(
@@ -72,7 +75,7 @@ class Sampler:
         self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
         before = table.clone()
         chosen = self.processor.choose(packed)
-        allowed = [(masks or {})[names[i]] for i in chosen.constrained]
+        allowed = [(masks or {})[names[i]] for i in chosen.guided]
         words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
         bits = torch.tensor(words).view(-1, 2).to(torch.int32)
         if chosen.num_masked or packed.members.filtered:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stub_sse import Stub
 
 from benchmarks import serve
 from engine.errors import ConfigError
 from server import cli
+from tests.support.stub_sse import Stub
 
 
 def bench(url: str, *words: str) -> int:

@@ -51,11 +51,11 @@ class FakeRunner:
             raise RuntimeError("the fake device is on fire")
         for request_id in output.removed:
             self.prompts.pop(request_id, None)
-        for admission in output.admitted:
+        for admission in output.new_requests:
             self.prompts[admission.request_id] = admission.token_ids[: admission.num_prompt_tokens]
             self.num_computed[admission.request_id] = admission.num_computed_tokens
         assert len(self.prompts) <= self.options.max_num_seqs
-        shares = output.shares
+        shares = output.batch
         assert shares.total_num_tokens <= self.options.max_num_batched_tokens
         self.max_scheduled = max(self.max_scheduled, len(shares))
         tokens = []

@@ -7,15 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from engine.structured import matching
+from engine.structured import grammar_manager
 from engine.structured.grammar import Compiler, regex_grammar
-from engine.structured.matching import Matching
+from engine.structured.grammar_manager import GrammarManager
 
 WORDS = 9  # 258 tokens
 
 
-def follow(compiler: Compiler, names: list[str]) -> Matching:
-    followed = Matching(compiler)
+def follow(compiler: Compiler, names: list[str]) -> GrammarManager:
+    followed = GrammarManager(compiler)
     for i, name in enumerate(names):
         followed.add(name, regex_grammar(f"[a-{'klmnop'[i % 6]}]{{5,60}}[0-{i % 10}]+"))
     while followed._compiling:
@@ -32,8 +32,8 @@ def allowed(row: np.ndarray) -> list[int]:
 def test_masks_are_the_same_whoever_fills_them(
     compiler: Compiler, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matching, "FEW", 4)
-    monkeypatch.setattr(matching, "MAX_THREADS", num_threads)
+    monkeypatch.setattr(grammar_manager, "FEW", 4)
+    monkeypatch.setattr(grammar_manager, "MAX_THREADS", num_threads)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     names = [f"request-{i}" for i in range(12)]
     many, rng = follow(compiler, names), random.Random(0)
@@ -54,20 +54,20 @@ def test_masks_are_the_same_whoever_fills_them(
 
 
 def test_the_slower_way_is_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "FEW", 4)
+    monkeypatch.setattr(grammar_manager, "FEW", 4)
     names = [str(i) for i in range(4)]
     followed = follow(compiler, names)
     taken: list[str] = []
     clock = [0.0]
 
-    def fill(name: str, seconds: list[float]) -> matching._Way:
+    def fill(name: str, seconds: list[float]) -> grammar_manager._Way:
         def way(found: object, masks: np.ndarray) -> None:
             taken.append(name)
             clock[0] += seconds[0]
 
-        return matching._Way(way)
+        return grammar_manager._Way(way)
 
-    monkeypatch.setattr(matching, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(grammar_manager, "perf_counter", lambda: clock[0])
     alone, together = [1.0], [5.0]
     followed._fill._alone, followed._fill._together = fill("alone", alone), fill("together", together)
     masks = np.zeros((4, WORDS), dtype=np.int32)
@@ -129,7 +129,7 @@ def test_in_a_hurry_each_has_a_turn(compiler: Compiler, monkeypatch: pytest.Monk
 
 
 def test_forced_tokens_come_at_once(compiler: Compiler) -> None:
-    followed = Matching(compiler)
+    followed = GrammarManager(compiler)
     followed.add("a", regex_grammar("(hello|help) the world[.]!"))
     while followed._compiling:
         followed.wait(1)
@@ -150,7 +150,7 @@ def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.Monk
     grammars = [regex_grammar(f"[a-c]{{3}}{i}") for i in range(3)]
     first = [compiler.compile(grammar) for grammar in grammars]
     first[0].consume_token(ord("a"))
-    followed = Matching(compiler)
+    followed = GrammarManager(compiler)
     for i, grammar in enumerate(grammars):
         followed.add(str(i), grammar)
     assert followed.take_ready() == [("0", ""), ("1", ""), ("2", "")], "nobody waits for what is remembered"

@@ -100,7 +100,7 @@ def _allow_one(mask: np.ndarray, token_id: int) -> None:
     mask.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
 
 
-class Matching:
+class GrammarManager:
     """`add` a request, and when `take_ready` names it: `advance` by each of its tokens, and `fill` its masks."""
 
     def __init__(self, compiler: Compiler) -> None:

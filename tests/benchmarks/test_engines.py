@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    write_model = runpy.run_path(str(ROOT / "tests" / "tiny_model.py"))["write_model"]
+    write_model = runpy.run_path(str(ROOT / "tests" / "support" / "tiny_model.py"))["write_model"]
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.core.batch import SchedulerOutput, Shares, StepResult, TokenLogprobs
+from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
@@ -96,7 +96,7 @@ class ToyRunner:
         self.kv = [POISON] * (num_blocks * block_size)
         self.rows: dict[str, Row] = {}
         self.step = 0
-        self.last_shares: Shares | None = None
+        self.last_batch: ScheduledBatch | None = None
         self.events: Counter[str] = Counter()
 
     def poison(self, block_ids: Iterable[int]) -> None:
@@ -111,19 +111,19 @@ class ToyRunner:
         self._read(output)
         return Launched(output, self._sample(output))
 
-    def postpone(self, launched: Launched, shares: list[int]) -> Launched:
+    def defer(self, launched: Launched, shares: list[int]) -> Launched:
         """Take back what these shares of the last step sampled."""
         for index in shares:
-            row = self.rows[launched.output.shares.request_ids[index]]
+            row = self.rows[launched.output.batch.request_ids[index]]
             row.token_ids.pop()
             row.states.pop()
             row.num_computed -= 1
-        return Launched(launched.output, replace(launched.result, postponed=frozenset(shares)))
+        return Launched(launched.output, replace(launched.result, deferred=frozenset(shares)))
 
     def _check(self, output: SchedulerOutput) -> None:
         assert output.step > self.step, "steps are numbered in order"
         self.step = output.step
-        shares, ids, sizes = output.shares, output.shares.request_ids, output.shares.num_tokens
+        shares, ids, sizes = output.batch, output.batch.request_ids, output.batch.num_tokens
         assert sizes, "an empty step was launched"
         assert len(ids) == len(sizes) == len(shares)
         assert min(sizes) >= 1
@@ -131,16 +131,16 @@ class ToyRunner:
         assert shares.num_decodes == sizes.count(1)
         assert sizes[: shares.num_decodes].count(1) == shares.num_decodes, "one-token shares come first"
         assert len(set(ids)) == len(ids), "two shares of one request"
-        if shares is self.last_shares:
+        if shares is self.last_batch:
             assert not set(ids) & set(output.removed), "the same shares of other requests"
             self.events["the same shares again"] += 1
-        self.last_shares = shares
-        assert {admission.request_id for admission in output.admitted} <= set(ids), "admitted for nothing"
+        self.last_batch = shares
+        assert {admission.request_id for admission in output.new_requests} <= set(ids), "admitted for nothing"
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.removed:
             del self.rows[request_id]
-        for admission in output.admitted:
+        for admission in output.new_requests:
             assert admission.request_id not in self.rows, "a second row for one request"
             tokens, num_computed = admission.token_ids, admission.num_computed_tokens
             assert num_computed % self.block_size == 0
@@ -152,12 +152,12 @@ class ToyRunner:
                 states_of(tokens, admission.seed),
                 list(admission.block_ids),
                 num_computed,
-                admission.sampling,
+                admission.request.sampling,
                 admission.seed,
-                admission.pooling,
+                admission.request.pooling,
             )
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
-        admitted = {admission.request_id for admission in output.admitted}
+        admitted = {admission.request_id for admission in output.new_requests}
         assert not admitted & set(output.new_block_ids), "an admission has all its blocks"
         for request_id, block_ids in output.new_block_ids.items():
             self.poison(block_ids)
@@ -165,10 +165,10 @@ class ToyRunner:
         for index, (row, num_tokens) in enumerate(self._shares(output)):
             end = row.num_computed + num_tokens
             assert end <= len(row.token_ids), "a token that is not sampled yet"
-            assert (index in output.shares.partial) == (end < len(row.token_ids))
+            assert (index in output.batch.partial) == (end < len(row.token_ids))
 
     def _shares(self, output: SchedulerOutput) -> Iterator[tuple[Row, int]]:
-        for request_id, num_tokens in zip(output.shares.request_ids, output.shares.num_tokens, strict=True):
+        for request_id, num_tokens in zip(output.batch.request_ids, output.batch.num_tokens, strict=True):
             yield self.rows[request_id], num_tokens
 
     def _write(self, output: SchedulerOutput) -> None:
@@ -181,7 +181,7 @@ class ToyRunner:
                 self.kv[block_id * size + position % size] = row.states[position]
                 row.pooled += row.states[position]
             row.num_computed += num_tokens
-        for admission in output.admitted:
+        for admission in output.new_requests:
             cached = admission.block_ids[: admission.num_computed_tokens // size]
             self.events["hits on a block filled in the same step"] += any(block_id in written for block_id in cached)
 
@@ -198,7 +198,7 @@ class ToyRunner:
     def _sample(self, output: SchedulerOutput) -> StepResult:
         token_ids, logprobs, embeddings = [], {}, {}
         for index, (row, _) in enumerate(self._shares(output)):
-            if index in output.shares.partial:
+            if index in output.batch.partial:
                 token_ids.append(POISON)
                 continue
             if row.pooling is not None:

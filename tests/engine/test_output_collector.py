@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.batch import EngineOutput, TokenLogprobs
 from engine.core.sampling_params import SamplingParams
-from engine.outputs import OutputStream, logprobs_by_id, with_samples
+from engine.output_collector import OutputCollector, logprobs_by_id, with_samples
 from engine.text.tokenizer import Tokenizer
 
 
@@ -15,20 +15,20 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_folder(tiny_model)
 
 
-def stream(tokenizer: Tokenizer | None, **sampling: object) -> OutputStream:
-    return OutputStream([1], SamplingParams(**sampling), tokenizer)  # type: ignore[arg-type]
+def stream(tokenizer: Tokenizer | None, **sampling: object) -> OutputCollector:
+    return OutputCollector([1], SamplingParams(**sampling), tokenizer)  # type: ignore[arg-type]
 
 
 def test_news_merge_until_taken(tokenizer: Tokenizer) -> None:
     s = stream(tokenizer)
     ids = tokenizer.encode("hello")
-    assert not s.has_news
+    assert not s.has_output
     s.add(EngineOutput("a", ids[:1], num_cached_tokens=3, queued_time=1.0, scheduled_time=2.0), 10.0)
     for i in ids[1:]:
         s.add(EngineOutput("a", [i]), 11.0)
     update = s.take()
     assert (update.text, update.token_ids, update.finish_reason, update.num_cached_tokens) == ("hello", ids, None, 3)
-    assert not s.has_news
+    assert not s.has_output
     s.add(EngineOutput("a", tokenizer.encode("!"), "length"), 12.0)
     update = s.take()
     assert (update.text, update.finish_reason, update.num_cached_tokens) == ("!", "length", 3)

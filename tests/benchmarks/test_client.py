@@ -6,10 +6,10 @@ import socket
 from typing import Any
 
 import pytest
-from stub_sse import Stub
 
 from benchmarks.openai_client import Answer, Client, Failure
 from engine.errors import ConfigError
+from tests.support.stub_sse import Stub
 
 COMPLETION = {"model": "m", "prompt": [1, 2], "max_tokens": 6}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 6}

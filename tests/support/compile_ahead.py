@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for a GPU that is not there: `python tests/kernels/compile_ahead.py 90` for sm_90.
+"""Compiles every Triton kernel for a GPU that is not there: `python -m tests.support.compile_ahead 90` for sm_90.
 
 The operations are called as the engine calls them, on meta tensors, and each launch ends at its compilation. So what is
 compiled is what would run. It prints one line for each binary, and exits with 1 if a kernel fails or is never launched.
@@ -11,9 +11,6 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton

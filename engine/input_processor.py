@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs, Tags
@@ -42,7 +43,7 @@ DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
 
 
 @dataclass(frozen=True)
-class Frontend:
+class InputProcessor:
     """The text side of an engine."""
 
     folder: Path
@@ -55,7 +56,7 @@ class Frontend:
     default_pooling: str = "last"
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Frontend:
+    def load(cls, config: EngineConfig) -> InputProcessor:
         """Find the model, download it if need be, and read its small files. Raises `ModelError`, `TokenizerError`."""
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder)
@@ -89,12 +90,18 @@ class Frontend:
             )
         return self.tokenizer.encode(prompt)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
-        """The request's parameters as the engine takes them: texts that are meant for the sampler are token ids.
+    def check(self, request: EngineRequest) -> EngineRequest:
+        """The request as the engine takes it: texts that are meant for the sampler become token ids.
 
-        `ValueError` when the engine could not run this request; says what would be right. A grammar that is not compiled
-        yet may take a second.
+        `ValueError` when the engine could not run it; says what would be right. A grammar that is not compiled yet may
+        take a second.
         """
+        if request.pooling is not None:
+            self._check_pooling(request.prompt_token_ids, request.pooling)
+            return request
+        return replace(request, sampling=self._check_sampling(request.prompt_token_ids, request.sampling))
+
+    def _check_sampling(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
         if not self.spec.has_head:
             raise ValueError(f"the model {self.model_name} is published for embeddings: it generates nothing")
         vocab_size = self.spec.vocab_size
@@ -114,8 +121,7 @@ class Frontend:
                 raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
         return sampling
 
-    def check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
-        """`ValueError` when the engine could not make this embedding; says what would be right."""
+    def _check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
         self._check_prompt(prompt_token_ids, 0)
         hidden_size = self.spec.hidden_size
         if (pooling.dimensions or 0) > hidden_size:

@@ -14,11 +14,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
+from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
-from engine.frontend import Frontend, vocabulary_of
-from engine.outputs import OutputStream, RequestUpdate
+from engine.input_processor import InputProcessor, vocabulary_of
+from engine.output_collector import OutputCollector, RequestUpdate
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 
@@ -83,53 +84,35 @@ class FakeEngine:
         return len(self.active)
 
     @property
-    def _frontend(self) -> Frontend:
+    def _input_processor(self) -> InputProcessor:
         size = self.tokenizer.vocab_size if self.tokenizer is not None else 259
         spec: Any = SimpleNamespace(vocab_size=size, eos_token_ids=(257,), hidden_size=HIDDEN_SIZE, has_head=True)
-        return Frontend(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
+        return InputProcessor(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
 
     async def prepare(self, sampling: SamplingParams) -> SamplingParams:
         """The grammar is checked, and heeded by `GrammarEngine` alone."""
-        return await asyncio.to_thread(self._frontend.with_grammar, sampling)
+        return await asyncio.to_thread(self._input_processor.with_grammar, sampling)
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestUpdate, None]:
-        self._frontend.check(prompt_token_ids, sampling)
-        self.salts.append(cache_salt)
-        self.priorities.append(priority)
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
+        request_id, prompt = request.request_id, request.prompt_token_ids
+        self._input_processor.check(request)
+        self.salts.append(request.cache_salt)
+        if request.pooling is not None:
+            self.embedded.append((prompt, request.pooling, request.priority))
+        else:
+            self.priorities.append(request.priority)
         if self.dead:
             raise EngineDeadError(self.death)
-        return self._generate(request_id, prompt_token_ids, sampling)
-
-    def embed(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        pooling: PoolingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestUpdate, None]:
-        self._frontend.check_pooling(prompt_token_ids, pooling)
-        self.salts.append(cache_salt)
-        self.embedded.append((prompt_token_ids, pooling, priority))
-        if self.dead:
-            raise EngineDeadError(self.death)
-        return self._embed(request_id, prompt_token_ids, pooling)
+        if request.pooling is not None:
+            return self._embed(request_id, prompt, request.pooling)
+        return self._generate(request_id, prompt, request.sampling)
 
     async def _embed(
         self, request_id: str, prompt: list[int], pooling: PoolingParams
     ) -> AsyncGenerator[RequestUpdate, None]:
         assert request_id not in self.active
         self.active[request_id] = []
-        stream = OutputStream(prompt, UNSAMPLED, self.tokenizer)
+        stream = OutputCollector(prompt, UNSAMPLED, self.tokenizer)
         now = time.monotonic()
         try:
             while self.holds and request_id not in self.aborted:
@@ -166,7 +149,7 @@ class FakeEngine:
         assert request_id not in self.active
         self.requests.append((request_id, prompt, sampling))
         generated = self.active[request_id] = []
-        stream = OutputStream(prompt, sampling, self.tokenizer)
+        stream = OutputCollector(prompt, sampling, self.tokenizer)
         tokens = self.tokens(sampling)
         now = time.monotonic()
         try:

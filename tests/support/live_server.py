@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import uvicorn
-from fake_engine import FakeEngine
 
 from server.app import create_app
 from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
 
 
 @dataclass

@@ -112,7 +112,7 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(slots=True, eq=False)
-class OutputStream:
+class OutputCollector:
     """Collects what the engine says of one request until somebody takes it: cheap to feed, text is made when taken.
 
     A taker that comes late finds all news in one update, so a slow client costs no more memory than its tokens.
@@ -123,8 +123,8 @@ class OutputStream:
     tokenizer: Tokenizer | None
     metrics: RequestMetrics = field(init=False)
     finished: bool = field(init=False, default=False)  # the engine has said its last word
-    _news: EngineOutput | None = field(init=False, default=None)
-    _tokens: list[int] = field(init=False, default_factory=list)  # all that is new, while there is no `_news`
+    _pending: EngineOutput | None = field(init=False, default=None)
+    _tokens: list[int] = field(init=False, default_factory=list)  # all that is new, while there is no `_pending`
     _num_cached_tokens: int = field(init=False, default=0)
     _detokenizer: Detokenizer | None = field(init=False, default=None)
 
@@ -141,8 +141,8 @@ class OutputStream:
             )
 
     @property
-    def has_news(self) -> bool:
-        return self._news is not None or bool(self._tokens)
+    def has_output(self) -> bool:
+        return self._pending is not None or bool(self._tokens)
 
     def add(self, output: EngineOutput, now: float) -> None:
         """Take in what a step gave; `output` is the stream's own from now on."""
@@ -151,16 +151,16 @@ class OutputStream:
             metrics.first_token_ts = metrics.first_token_ts or now
             metrics.last_token_ts = now
             metrics.num_generation_tokens += len(output.new_token_ids)
-        news = self._news
-        if news is None:
+        pending = self._pending
+        if pending is None:
             if self._tokens:
                 output.new_token_ids, self._tokens = self._tokens + output.new_token_ids, []
-            self._news = output
+            self._pending = output
         else:
-            news.new_token_ids += output.new_token_ids
-            news.finish_reason, news.stop_reason = output.finish_reason, output.stop_reason
+            pending.new_token_ids += output.new_token_ids
+            pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
             if output.logprobs is not None:
-                news.logprobs = (news.logprobs or []) + output.logprobs
+                pending.logprobs = (pending.logprobs or []) + output.logprobs
         if output.finish_reason is not None:
             self.finished = True
         if output.queued_time:
@@ -173,7 +173,7 @@ class OutputStream:
         metrics = self.metrics
         metrics.last_token_ts = now
         metrics.num_generation_tokens += 1
-        (self._tokens if self._news is None else self._news.new_token_ids).append(token_id)
+        (self._tokens if self._pending is None else self._pending.new_token_ids).append(token_id)
 
     def take(self) -> RequestUpdate:
         """All news since the last time; to be called when there is some.
@@ -181,15 +181,15 @@ class OutputStream:
         A stop string in it ends the request: `finish_reason` is then "stop" though the engine may not know yet.
         """
         detokenizer = self._detokenizer
-        if self._news is None and detokenizer is not None and not detokenizer.looks_for_stops:  # as nearly always
+        if self._pending is None and detokenizer is not None and not detokenizer.looks_for_stops:  # as nearly always
             token_ids, self._tokens = self._tokens, []
             text = detokenizer.push(token_ids)
             return RequestUpdate(text, token_ids, None, None, None, self._num_cached_tokens, self.metrics)
-        news = self._news or EngineOutput("", self._tokens)
-        self._news, self._tokens = None, []
-        token_ids, logprobs = news.new_token_ids, news.logprobs
-        finish_reason: str | None = news.finish_reason
-        stop_reason: int | str | None = news.stop_reason
+        pending = self._pending or EngineOutput("", self._tokens)
+        self._pending, self._tokens = None, []
+        token_ids, logprobs = pending.new_token_ids, pending.logprobs
+        finish_reason: str | None = pending.finish_reason
+        stop_reason: int | str | None = pending.stop_reason
         text = ""
         if detokenizer is not None:
             hidden = int(finish_reason == "stop" and not self.sampling.include_stop_str_in_output)  # the stop token
@@ -201,7 +201,7 @@ class OutputStream:
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
         return RequestUpdate(
             text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics,
-            news.prompt_logprobs, news.embedding,
+            pending.prompt_logprobs, pending.embedding,
         )  # fmt: skip
 
 

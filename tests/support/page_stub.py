@@ -1,6 +1,6 @@
 """A stand-in for the server behind the chat page: knows the API's shapes and canned answers, and no model.
 
-Run it by hand to work on the page: python tests/server/page_stub.py --port 8001
+Run it by hand to work on the page: python -m tests.support.page_stub --port 8001
 """
 
 import argparse

@@ -1,0 +1,22 @@
+"""What the front end asks the engine for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
+from engine.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One answer to one prompt, or one embedding. Built once by the front end, then carried unchanged through messages,
+    the engine, the scheduler and the runner.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = UNSAMPLED
+    pooling: PoolingParams | None = None  # set: the request wants its prompt's embedding; `sampling` is UNSAMPLED
+    cache_salt: str = ""  # requests share cached blocks only with requests of the same salt
+    priority: int = 0  # lower values are scheduled first
