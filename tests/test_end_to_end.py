@@ -137,7 +137,7 @@ def test_greedy_text_among_others(story, story_model, prefix_caching, max_num_ba
     order = list(requests)
     rng.shuffle(order)
     for request_id in order:
-        engine.add_request(request_id, *requests[request_id])
+        engine.add_request(EngineRequest(request_id, *requests[request_id]))
     tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
     while engine.has_work():
         for output in engine.step():
