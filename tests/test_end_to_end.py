@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.core.engine_request import EngineRequest
 from tests.support.served import blocks_in_use, serve
 
 NUM_CLIENTS = 200
