@@ -1,10 +1,10 @@
 """The contract between policy and mechanism: what one step is asked to do, and what it gave. Plain data, no torch.
 
-Roads that cross here: `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.launch()`, and
+Call order: `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.launch()`, then
 `handle.read() -> (SchedulerOutput, StepResult) -> Scheduler.update() -> StepOutputs`.
 
-What is said of every request in every step lies in columns, and columns that do not change stay the same objects: a step
-of a thousand requests that each go one token further makes no thousand objects.
+Per-request data is stored as parallel lists, and an unchanged list is reused: a decode step of a thousand requests does not
+make a thousand objects.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledBatch:
-    """Who computes how many tokens in a step: the next `num_tokens[i]` of request `request_ids[i]`. Nobody changes them.
+    """Which requests compute how many tokens in a step: the next `num_tokens[i]` of request `request_ids[i]`. Immutable.
 
-    A request's tokens are computed in order, from `num_computed_tokens` of its admission on. ScheduledBatch of one token come
-    first (decodes), then the longer ones (prefill chunks). While the same requests compute as many tokens each, step after
-    step has the same object: what is made of it once may be kept.
+    A request's tokens are computed in order, from `num_computed_tokens` of its `NewRequest` on. Requests that compute one
+    token come first (decodes), then those that compute more (prefill chunks). While the same requests compute the same
+    number of tokens, successive steps have the same object, so that what is derived from it can be kept.
     """
 
     request_ids: list[str]
     num_tokens: list[int]
     total_num_tokens: int
     num_decodes: int  # how many of them are of one token
-    partial: list[int]  # the shares that end before their request's last token; all others yield its next one
+    partial: list[int]  # indices of chunks that end before their request's last token; all others sample its next one
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -60,12 +60,10 @@ class SchedulerOutput:
     step: int
     new_requests: list[NewRequest]
     batch: ScheduledBatch
-    new_block_ids: dict[
-        str, list[int]
-    ]  # request → appended to its block table before this step; none of `new_requests`
-    removed: list[
-        str
-    ]  # finished, aborted or preempted since the last output: their rows are free before `new_requests`
+    # Request → block ids appended to its block table before this step; none of `new_requests`.
+    new_block_ids: dict[str, list[int]]
+    # Finished, aborted or preempted since the last output: their rows are freed before `new_requests` get theirs.
+    removed: list[str]
 
     def __bool__(self) -> bool:
         return bool(self.batch.request_ids)
@@ -91,18 +89,22 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: `token_ids[i]` is the token sampled for share i; of a partial one it says nothing."""
+    """What a step gave, in columns over its batch.
+
+    Request i got `num_sampled[i]` tokens, the next ones of the flat `token_ids`: none when its chunk ended before its last
+    token, when its sampling was deferred or when it is pooled; one as a rule; more when drafts were accepted.
+    """
 
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # share → logprobs
-    prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # share → of the tokens after its own
-    embeddings: dict[int, bytes] = field(default_factory=dict)  # share → float32 values
-    deferred: frozenset[int] = frozenset()  # shares that were not sampled, though their request's tokens were computed
+    num_sampled: list[int]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each of its tokens
+    prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # index → of the tokens after its own
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """News of one request after a step: engine process → front end."""
+    """What one request got in a step: engine process → front end."""
 
     request_id: str
     new_token_ids: list[int]
@@ -114,17 +116,17 @@ class EngineOutput:
     queued_time: float = 0.0  # monotonic seconds: arrived in the engine, first scheduled
     scheduled_time: float = 0.0
     prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # with the first token, when asked: of the prompt from its second
+        None  # with the first token, when asked: of the prompt's second token on
     )
-    embedding: bytes | None = None  # float32 values; all that a request for it is told
+    embedding: bytes | None = None  # float32 values, the only output of a pooling request
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step gave to all requests. Most have one more token and nothing else to say: request `request_ids[i]` got
+    """What a step gave to all requests. Most got one more token and nothing else: request `request_ids[i]` got
     `token_ids[i]`. The others, among them all that begin or end, are in `outputs`.
 
-    Nobody changes the columns: `request_ids` may be those of the step before. Iterating gives an `EngineOutput` for each
+    The columns are immutable: `request_ids` may be those of the step before. Iterating gives an `EngineOutput` for each
     request, where speed does not matter.
     """
 

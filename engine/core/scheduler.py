@@ -176,70 +176,86 @@ class Scheduler:
         return SchedulerOutput(self._step, admitted, shares, plan.new_block_ids, removed)
 
     def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
-        """Learn what the oldest step in flight gave: what is to be said of its requests that are still wanted."""
+        """Learn what the oldest step in flight gave. Returns the outputs of its unfinished requests."""
         step, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
         request_ids, token_ids = output.batch.request_ids, result.token_ids
-        news: list[EngineOutput] = []
+        outputs: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():
             requests[index].score(scores)
-        apart: list[int] = []  # those of which nothing is to be said, or more than the token
-        for index, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            known = request.token_ids
-            if len(known) < request.steady_until and token_id not in request.stop_ids:
-                known.append(token_id)
-            elif request.finish_reason or index in output.batch.partial or index in result.deferred or request.pooling:
-                apart.append(index)
-            elif self._learn(request, token_id):
-                apart.append(index)
-                news.append(self._news(request, token_id, result.logprobs.get(index)))
+        apart: list[tuple[int, int, int]] = []  # outside the columns: index, position of its tokens, their number
+        position = 0
+        for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
+            if count == 1:
+                token_id, known = token_ids[position], request.token_ids
+                if len(known) < request.steady_until and token_id not in request.stop_ids:
+                    known.append(token_id)
+                    position += 1
+                    continue
+            if count and request.finish_reason is None:
+                found = self._learn(request, token_ids[position : position + count], result.logprobs.get(index))
+                if found is None:
+                    position += count
+                    continue
+                outputs.append(found)
+            apart.append((index, position, count))
+            position += count
         if apart:
             request_ids, token_ids = request_ids.copy(), token_ids.copy()
-            for index in reversed(apart):
-                del request_ids[index], token_ids[index]
-        self._generation_tokens += len(request_ids) + len(news)
+            for index, position, count in reversed(apart):
+                del request_ids[index], token_ids[position : position + count]
+        self._generation_tokens += len(request_ids) + sum(len(each.new_token_ids) for each in outputs)
         if result.embeddings:
-            news += self._finish_pooled(requests, result.embeddings)
-        return StepOutputs(request_ids, token_ids, news)
+            outputs += self._finish_pooled(requests, result.embeddings)
+        return StepOutputs(request_ids, token_ids, outputs)
 
-    def defer(self, shares: Iterable[int]) -> None:
-        """These shares of the last launched step, the only one in flight, will not be sampled: it is too early for them.
+    def defer(self, indices: Iterable[int]) -> None:
+        """The last launched step, the only one in flight, samples nothing for these indices: their masks are not ready.
 
         Their requests compute their newest token again in the next step.
         """
         ((_, requests),) = self._in_flight
-        for index in shares:
-            request = requests[index]
-            if request.finish_reason is None:
-                assert request.num_computed_tokens == request.num_tokens - 1
-                request.num_tokens -= 1
-                request.steady_until = 0
+        for index in indices:
+            if requests[index].finish_reason is None:
+                self._retract(requests[index], 1)
 
-    def _learn(self, request: Request, token_id: int) -> bool:
-        """Append a token, with all that follows. Whether more than the token is to be said of it."""
-        request.append(token_id)
-        if len(request.token_ids) >= request.next_commit:
+    def _retract(self, request: Request, num_tokens: int) -> None:
+        """Its newest `num_tokens` tokens in flight will not come: undo what `_grant` assumed."""
+        request.num_tokens -= num_tokens
+        assert request.num_tokens >= len(request.token_ids), "a known token was retracted"
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        request.steady_until = 0
+
+    def _learn(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineOutput | None:
+        """Append its new tokens, up to its last one, with all that follows. None: one token, and nothing else to report."""
+        num_known = len(request.token_ids)
+        for token_id in token_ids:
+            request.append(token_id)
+            if request.finish_reason is not None:
+                break
+        num_tokens = len(request.token_ids)
+        if num_tokens >= request.next_commit:
             self.blocks.commit(request)
+        is_first = num_known == request.num_prompt_tokens
         if request.finish_reason is not None:
             self._forget(request)
-            return True
-        if request.needs_full_output:
-            return True
-        request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
-        return len(request.token_ids) == request.num_prompt_tokens + 1
-
-    def _news(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
+        elif not request.needs_full_output:
+            request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
+            if not is_first and num_tokens == num_known + 1:
+                return None
         return EngineOutput(
             request.request_id,
-            [token_id],
+            request.token_ids[num_known:],
             request.finish_reason,
             request.stop_reason,
-            None if logprobs is None else [logprobs],
+            None if logprobs is None else logprobs[: num_tokens - num_known],
             request.num_cached_tokens,
             request.num_preemptions,
             request.queued_time,
             request.scheduled_time,
-            request.prompt_logprobs if len(request.token_ids) == request.num_prompt_tokens + 1 else None,
+            request.prompt_logprobs if is_first else None,
         )
 
     def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:

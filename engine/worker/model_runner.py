@@ -66,6 +66,7 @@ class StepHandle:
     output: SchedulerOutput
     prompt_logprobs: PromptLogprobs | None = None
     embeddings: Embeddings | None = None
+    pooled: list[int] = field(default_factory=list)  # indices of pooling requests: nothing is sampled for them
     guided: list[str] = field(default_factory=list)  # requests that are not sampled yet: a grammar has its say
     masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(guided), words], to fill
     sample_guided: Callable[[Sequence[int]], None] | None = None
@@ -89,10 +90,14 @@ class StepHandle:
         if self.done is not None:
             self.done.synchronize()
         assert self.tokens is not None, "guided requests are sampled first"
-        logprobs = self.logprobs.read() if self.logprobs else {}
+        token_ids, num_sampled = self.tokens.tolist(), [1] * len(self.output.batch)
+        for index in sorted({*self.output.batch.partial, *self.pooled, *self.deferred}, reverse=True):
+            num_sampled[index] = 0
+            del token_ids[index]
+        logprobs = {index: [found] for index, found in self.logprobs.read().items()} if self.logprobs else {}
         prompt_logprobs = self.prompt_logprobs.read() if self.prompt_logprobs else {}
         embeddings = self.embeddings.read() if self.embeddings else {}
-        return self.output, StepResult(self.tokens.tolist(), logprobs, prompt_logprobs, embeddings, self.deferred)
+        return self.output, StepResult(token_ids, num_sampled, logprobs, prompt_logprobs, embeddings)
 
 
 class ModelRunner:
@@ -192,7 +197,7 @@ class ModelRunner:
         if self._graphs is not None and not scored and not pooled and shares.num_decodes == len(shares):
             size = self._graphs.padded_size(len(shares))
         packed = self._batch.pack(output, size)
-        handle = StepHandle(output)
+        handle = StepHandle(output, pooled=pooled)
         if self._graphs is not None and size and self._graphs.fits(packed.packed):
             logits, tokens = self._graphs.run(size, packed.packed)
             handle.device_waited = self._last_guided is not None and self._last_guided.query()

@@ -44,7 +44,10 @@ def shares(output: SchedulerOutput) -> dict[str, int]:
 
 def give(scheduler: Scheduler, output: SchedulerOutput, token: int = OTHER, **tokens: int) -> list[EngineOutput]:
     """Read a step back: `token` for every share, or the one named by its request's id. What is said, by request id."""
-    outputs = scheduler.update(output, StepResult([tokens.get(i, token) for i in output.batch.request_ids]))
+    batch = output.batch
+    sampled = [request_id for index, request_id in enumerate(batch.request_ids) if index not in batch.partial]
+    counts = [index not in batch.partial for index in range(len(batch))]
+    outputs = scheduler.update(output, StepResult([tokens.get(i, token) for i in sampled], list(map(int, counts))))
     scheduler.check()
     return sorted(outputs, key=lambda news: news.request_id)
 
@@ -124,7 +127,7 @@ def test_steps_are_read_in_order() -> None:
     with pytest.raises(AssertionError, match="at most one"):
         s.schedule()
     with pytest.raises(AssertionError, match="in the order"):
-        s.update(second, StepResult([OTHER]))
+        s.update(second, StepResult([OTHER], [1]))
     assert first.step < second.step
 
 
@@ -491,7 +494,9 @@ def test_logprobs_reach_their_request() -> None:
     output = s.schedule()
     entry = TokenLogprobs(-0.5, 1, [OTHER], [-0.5])
     index = output.batch.request_ids.index("b")
-    outputs = s.update(output, StepResult([OTHER, OTHER, OTHER], {index: entry}))
+    outputs = s.update(
+        output, StepResult([OTHER, OTHER], [0 if i in output.batch.partial else 1 for i in range(3)], {index: [entry]})
+    )
     assert {n.request_id: n.logprobs for n in outputs.outputs} == {"a": None, "b": [entry]}
 
 

@@ -58,11 +58,13 @@ class FakeRunner:
         shares = output.batch
         assert shares.total_num_tokens <= self.options.max_num_batched_tokens
         self.max_scheduled = max(self.max_scheduled, len(shares))
-        tokens = []
-        for request_id, num_tokens in zip(shares.request_ids, shares.num_tokens, strict=True):
+        tokens, num_sampled = [], []
+        for index, (request_id, num_tokens) in enumerate(zip(shares.request_ids, shares.num_tokens, strict=True)):
             self.num_computed[request_id] += num_tokens
-            tokens.append(next_token(self.prompts[request_id], self.num_computed[request_id]))
-        return FakeHandle(output, StepResult(tokens))
+            num_sampled.append(int(index not in shares.partial))
+            if num_sampled[-1]:
+                tokens.append(next_token(self.prompts[request_id], self.num_computed[request_id]))
+        return FakeHandle(output, StepResult(tokens, num_sampled))
 
     def close(self) -> None:
         self.closed = True

@@ -118,7 +118,15 @@ class ToyRunner:
             row.token_ids.pop()
             row.states.pop()
             row.num_computed -= 1
-        return Launched(launched.output, replace(launched.result, deferred=frozenset(shares)))
+        result = launched.result
+        token_ids, num_sampled = result.token_ids.copy(), result.num_sampled.copy()
+        for index in sorted(shares, reverse=True):
+            del token_ids[sum(num_sampled[:index])]
+            num_sampled[index] = 0
+        logprobs = {index: found for index, found in result.logprobs.items() if num_sampled[index]}
+        return Launched(
+            launched.output, replace(result, token_ids=token_ids, num_sampled=num_sampled, logprobs=logprobs)
+        )
 
     def _check(self, output: SchedulerOutput) -> None:
         assert output.step > self.step, "steps are numbered in order"
@@ -196,20 +204,19 @@ class ToyRunner:
             )
 
     def _sample(self, output: SchedulerOutput) -> StepResult:
-        token_ids, logprobs, embeddings = [], {}, {}
+        token_ids, num_sampled, logprobs, embeddings = [], [], {}, {}
         for index, (row, _) in enumerate(self._shares(output)):
+            num_sampled.append(int(row.pooling is None and index not in output.batch.partial))
             if index in output.batch.partial:
-                token_ids.append(POISON)
                 continue
             if row.pooling is not None:
                 value = row.states[-1] if row.pooling.pooling == "last" else row.pooled
                 embeddings[index] = repr(value).encode()
-                token_ids.append(POISON)
                 continue
             token_id = next_token(row.states[-1], self.vocab_size)
             row.token_ids.append(token_id)
             states_of(row.token_ids, row.seed, row.states)
             token_ids.append(token_id)
             if row.sampling.logprobs is not None:
-                logprobs[index] = TokenLogprobs(-float(token_id), 1, [], [])
-        return StepResult(token_ids, logprobs, embeddings=embeddings)
+                logprobs[index] = [TokenLogprobs(-float(token_id), 1, [], [])]
+        return StepResult(token_ids, num_sampled, logprobs, embeddings=embeddings)

@@ -56,18 +56,19 @@ class Device:
             self.plain[a.request_id] = Plain(list(a.token_ids), list(a.block_ids), a.num_computed_tokens)
         for request_id, block_ids in output.new_block_ids.items():
             self.plain[request_id].block_ids += block_ids
-        tokens, at = [], 0
+        tokens, counts, at = [], [], 0
         for i, (request_id, num_tokens) in enumerate(zip(shares.request_ids, shares.num_tokens, strict=True)):
             self.check(i, self.plain[request_id], at, num_tokens)
             at += num_tokens
-            tokens.append(self.rng.randrange(1000))
+            counts.append(int(i not in shares.partial))
             if i not in shares.partial:
+                tokens.append(self.rng.randrange(1000))
                 self.plain[request_id].token_ids.append(tokens[-1])
                 self.batch.state.last_token[self.batch.rows[request_id].index] = tokens[-1]
         assert (packed.num_seqs, packed.num_tokens) == (len(shares) + padding, at + padding)
         assert self.step.slot_mapping[at : at + padding].tolist() == [-1] * padding
         assert self.step.rows[len(shares) : packed.num_seqs].tolist() == [ROWS] * padding
-        return StepResult(tokens)
+        return StepResult(tokens, counts)
 
     def check(self, i: int, plain: Plain, at: int, num_tokens: int) -> None:
         step, own = self.step, slice(at, at + num_tokens)
