@@ -23,7 +23,7 @@ class NewRequest:
     seed: int  # 64-bit, always set: the request's own, or drawn by the engine
     token_ids: list[int]  # prompt, and what was generated before a preemption
     num_computed_tokens: int  # prefix-cache hits: their KV is already in the first blocks
-    block_ids: list[int]  # every block it holds now, in order
+    block_ids: list[list[int]]  # its block table in each cache group
 
     @property
     def request_id(self) -> str:
@@ -60,8 +60,8 @@ class SchedulerOutput:
     step: int
     new_requests: list[NewRequest]
     batch: ScheduledBatch
-    # Request → block ids appended to its block table before this step; none of `new_requests`.
-    new_block_ids: dict[str, list[int]]
+    # Request → block ids appended to its block table in each cache group before this step; none of `new_requests`.
+    new_block_ids: dict[str, list[list[int]]]
     # Finished, aborted or preempted since the last output: their rows are freed before `new_requests` get theirs.
     removed: list[str]
 

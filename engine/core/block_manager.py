@@ -1,29 +1,32 @@
-"""Who owns which physical KV block, and what cached blocks hold. Knows no queue, no step, no memory: blocks are ids.
-
-A block's life: free and empty → held (by one request, which fills it) → published (full, its content findable by hash;
-held by any number of requests) → free but still published, until its turn to be evicted comes → held again.
-"""
+"""Which KV blocks a request holds in each cache group, and which of them it finds already computed."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from struct import Struct
 
+from engine.core.block_pool import BlockPool
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.request import Request
 
-NO_BLOCKS: list[int] = []  # shared by all who got none; nobody changes it
+UNHELD = 0  # in a block table, where the request holds no block: no query reads or writes that entry
 
 
 class BlockManager:
-    """Physical blocks `0 .. num_blocks-1` of `block_size` token slots each.
+    """Block tables of `block_size` tokens a block, one for each cache group, over one pool of `num_blocks` blocks.
 
-    Prefix cache. A full block is named by `sha256(name of the block before it, its token ids)`, the chain starting at
-    `sha256(salt)`; so a name stands for a whole prefix, equal prefixes have equal names whoever computed them, and a
-    chain survives the eviction and recomputation of a block in its middle. A 256-bit cryptographic hash makes a hit
-    proof of equal content: nobody can construct two prefixes with one name, which Python's `hash()` of token tuples
+    Entry i of a table is the block of tokens `i * block_size ..`. A group with a window gives blocks back once no query
+    to come reads them; their entries stay in the table, below `Request.num_passed`. All blocks have the same size in
+    bytes, so whatever one group gives back any other can take: the pool needs no division between groups.
+
+    Prefix cache. A full block is named by its group and `sha256(hash of the block before it, its token ids)`, the chain
+    starting at `sha256(salt)`; so a name stands for a whole prefix, equal prefixes have equal names whoever computed
+    them, and a chain survives the eviction and recomputation of a block in its middle. A 256-bit cryptographic hash makes
+    a hit proof of equal content: nobody can construct two prefixes with one name, which Python's `hash()` of token tuples
     would allow, and a name costs 32 bytes where the tokens to compare would cost a kilobyte.
 
     Two requests that compute the same content at once both keep their own block; the first one is published, the
@@ -31,105 +34,154 @@ class BlockManager:
 
     Writes need no locks and no waiting. Steps run on the device in launch order, and a step stores the KV of all its
     tokens before any of them attends (layer by layer); so
-    - a block released while a launched step still writes to it may be handed out at once: its new owner's writes are
+    - a block released while a launched step still reads or writes it may be handed out at once: its new owner's writes are
       launched later,
     - a block may be published, and hit by another request, in the very step that fills it.
     A stale write never meets foreign content: a request writes only to blocks that it alone holds and that are not
     published, and a block it loses can be written by another, or published again, only by a later step.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        assert num_blocks >= 1
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: Sequence[CacheGroup] = (FULL,),
+        max_chunk: int = sys.maxsize,
+    ) -> None:
+        """`max_chunk`: the most tokens of one request that a step computes."""
         assert block_size >= 1
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        assert groups
+        self.pool = BlockPool(num_blocks)
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first: next to be handed out
-        self._num_holders = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks  # of published blocks
-        self._published: dict[bytes, int] = {}
+        self.groups, self.max_chunk = tuple(groups), max_chunk
+        self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
         self._pack = Struct(f"<{block_size}q").pack
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds: empty or evictable."""
-        return len(self._free)
+        return self.pool.num_free
 
-    def match_prefix(self, request: Request) -> list[int]:
-        """The published blocks that hold the longest prefix of its tokens, the last token excepted: one is computed."""
-        block_ids: list[int] = []
-        if self.enable_prefix_caching:
-            for index in range((len(request.token_ids) - 1) // self.block_size):
-                block_id = self._published.get(self._hash(request, index))
-                if block_id is None:
-                    break
-                block_ids.append(block_id)
-        return block_ids
+    def most_held(self, num_tokens: int) -> int:
+        """The most blocks that a request of so many tokens holds at a time."""
+        size, total = self.block_size, 0
+        for group in self.groups:
+            in_all = -(-num_tokens // size)
+            # The window of a step's first query, one token earlier after a retraction, and the step's chunk.
+            passing = (group.window + self.max_chunk) // size + 2 if group.window else in_all
+            total += min(in_all, passing)
+        return total
+
+    def longest(self, max_tokens: int) -> int:
+        """The most tokens, up to `max_tokens`, that a request that is alone can have computed."""
+        return bisect_right(range(max_tokens + 1), self.num_blocks, key=self.most_held) - 1
+
+    def match_prefix(self, request: Request) -> list[list[int]]:
+        """For each group, the first entries of a block table: the longest prefix that is cached.
+
+        The last token is excepted: one is computed. A group with a window needs only what the next query reads of it.
+        """
+        tables: list[list[int]] = [[] for _ in self.groups]
+        if not self.enable_prefix_caching:
+            return tables
+        size, num_blocks = self.block_size, 0
+        runs = [0] * len(self.groups)  # published blocks in succession, up to the one at hand
+        for index in range((len(request.token_ids) - 1) // size):
+            found = [self.pool.find((g, self._hash(request, index))) for g in range(len(self.groups))]
+            if any(block_id is None and not group.window for block_id, group in zip(found, self.groups, strict=True)):
+                break
+            end = (index + 1) * size
+            for g, block_id in enumerate(found):
+                tables[g].append(UNHELD if block_id is None else block_id)
+                runs[g] = 0 if block_id is None else runs[g] + 1
+            if all(run > index - group.first_needed(end) // size for run, group in zip(runs, self.groups, strict=True)):
+                num_blocks = index + 1
+        for table, group in zip(tables, self.groups, strict=True):
+            del table[num_blocks:]
+            num_passed = group.first_needed(num_blocks * size) // size
+            table[:num_passed] = [UNHELD] * num_passed
+        return tables
 
     def grow(
-        self, request: Request, num_tokens: int, cached_ids: Sequence[int] = (), num_spare: int = 0
-    ) -> list[int] | None:
-        """Append blocks to its table until `num_tokens` tokens fit: `cached_ids` (of `match_prefix`), then new ones.
+        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
+    ) -> list[list[int]] | None:
+        """Append blocks to its tables until `num_tokens` tokens fit: `cached` (of `match_prefix`), then new ones.
 
-        Returns the new ones. All or nothing: None, and no change, unless `num_spare` blocks are still free afterwards.
+        A group with a window gives back what no query to come reads, and gets blocks for no more than a step computes.
+        Returns the new blocks of each group. All or nothing: None unless `num_spare` blocks are still free afterwards.
         """
-        num_new = -(-num_tokens // self.block_size) - len(request.block_ids) - len(cached_ids)
-        revived = [block_id for block_id in cached_ids if not self._num_holders[block_id]] if cached_ids else ()
-        if num_new + num_spare > len(self._free) - len(revived):
+        size, pool = self.block_size, self.pool
+        num_cached = len(cached[0]) if cached else 0
+        computed = max(num_cached * size, request.num_computed_tokens)
+        tables, num_passed = request.block_tables, request.num_passed
+        if not tables:
+            tables = [[] for _ in self.groups]
+            num_passed = [group.first_needed(computed) // size for group in self.groups]
+        elif self._windowed:
+            self._give_back_passed(request)
+        held = (
+            [block_id for ids, first in zip(cached, num_passed, strict=True) for block_id in ids[first:]]
+            if cached
+            else []
+        )
+        counts = []
+        for group, table in zip(self.groups, tables, strict=True):
+            end = min(num_tokens, computed + self.max_chunk) if group.window else num_tokens
+            counts.append(max(-(-end // size) - len(table) - num_cached, 0))
+        if sum(counts) + num_spare > pool.num_free - pool.num_unheld(held):
             return None
-        for block_id in revived:
-            del self._free[block_id]
-        for block_id in cached_ids:
-            self._num_holders[block_id] += 1
-        new_ids = [self._take() for _ in range(num_new)] if num_new > 0 else NO_BLOCKS
-        if not request.block_ids and self.enable_prefix_caching:
-            request.next_commit = (len(cached_ids) + 1) * self.block_size
-        request.block_ids += cached_ids
-        request.block_ids += new_ids
-        request.num_slots = len(request.block_ids) * self.block_size
+        for block_id in held:
+            pool.hold(block_id)
+        new_ids = [[pool.take() for _ in range(count)] for count in counts]
+        if not request.block_tables and self.enable_prefix_caching:
+            request.next_commit = (num_cached + 1) * size
+        for g, table in enumerate(tables):
+            table += cached[g] if num_cached else ()
+            table += new_ids[g]
+        request.block_tables, request.num_passed = tables, num_passed
+        request.num_slots = min(map(len, tables)) * size
         return new_ids
+
+    def _give_back_passed(self, request: Request) -> None:
+        """Release the blocks that lie before the window of every query to come.
+
+        A retraction takes the next query back to the newest token that the CPU knows, and no further.
+        """
+        position = min(request.num_computed_tokens, len(request.token_ids) - 1)
+        for g, group in self._windowed:
+            first = min(group.first_needed(position) // self.block_size, len(request.block_tables[g]))
+            for block_id in request.block_tables[g][request.num_passed[g] : first]:
+                self.pool.release(block_id)
+            request.num_passed[g] = max(request.num_passed[g], first)
 
     def commit(self, request: Request) -> None:
         """Publish its blocks that are full of tokens which are both known and computed."""
         ready, size = min(len(request.token_ids), request.num_computed_tokens), self.block_size
         for end in range(request.next_commit, ready + 1, size):
             index = end // size - 1
-            block_hash, block_id = self._hash(request, index), request.block_ids[index]
-            if self._published.setdefault(block_hash, block_id) == block_id:
-                self._hashes[block_id] = block_hash
+            block_hash = self._hash(request, index)
+            for g, table in enumerate(request.block_tables):
+                if index >= request.num_passed[g]:
+                    self.pool.publish((g, block_hash), table[index])
             request.next_commit = end + size
 
     def release(self, request: Request) -> None:
         """Take its blocks back, the last one first: the head of a prefix, shared most, is evicted last."""
-        for block_id in reversed(request.block_ids):
-            self._num_holders[block_id] -= 1
-            if not self._num_holders[block_id]:
-                self._free[block_id] = None
-                if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
-        request.block_ids = []
+        for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
+            for block_id in reversed(table[num_passed:]):
+                self.pool.release(block_id)
+        request.block_tables, request.num_passed = [], []
         request.num_slots = 0
         request.next_commit = sys.maxsize
 
     def reset(self) -> bool:
         """Forget all cached content. False, and no change, while a request holds a block."""
-        if len(self._free) < self.num_blocks:
-            return False
-        self._hashes = [None] * self.num_blocks
-        self._published.clear()
-        return True
-
-    def _take(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            del self._published[block_hash]
-            self._hashes[block_id] = None
-        self._num_holders[block_id] = 1
-        return block_id
+        return self.pool.reset()
 
     def _hash(self, request: Request, index: int) -> bytes:
-        """The name of its full block `index`; computed once, even over preemptions."""
+        """Names its first `index + 1` blocks, all full; computed once, even over preemptions."""
         hashes, size = request.block_hashes, self.block_size
         while len(hashes) <= index:
             parent = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
@@ -139,28 +191,36 @@ class BlockManager:
 
     def check(self, holders: Iterable[Request]) -> None:
         """Assert every invariant, given all requests that hold blocks."""
-        assert not NO_BLOCKS
         requests = list(holders)
-        held = Counter(block_id for request in requests for block_id in request.block_ids)
-        assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)], "holders are miscounted"
-        assert set(self._free) == set(range(self.num_blocks)) - set(held), "a block is lost, or both free and held"
-        names = {block_hash: block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert self._published == names, "names and blocks disagree"
-        empty_first = [self._hashes[block_id] is not None for block_id in self._free]
-        assert empty_first == sorted(empty_first), "an empty free block waits behind a cached one"
+        held = Counter(
+            block_id
+            for request in requests
+            for table, num_passed in zip(request.block_tables, request.num_passed, strict=True)
+            for block_id in table[num_passed:]
+        )
+        self.pool.check(held)
         for request in requests:
-            block_ids, num_computed = request.block_ids, request.num_computed_tokens
-            assert len(set(block_ids)) == len(block_ids), "a block twice in one table"
-            assert request.num_slots == len(block_ids) * self.block_size
+            num_computed = request.num_computed_tokens
+            assert request.num_slots == min(map(len, request.block_tables)) * self.block_size
             assert num_computed <= request.num_slots, "computed tokens without a slot"
             num_ready = min(len(request.token_ids), num_computed)
             next_full = num_ready - num_ready % self.block_size + self.block_size
             assert request.next_commit == (next_full if self.enable_prefix_caching else sys.maxsize), "commit is late"
-            for block_id in block_ids[num_computed // self.block_size :]:
+            for g in range(len(self.groups)):
+                self._check_table(request, g, held)
+
+    def _check_table(self, request: Request, g: int, held: Counter[int]) -> None:
+        num_passed, size = request.num_passed[g], self.block_size
+        block_ids = request.block_tables[g][num_passed:]
+        assert len(set(block_ids)) == len(block_ids), "a block twice in one table"
+        needed = self.groups[g].first_needed(min(request.num_computed_tokens, len(request.token_ids) - 1))
+        assert num_passed * size <= needed, "a block that is still read was given back"
+        for index, block_id in enumerate(block_ids, num_passed):
+            name = self.pool.name_of(block_id)
+            if index >= request.num_computed_tokens // size:
                 assert held[block_id] == 1, "a block yet to be written is shared"
-                assert self._hashes[block_id] is None, "a block yet to be written is published"
-            for index, block_id in enumerate(block_ids):
-                if self._hashes[block_id] is None:
-                    assert held[block_id] == 1, "a shared block is not published"
-                else:
-                    assert self._hashes[block_id] == self._hash(request, index), "a published block holds other tokens"
+                assert name is None, "a block yet to be written is published"
+            elif name is None:
+                assert held[block_id] == 1, "a shared block is not published"
+            else:
+                assert name == (g, self._hash(request, index)), "a published block holds other tokens"

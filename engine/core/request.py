@@ -43,7 +43,12 @@ class Request:
         self.finish_reason: str | None = None  # "stop", "length" or "abort"
         self.stop_reason: int | None = None  # the stop token id that ended it, when not an end of text
 
-        self.block_ids: list[int] = []  # block manager: its block table
+        self.block_tables: list[
+            list[int]
+        ] = []  # block manager: one for each cache group, none while it holds no blocks
+        self.num_passed: list[
+            int
+        ] = []  # block manager: the first entries of each table, which it does not hold (any more)
         self.num_slots = 0  # block manager: tokens that fit its blocks
         self.block_hashes: list[bytes] = []  # block manager: of its first full blocks
         self.next_commit = sys.maxsize  # block manager: tokens at which its next block is full

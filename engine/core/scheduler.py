@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -27,6 +27,7 @@ from engine.core.batch import (
     TokenLogprobs,
 )
 from engine.core.block_manager import BlockManager
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.request import Request
 
 
@@ -38,7 +39,7 @@ class _Plan:
     longer: list[Request] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of `longer`
     partial: Request | None = None  # the one that the budget did not suffice for
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -65,9 +66,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
-        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -84,7 +86,6 @@ class Scheduler:
     def check_new(self, request: Request) -> None:
         """ValueError when its id is in use, or when it can never be run. Sets how long it may get."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
-        num_slots = self.blocks.num_blocks * self.blocks.block_size
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if not 1 <= num_prompt <= longest:
@@ -93,7 +94,8 @@ class Scheduler:
                 f"it may have from 1 to {longest} with max_model_len={self.max_model_len}"
             )
         max_num_tokens = min(request.max_num_tokens, longest + 1)
-        if max_num_tokens - 1 > num_slots:
+        if self.blocks.most_held(max_num_tokens - 1) > self.blocks.num_blocks:
+            num_slots = self.blocks.longest(self.max_model_len)
             room = num_slots - num_prompt + 1
             raise ValueError(
                 f"a prompt of {num_prompt} tokens with max_tokens={max_num_tokens - num_prompt} does not fit "
@@ -299,19 +301,21 @@ class Scheduler:
     def _admit(self, request: Request) -> NewRequest | None:
         """Move the head of `waiting` to `running`, or None when the blocks do not suffice.
 
-        It gets blocks for all its tokens at once, so that a long prompt does not end up preempting others chunk by
-        chunk, and it leaves one for each running request, so that these do not preempt it in their next block.
+        It gets blocks for all its tokens at once (in a window group, for what its window and a chunk take), so that a
+        long prompt does not preempt others chunk by chunk. It leaves a block of each group for each running request, so
+        that these do not preempt it when they need their next one.
         """
         assert len(request.token_ids) == request.num_tokens, "a waiting request has no token in flight"
-        cached_ids = self.blocks.match_prefix(request) if request.reads_cache else []
-        if self.blocks.grow(request, request.num_tokens, cached_ids, num_spare=len(self.running)) is None:
+        cached = self.blocks.match_prefix(request) if request.reads_cache else ()
+        num_spare = len(self.running) * len(self.blocks.groups)
+        if self.blocks.grow(request, request.num_tokens, cached, num_spare) is None:
             return None
         del self.waiting[request.request_id]
         last = self.running[-1] if self.running else request
         self.running.append(request)
         if request.order < last.order:
             self.running.sort(key=lambda each: each.order)
-        request.num_computed_tokens = len(cached_ids) * self.blocks.block_size
+        request.num_computed_tokens = len(cached[0]) * self.blocks.block_size if cached else 0
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
             request.num_cached_tokens = request.num_computed_tokens
@@ -323,7 +327,7 @@ class Scheduler:
             request.seed,
             request.token_ids.copy(),
             request.num_computed_tokens,
-            request.block_ids.copy(),
+            [table.copy() for table in request.block_tables],
         )
 
     def _preempt_last(self) -> Request:
@@ -387,7 +391,7 @@ class Scheduler:
         """Drop a finished request. Steps in flight may still compute it; `update` ignores what they give."""
         del self._requests[request.request_id]
         request.steady_until = 0
-        if request.block_ids:
+        if request.block_tables:
             self.running.remove(request)
             self._removed.append(request.request_id)
             self.blocks.release(request)
@@ -411,9 +415,9 @@ class Scheduler:
             num_known = len(request.token_ids)
             assert request.finish_reason is None
             if request in self.running:
-                assert request.block_ids
+                assert request.block_tables
             else:
-                assert not request.block_ids
+                assert not request.block_tables
                 assert request.num_computed_tokens == request.num_slots == 0, "a waiting request has no KV"
                 assert request.next_commit == sys.maxsize
             assert num_known < request.max_num_tokens >= request.num_tokens
@@ -423,7 +427,7 @@ class Scheduler:
                 assert request in self.running, "only a request that was deferred has nothing left to compute"
                 assert num_known == request.num_tokens
             if request.steady_until:
-                assert request.block_ids
+                assert request.block_tables
                 assert request.num_computed_tokens == request.num_tokens - 1, "a steady request lacks more than a token"
                 assert request.steady_until <= request.num_slots
                 assert request.steady_until < min(request.max_num_tokens, request.next_commit)

@@ -183,8 +183,8 @@ class InputBatch:
         num_updates = np.zeros(len(output.batch), dtype=np.int32)
         if new_blocks:
             for i, block_ids in sorted((members.places[request_id], new) for request_id, new in new_blocks.items()):
-                num_updates[i] = len(block_ids)
-                updates += block_ids
+                num_updates[i] = len(block_ids[0])
+                updates += block_ids[0]
         return updates, num_updates
 
     def num_computed(self, row: Row) -> int:

@@ -383,7 +383,7 @@ class ModelRunner:
         ids = torch.randint(self.spec.vocab_size, (num_tokens,), generator=generator).tolist()
         blocks = list(range(-(-num_tokens // options.block_size)))
         self._kv_cache = replace(self._shape, dtype=options.dtype).allocate(len(blocks), self.device)
-        prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
+        prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, [blocks])
         self.launch(
             SchedulerOutput(0, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []), {}, [])
         ).read()
@@ -406,7 +406,7 @@ class ModelRunner:
         )
         ids = [f"rehearsal-{i}" for i in range(num_seqs)]
         admitted = [
-            NewRequest(EngineRequest(name, [0] * tokens_each, kinds[i % len(kinds)]), 0, [0] * tokens_each, 0, blocks)
+            NewRequest(EngineRequest(name, [0] * tokens_each, kinds[i % len(kinds)]), 0, [0] * tokens_each, 0, [blocks])
             for i, name in enumerate(ids)
         ]
         prefill = ScheduledBatch(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, [])

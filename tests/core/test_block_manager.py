@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.block_manager import NO_BLOCKS, BlockManager
+from engine.core.block_manager import UNHELD, BlockManager
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
@@ -28,56 +29,58 @@ def compute(blocks: BlockManager, request: Request) -> Request:
 
 def test_grow_gives_the_blocks_that_are_lacking() -> None:
     blocks, r = BlockManager(8, SIZE), request(5)
-    assert blocks.grow(r, 5) == [0, 1]
+    assert blocks.grow(r, 5) == [[0, 1]]
     assert r.num_slots == 8
-    assert blocks.grow(r, 8) is NO_BLOCKS
-    assert blocks.grow(r, 17) == [2, 3, 4]
-    assert r.block_ids == [0, 1, 2, 3, 4]
+    assert blocks.grow(r, 8) == [[]]
+    assert blocks.grow(r, 17) == [[2, 3, 4]]
+    assert r.block_tables[0] == [0, 1, 2, 3, 4]
     assert blocks.num_free_blocks == 3
     blocks.check([r])
 
 
 def test_grow_is_all_or_nothing() -> None:
     blocks, r = BlockManager(3, SIZE), request(4)
-    assert blocks.grow(r, 4) == [0]
+    assert blocks.grow(r, 4) == [[0]]
     assert blocks.grow(r, 16) is None
-    assert r.block_ids == [0]
+    assert r.block_tables[0] == [0]
     assert blocks.num_free_blocks == 2
-    assert blocks.grow(r, 12) == [1, 2]
+    assert blocks.grow(r, 12) == [[1, 2]]
     blocks.check([r])
 
 
 def test_grow_leaves_spare_blocks() -> None:
     blocks, r = BlockManager(4, SIZE), request(8)
     assert blocks.grow(r, 8, num_spare=3) is None
-    assert blocks.grow(r, 8, num_spare=2) == [0, 1]
+    assert blocks.grow(r, 8, num_spare=2) == [[0, 1]]
 
 
 def test_a_prefix_is_matched_up_to_the_first_difference() -> None:
     blocks = BlockManager(16, SIZE)
     first = compute(blocks, request(13))
-    assert blocks.match_prefix(request(13)) == first.block_ids[:3]
-    assert blocks.match_prefix(request([*range(8), 99, *range(9, 13)])) == first.block_ids[:2]
-    assert blocks.match_prefix(request([99, *range(1, 13)])) == []
-    assert blocks.match_prefix(request([*range(4, 8), *range(4)])) == [], "the same tokens elsewhere are another prefix"
-    assert blocks.match_prefix(request(3)) == []
+    assert blocks.match_prefix(request(13)) == [first.block_tables[0][:3]]
+    assert blocks.match_prefix(request([*range(8), 99, *range(9, 13)])) == [first.block_tables[0][:2]]
+    assert blocks.match_prefix(request([99, *range(1, 13)])) == [[]]
+    assert blocks.match_prefix(request([*range(4, 8), *range(4)])) == [[]], (
+        "the same tokens elsewhere are another prefix"
+    )
+    assert blocks.match_prefix(request(3)) == [[]]
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
     blocks = BlockManager(16, SIZE)
     first = compute(blocks, request(12))
-    assert blocks.match_prefix(request(12)) == first.block_ids[:2]
-    assert blocks.match_prefix(request(13)) == first.block_ids[:3]
-    assert blocks.match_prefix(request(4)) == []
-    assert blocks.match_prefix(request(5)) == first.block_ids[:1]
+    assert blocks.match_prefix(request(12)) == [first.block_tables[0][:2]]
+    assert blocks.match_prefix(request(13)) == [first.block_tables[0][:3]]
+    assert blocks.match_prefix(request(4)) == [[]]
+    assert blocks.match_prefix(request(5)) == [first.block_tables[0][:1]]
 
 
 def test_salts_are_worlds_apart() -> None:
     blocks = BlockManager(16, SIZE)
     plain, salted = compute(blocks, request(9)), compute(blocks, request(9, salt="tenant"))
-    assert not set(plain.block_ids) & set(salted.block_ids)
-    assert blocks.match_prefix(request(9, salt="tenant")) == salted.block_ids[:2]
-    assert blocks.match_prefix(request(9, salt="another")) == []
+    assert not set(plain.block_tables[0]) & set(salted.block_tables[0])
+    assert blocks.match_prefix(request(9, salt="tenant")) == [salted.block_tables[0][:2]]
+    assert blocks.match_prefix(request(9, salt="another")) == [[]]
 
 
 def test_python_hash_collisions_are_no_hits() -> None:
@@ -85,17 +88,17 @@ def test_python_hash_collisions_are_no_hits() -> None:
     blocks = BlockManager(8, 1)
     compute(blocks, request([2**61, 7]))
     assert hash(2**61) == hash(1)
-    assert blocks.match_prefix(request([1, 7])) == []
+    assert blocks.match_prefix(request([1, 7])) == [[]]
     compute(blocks, request([-1, 7]))
-    assert blocks.match_prefix(request([-2, 7])) == []
+    assert blocks.match_prefix(request([-2, 7])) == [[]]
 
 
 def test_shared_blocks_are_held_until_the_last_holder_leaves() -> None:
     blocks = BlockManager(4, SIZE)
     a = compute(blocks, request(9))
     b = compute(blocks, request(9))
-    assert b.block_ids[:2] == a.block_ids[:2]
-    assert b.block_ids[2] != a.block_ids[2]
+    assert b.block_tables[0][:2] == a.block_tables[0][:2]
+    assert b.block_tables[0][2] != a.block_tables[0][2]
     assert blocks.num_free_blocks == 0
     blocks.check([a, b])
     blocks.release(a)
@@ -111,27 +114,27 @@ def test_only_known_and_computed_tokens_are_published() -> None:
     blocks.grow(r, 12)
     r.num_computed_tokens = 3
     blocks.commit(r)
-    assert blocks.match_prefix(request(9)) == []
+    assert blocks.match_prefix(request(9)) == [[]]
     r.num_computed_tokens = 8  # two tokens are computed that the CPU does not know
     blocks.commit(r)
-    assert blocks.match_prefix(request(9)) == r.block_ids[:1]
+    assert blocks.match_prefix(request(9)) == [r.block_tables[0][:1]]
     r.token_ids += [6, 7, 8]
     blocks.commit(r)
-    assert blocks.match_prefix(request(9)) == r.block_ids[:2]
+    assert blocks.match_prefix(request(9)) == [r.block_tables[0][:2]]
     blocks.check([r])
 
 
 def test_released_blocks_stay_findable_until_evicted_tail_first() -> None:
     blocks = BlockManager(4, SIZE)
     a = compute(blocks, request(16))
-    chain = list(a.block_ids)
+    chain = list(a.block_tables[0])
     blocks.release(a)
-    assert a.block_ids == []
+    assert a.block_tables == []
     other = request([99])
     for left in (3, 2, 1):
-        blocks.grow(other, len(other.block_ids) * SIZE + 1)
-        assert other.block_ids[-1] == chain[left]
-        assert blocks.match_prefix(request(17)) == chain[:left]
+        blocks.grow(other, other.num_slots + 1)
+        assert other.block_tables[0][-1] == chain[left]
+        assert blocks.match_prefix(request(17)) == [chain[:left]]
         blocks.check([other])
 
 
@@ -143,8 +146,8 @@ def test_the_longest_unused_chain_is_evicted_first() -> None:
     compute(blocks, used_again := request(8))  # its second block is computed anew: the last token is in it
     blocks.release(used_again)
     blocks.grow(other := request([99]), 8)
-    assert len(blocks.match_prefix(request(9))) == 2
-    assert blocks.match_prefix(request(list(range(50, 59)))) == []
+    assert len(blocks.match_prefix(request(9))[0]) == 2
+    assert blocks.match_prefix(request(list(range(50, 59)))) == [[]]
     blocks.check([other])
 
 
@@ -155,8 +158,8 @@ def test_empty_blocks_are_handed_out_before_cached_ones() -> None:
     blocks.release(a)
     blocks.release(partial)
     assert blocks.grow(other := request([99]), 16) is not None
-    assert set(other.block_ids) == {2, 3, 4, 5}
-    assert blocks.match_prefix(request(9)) == [0, 1]
+    assert set(other.block_tables[0]) == {2, 3, 4, 5}
+    assert blocks.match_prefix(request(9)) == [[0, 1]]
 
 
 def test_hits_are_not_evicted_by_their_own_growth() -> None:
@@ -164,11 +167,11 @@ def test_hits_are_not_evicted_by_their_own_growth() -> None:
     blocks.release(compute(blocks, request(8)))
     b = request(12)
     cached = blocks.match_prefix(b)
-    assert len(cached) == 2
+    assert len(cached[0]) == 2
     assert blocks.grow(b, 16, cached) is None, "revived blocks are no longer free"
     assert blocks.num_free_blocks == 3
     assert blocks.grow(b, 12, cached) is not None
-    assert b.block_ids[:2] == cached
+    assert b.block_tables[0][:2] == cached[0]
     b.num_computed_tokens = 8
     blocks.check([b])
 
@@ -181,10 +184,10 @@ def test_equal_content_computed_twice_at_once() -> None:
     for r in (a, b):
         r.num_computed_tokens = 9
         blocks.commit(r)
-    assert blocks.match_prefix(request(9)) == a.block_ids[:2], "the first one is published"
+    assert blocks.match_prefix(request(9)) == [a.block_tables[0][:2]], "the first one is published"
     blocks.check([a, b])
     blocks.release(a)
-    assert blocks.match_prefix(request(9)) == [0, 1]
+    assert blocks.match_prefix(request(9)) == [[0, 1]]
     blocks.release(b)
     blocks.check([])
     assert blocks.num_free_blocks == 8
@@ -200,10 +203,10 @@ def test_a_chain_survives_the_loss_of_its_head() -> None:
         blocks.commit(r)
     blocks.release(head)
     blocks.grow(other := request([99]), 5 * SIZE)  # evicts the published head
-    assert blocks.match_prefix(request(9)) == []
+    assert blocks.match_prefix(request(9)) == [[]]
     blocks.release(other)
     compute(blocks, again := request(4))
-    assert blocks.match_prefix(request(9)) == [again.block_ids[0], a.block_ids[1]]
+    assert blocks.match_prefix(request(9)) == [[again.block_tables[0][0], a.block_tables[0][1]]]
     blocks.check([a, again])
 
 
@@ -211,20 +214,20 @@ def test_reset_waits_until_nothing_is_held() -> None:
     blocks = BlockManager(4, SIZE)
     a = compute(blocks, request(9))
     assert not blocks.reset()
-    assert len(blocks.match_prefix(request(9))) == 2
+    assert len(blocks.match_prefix(request(9))[0]) == 2
     blocks.release(a)
     assert blocks.reset()
-    assert blocks.match_prefix(request(9)) == []
+    assert blocks.match_prefix(request(9)) == [[]]
     blocks.check([])
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
     blocks = BlockManager(4, SIZE, enable_prefix_caching=False)
     a = compute(blocks, request(9))
-    assert blocks.match_prefix(request(9)) == []
+    assert blocks.match_prefix(request(9)) == [[]]
     blocks.check([a])
     blocks.release(a)
-    assert blocks.match_prefix(request(9)) == []
+    assert blocks.match_prefix(request(9)) == [[]]
     assert blocks.num_free_blocks == 4
 
 
@@ -239,7 +242,7 @@ def test_check_finds_what_is_wrong() -> None:
     with pytest.raises(AssertionError, match="miscounted"):
         blocks.check([a])
     blocks, a, b = _two_holders()
-    b.block_ids[2] = a.block_ids[2]
+    b.block_tables[0][2] = a.block_tables[0][2]
     with pytest.raises(AssertionError):
         blocks.check([a, b])
     blocks, a, b = _two_holders()
@@ -252,6 +255,100 @@ def test_check_finds_what_is_wrong() -> None:
     with pytest.raises(AssertionError, match="other tokens"):
         blocks.check([a, b])
     blocks, a, b = _two_holders()
-    blocks._free.popitem()
+    blocks.pool._free.popitem()
     with pytest.raises(AssertionError, match="lost"):
         blocks.check([a, b])
+
+
+WINDOWED = (FULL, CacheGroup(window=6))  # of a query at position p it keeps p - 5 .. p
+
+
+def windowed(num_blocks: int, max_chunk: int = 100) -> BlockManager:
+    return BlockManager(num_blocks, SIZE, groups=WINDOWED, max_chunk=max_chunk)
+
+
+def advance(blocks: BlockManager, request: Request, num_tokens: int) -> list[list[int]] | None:
+    """Decode until the CPU knows and the device has computed `num_tokens` tokens."""
+    new = None
+    while request.num_computed_tokens < num_tokens:
+        new = blocks.grow(request, request.num_computed_tokens + 1)
+        request.num_computed_tokens += 1
+        while len(request.token_ids) <= request.num_computed_tokens:
+            request.token_ids.append(len(request.token_ids))
+        blocks.commit(request)
+    return new
+
+
+def test_a_window_gives_blocks_back_and_keeps_their_entries() -> None:
+    blocks, r = windowed(12), request(4)
+    compute(blocks, r)
+    advance(blocks, r, 21)
+    full, window = r.block_tables
+    assert len(full) == len(window) == 6
+    # The query at position 21 reads from 16 on; one that is retracted, at 20, from 15 on.
+    assert r.num_passed == [0, 3]
+    assert blocks.num_free_blocks == 12 - 6 - 3
+    assert advance(blocks, r, 25) == [[full[6]], [window[6]]]
+    assert r.num_passed == [0, 4]
+    blocks.check([r])
+    blocks.release(r)
+    assert blocks.num_free_blocks == 12
+
+
+def test_admission_takes_blocks_for_a_chunk_in_a_window_group() -> None:
+    blocks, r = windowed(20, max_chunk=8), request(32)
+    assert blocks.grow(r, 32) is not None
+    assert [len(table) for table in r.block_tables] == [8, 2]
+    assert r.num_slots == 8
+    for end in (8, 16, 24, 32):
+        assert blocks.grow(r, end) is not None
+        r.num_computed_tokens = end
+        blocks.commit(r)
+        blocks.check([r])
+        assert 20 - blocks.num_free_blocks <= blocks.most_held(32)
+    assert [len(table) for table in r.block_tables] == [8, 8]
+
+
+def test_a_window_group_hits_with_the_end_of_the_prefix_alone() -> None:
+    blocks, first = windowed(16), request(4)
+    compute(blocks, first)
+    advance(blocks, first, 21)
+    blocks.release(first)
+    takes_the_oldest = request([99])
+    blocks.grow(takes_the_oldest, (16 - 11) * SIZE // 2)
+    again = request(21)
+    full, window = blocks.match_prefix(again)
+    assert len(full) == len(window) == 5
+    assert window[:3] == [UNHELD] * 3, "the query at position 20 reads from 15 on"
+    assert blocks.grow(again, 21, [full, window]) is not None
+    assert again.num_passed == [0, 3]
+    again.num_computed_tokens = 20
+    blocks.check([again, takes_the_oldest])
+
+
+def test_a_prefix_whose_window_was_evicted_is_shorter() -> None:
+    blocks, first = windowed(16), request(4)
+    compute(blocks, first)
+    advance(blocks, first, 21)
+    gone = blocks.pool.find((1, first.block_hashes[3]))
+    assert gone is not None
+    blocks.pool._names[gone] = None
+    del blocks.pool._published[1, first.block_hashes[3]]
+    full, window = blocks.match_prefix(request(21))
+    assert len(full) == len(window) == 3, "blocks 3 and 4 end in a window that reaches into block 3"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 40, 100])
+@pytest.mark.parametrize("max_chunk", [1, 7, 64])
+def test_what_a_request_holds_at_most_is_known(num_tokens: int, max_chunk: int) -> None:
+    blocks = windowed(200, max_chunk)
+    assert blocks.most_held(num_tokens) <= 2 * -(-num_tokens // SIZE)
+    small = windowed(blocks.most_held(num_tokens), max_chunk)
+    assert small.longest(1000) >= num_tokens
+    r = request(num_tokens)
+    assert small.grow(r, num_tokens) is not None
+    for end in range(min(max_chunk, num_tokens), num_tokens + max_chunk, max_chunk):
+        assert small.grow(r, min(end, num_tokens)) is not None
+        r.num_computed_tokens = min(end, num_tokens)
+        small.commit(r)
+        small.check([r])

@@ -218,10 +218,10 @@ def test_new_blocks_are_told_as_they_come() -> None:
     s = make(block_size=4)
     add(s, request("a", 6))
     output, _ = step(s)
-    assert output.new_requests[0].block_ids == [0, 1]
+    assert output.new_requests[0].block_ids == [[0, 1]]
     assert output.new_block_ids == {}
     grown = [step(s)[0].new_block_ids for _ in range(7)]
-    assert grown == [{}, {}, {"a": [2]}, {}, {}, {}, {"a": [3]}]
+    assert grown == [{}, {}, {"a": [[2]]}, {}, {}, {}, {"a": [[3]]}]
 
 
 def test_the_youngest_is_preempted() -> None:
@@ -233,13 +233,13 @@ def test_the_youngest_is_preempted() -> None:
         following = plan(s)
         give(s, first)
         first = following
-    assert len(a.block_ids) == len(b.block_ids) == 3
+    assert len(a.block_tables[0]) == len(b.block_tables[0]) == 3
     add(s, request("c", 1))
     output = plan(s)  # a needs a fourth block
     assert shares(output) == {"a": 1}
     assert output.removed == ["b"]
     assert output.new_requests == [], "nobody is admitted in a step that preempts"
-    assert (b.num_preemptions, b.num_computed_tokens, b.block_ids) == (1, 0, [])
+    assert (b.num_preemptions, b.num_computed_tokens, b.block_tables) == (1, 0, [])
     assert list(s.waiting) == ["b", "c"]
     news = give(s, first)
     assert [n.request_id for n in news] == ["a", "b"], "the token in flight is kept"
@@ -381,9 +381,9 @@ def test_admission_tells_all_and_is_a_copy() -> None:
     first = plan(s)
     [admission] = first.new_requests
     assert (admission.request_id, admission.token_ids, admission.num_prompt_tokens) == ("a", r.token_ids, 6)
-    assert (admission.num_computed_tokens, admission.block_ids) == (0, [0, 1])
+    assert (admission.num_computed_tokens, admission.block_ids) == (0, [[0, 1]])
     assert (admission.request.sampling.temperature, admission.seed) == (0.5, 1)
-    tokens, block_ids = list(admission.token_ids), list(admission.block_ids)
+    tokens, block_ids = list(admission.token_ids), [list(admission.block_ids[0])]
     give(s, first)
     for _ in range(5):
         step(s)

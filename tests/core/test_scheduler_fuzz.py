@@ -14,6 +14,8 @@ from string import ascii_letters
 import pytest
 
 from engine.core.batch import EngineOutput
+from engine.core.block_manager import BlockManager
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.request import Request
@@ -48,6 +50,8 @@ EXPECTED_EVENTS = [
     "the same shares again",
     "deferred",
     "deferred, when none is left",
+    "prefix-cache hits in a window group",
+    "blocks given back by a window",
 ]
 
 
@@ -85,10 +89,17 @@ class Workload:
         self.num_blocks = rng.randint(max(1, blocks_of_one * 3 // 4), blocks_of_one * rng.choice([1, 2, 4]) + 1)
         max_num_seqs = rng.choice([1, 2, 4, 8, 16])
         budget = rng.choice([1, 2, 3, 7, 16, 50, 1000])
+        caching = rng.random() < 0.8
+        self.groups = self._groups(Random(seed))
+        if self.groups != (FULL,):
+            needed = BlockManager(1, self.block_size, groups=self.groups, max_chunk=budget).most_held(
+                self.max_model_len
+            )
+            self.num_blocks = max(int(needed * Random(seed).choice([0.8, 1, 1.3, 2])), 1)
         self.scheduler = Scheduler(
-            self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, rng.random() < 0.8
+            self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups
         )
-        self.runner = ToyRunner(self.num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size)
+        self.runner = ToyRunner(self.num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
@@ -102,6 +113,14 @@ class Workload:
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: Launched | None = None
         self.events: Counter[str] = Counter()
+
+    def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
+        def window() -> CacheGroup:
+            return CacheGroup(rng.randint(1, self.max_model_len))
+
+        return rng.choice(
+            [lambda: (FULL,), lambda: (window(),), lambda: (FULL, window()), lambda: (window(), FULL, window())]
+        )()
 
     def run(self) -> Counter[str]:
         step = 0
@@ -121,6 +140,7 @@ class Workload:
         scheduler = self.scheduler
         output = scheduler.schedule()
         scheduler.check()
+        self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         if not self.one_ahead:
@@ -139,7 +159,7 @@ class Workload:
             launched = self._defer(launched)
         scheduler.check()
         self.in_flight = launched
-        self.runner.poison(b for b in scheduler.blocks._free if scheduler.blocks._hashes[b] is None)
+        self.runner.poison(scheduler.blocks.pool.free_and_empty())
 
     def _defer(self, launched: Launched) -> Launched:
         """Some shares are not sampled after all."""
@@ -210,7 +230,9 @@ class Workload:
         request = Request(EngineRequest(request_id, prompt, sampling, pooling, salt_name), eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding takes no place in the context
         longest = min(len(prompt) + (max_tokens or most), most)
-        fits = 1 <= len(prompt) < most and longest - 1 <= self.num_blocks * self.block_size
+        fits = 1 <= len(prompt) < most and self.scheduler.blocks.most_held(longest - 1) <= self.num_blocks
+        if self.groups == (FULL,):
+            assert fits == (1 <= len(prompt) < most and longest - 1 <= self.num_blocks * self.block_size)
         if request_id in self.clients or not fits:
             with pytest.raises(ValueError, match=r"in use|would fit|it may have"):
                 self.scheduler.add(request)
@@ -227,7 +249,7 @@ class Workload:
 
     def _abort(self) -> None:
         preempted = [id for id, request in self.scheduler.waiting.items() if request.num_preemptions]
-        request_id = self.rng.choice(["unknown", *self.clients, *preempted * 5])
+        request_id = self.rng.choice(["unknown", *self.clients, *preempted * 9])
         client = self.clients.pop(request_id, None)
         if client is None:
             assert not self.scheduler.abort(request_id)

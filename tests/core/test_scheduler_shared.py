@@ -54,9 +54,9 @@ def test_eight_answers_use_the_prompts_blocks_once(budget: int, num_prompt: int)
         output = scheduler.schedule()
         launched = runner.launch(output) if output else None
         if len(scheduler.running) == 8:
-            held = {block_id for each in siblings for block_id in each.block_ids}
+            held = {block_id for each in siblings for block_id in each.block_tables[0]}
             most = max(most, len(held))
-            shared = set.intersection(*(set(each.block_ids) for each in siblings))
+            shared = set.intersection(*(set(each.block_tables[0]) for each in siblings))
             assert len(shared) == (num_prompt - 1) // 16
         if in_flight is not None:
             scheduler.update(*in_flight.read())

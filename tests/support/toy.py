@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 
@@ -64,7 +65,7 @@ class Row:
 
     token_ids: list[int]
     states: list[int]
-    block_ids: list[int]
+    block_tables: list[list[int]]  # one for each cache group
     num_computed: int
     sampling: SamplingParams
     seed: int
@@ -87,8 +88,15 @@ class ToyRunner:
     """Runs each step when it is launched: the order of steps is all that a device promises."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
+        self.groups = groups
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -154,11 +162,12 @@ class ToyRunner:
             assert num_computed % self.block_size == 0
             assert num_computed < len(tokens), "nothing left to compute"
             assert 1 <= admission.num_prompt_tokens <= len(tokens)
-            self.poison(admission.block_ids[num_computed // self.block_size :])
+            for block_ids in admission.block_ids:
+                self.poison(block_ids[num_computed // self.block_size :])
             self.rows[admission.request_id] = Row(
                 list(tokens),
                 states_of(tokens, admission.seed),
-                list(admission.block_ids),
+                [list(block_ids) for block_ids in admission.block_ids],
                 num_computed,
                 admission.request.sampling,
                 admission.seed,
@@ -168,44 +177,52 @@ class ToyRunner:
         admitted = {admission.request_id for admission in output.new_requests}
         assert not admitted & set(output.new_block_ids), "an admission has all its blocks"
         for request_id, block_ids in output.new_block_ids.items():
-            self.poison(block_ids)
-            self.rows[request_id].block_ids += block_ids
-        for index, (row, num_tokens) in enumerate(self._shares(output)):
+            for table, new in zip(self.rows[request_id].block_tables, block_ids, strict=True):
+                self.poison(new)
+                table += new
+        for index, (row, num_tokens) in enumerate(self._scheduled(output)):
             end = row.num_computed + num_tokens
             assert end <= len(row.token_ids), "a token that is not sampled yet"
             assert (index in output.batch.partial) == (end < len(row.token_ids))
 
-    def _shares(self, output: SchedulerOutput) -> Iterator[tuple[Row, int]]:
+    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[Row, int]]:
         for request_id, num_tokens in zip(output.batch.request_ids, output.batch.num_tokens, strict=True):
             yield self.rows[request_id], num_tokens
 
     def _write(self, output: SchedulerOutput) -> None:
         size = self.block_size
         written: dict[int, Row] = {}
-        for row, num_tokens in self._shares(output):
+        for row, num_tokens in self._scheduled(output):
             for position in range(row.num_computed, row.num_computed + num_tokens):
-                block_id = row.block_ids[position // size]
-                assert written.setdefault(block_id, row) is row, "two writers of one block"
-                self.kv[block_id * size + position % size] = row.states[position]
+                for g, table in enumerate(row.block_tables):
+                    block_id = table[position // size]
+                    assert written.setdefault(block_id, row) is row, "two writers of one block"
+                    self.kv[block_id * size + position % size] = row.states[position] ^ g
                 row.pooled += row.states[position]
             row.num_computed += num_tokens
         for admission in output.new_requests:
-            cached = admission.block_ids[: admission.num_computed_tokens // size]
-            self.events["hits on a block filled in the same step"] += any(block_id in written for block_id in cached)
+            num_cached = admission.num_computed_tokens // size
+            for group, block_ids in zip(self.groups, admission.block_ids, strict=True):
+                cached = block_ids[group.first_needed(admission.num_computed_tokens) // size : num_cached]
+                self.events["hits on a block filled in the same step"] += any(
+                    block_id in written for block_id in cached
+                )
+                self.events["prefix-cache hits in a window group"] += bool(group.window and cached)
 
     def _read(self, output: SchedulerOutput) -> None:
         size = self.block_size
-        for row, _ in self._shares(output):
-            context: list[int] = []
-            for block_id in row.block_ids[: -(-row.num_computed // size)]:
-                context += self.kv[block_id * size : (block_id + 1) * size]
-            assert context[: row.num_computed] == row.states[: row.num_computed], (
-                f"step {output.step}: a request reads KV that is not its own prefix's"
-            )
+        for row, num_tokens in self._scheduled(output):
+            for g, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
+                first = group.first_needed(row.num_computed - num_tokens)
+                for position in range(first, row.num_computed):
+                    found = self.kv[table[position // size] * size + position % size]
+                    assert found == row.states[position] ^ g, (
+                        f"step {output.step}: a request reads KV that is not its own prefix's"
+                    )
 
     def _sample(self, output: SchedulerOutput) -> StepResult:
         token_ids, num_sampled, logprobs, embeddings = [], [], {}, {}
-        for index, (row, _) in enumerate(self._shares(output)):
+        for index, (row, _) in enumerate(self._scheduled(output)):
             num_sampled.append(int(row.pooling is None and index not in output.batch.partial))
             if index in output.batch.partial:
                 continue

@@ -1,0 +1,90 @@
+"""Physical KV blocks: who holds them, what the cached ones contain, which one is evicted next.
+
+A block's life: free and empty → held (by one request, which fills it) → published (full, its content findable by name;
+held by any number of requests) → free but still published, until it is evicted → held again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
+
+
+class BlockPool:
+    """Blocks `0 .. num_blocks-1`, handed out in the order in which they became free, empty ones first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 1
+        self.num_blocks = num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first: next to be handed out
+        self._num_holders = [0] * num_blocks
+        self._names: list[Name | None] = [None] * num_blocks  # of published blocks
+        self._published: dict[Name, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds: empty or evictable."""
+        return len(self._free)
+
+    def find(self, name: Name) -> int | None:
+        """The published block of that name."""
+        return self._published.get(name)
+
+    def num_unheld(self, block_ids: Iterable[int]) -> int:
+        """How many of these published blocks are free."""
+        return sum(not self._num_holders[block_id] for block_id in block_ids)
+
+    def hold(self, block_id: int) -> None:
+        """One more holder of a published block."""
+        if not self._num_holders[block_id]:
+            del self._free[block_id]
+        self._num_holders[block_id] += 1
+
+    def take(self) -> int:
+        """A block that nobody holds, empty: its cached content is forgotten."""
+        block_id, _ = self._free.popitem(last=False)
+        if (name := self._names[block_id]) is not None:
+            del self._published[name]
+            self._names[block_id] = None
+        self._num_holders[block_id] = 1
+        return block_id
+
+    def release(self, block_id: int) -> None:
+        """One holder less. A published block that nobody holds is evicted after all that are free already."""
+        self._num_holders[block_id] -= 1
+        if not self._num_holders[block_id]:
+            self._free[block_id] = None
+            if self._names[block_id] is None:
+                self._free.move_to_end(block_id, last=False)
+
+    def publish(self, name: Name, block_id: int) -> None:
+        """The block is full of what `name` says. When another block is published under it, this one stays private."""
+        if self._published.setdefault(name, block_id) == block_id:
+            self._names[block_id] = name
+
+    def reset(self) -> bool:
+        """Forget all cached content. False, and no change, while a block is held."""
+        if len(self._free) < self.num_blocks:
+            return False
+        self._names = [None] * self.num_blocks
+        self._published.clear()
+        return True
+
+    def name_of(self, block_id: int) -> Name | None:
+        """None: not published."""
+        return self._names[block_id]
+
+    def free_and_empty(self) -> list[int]:
+        """Blocks whose content nobody will read."""
+        return [block_id for block_id in self._free if self._names[block_id] is None]
+
+    def check(self, held: Counter[int]) -> None:
+        """Assert every invariant, given how many holders each held block has."""
+        assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)], "holders are miscounted"
+        assert set(self._free) == set(range(self.num_blocks)) - set(held), "a block is lost, or both free and held"
+        names = {name: block_id for block_id, name in enumerate(self._names) if name is not None}
+        assert self._published == names, "names and blocks disagree"
+        empty_first = [self._names[block_id] is not None for block_id in self._free]
+        assert empty_first == sorted(empty_first), "an empty free block waits behind a cached one"
