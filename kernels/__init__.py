@@ -1,7 +1,8 @@
-"""The operations that a decoder is made of: tensors in, tensors out. Knows nothing above them.
+"""The operations that a decoder is made of: tensors in, tensors out.
 
-Each has a Triton kernel for GPUs and a torch twin of the same signature in `kernels.reference`, where the docstrings
-are. The first argument's device picks. Triton is imported by the first call on a GPU: a machine without one needs none.
+The docstrings and reference implementations are in `kernels.reference`. The first argument's device picks the backend; an
+operation that a backend does not name is the reference implementation. To support another kind of device, add it to
+`BACKENDS`. A backend is imported by the first call on its device, so a machine without a GPU needs no Triton.
 """
 
 from __future__ import annotations
@@ -22,45 +23,80 @@ from kernels.reference import Part as Part
 P = ParamSpec("P")
 R = TypeVar("R")
 
+BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
+    "cpu": {
+        "kernels.cpu.attention": ("paged_attention_decode", "paged_attention_prefill"),
+        "kernels.cpu.matmul": ("pack_weight", "linear", "linear_add", "norm_linear", "norm_swiglu"),
+    },
+    "cuda": {
+        "kernels.triton.activation": ("silu_and_mul",),
+        "kernels.triton.attention_decode": ("paged_attention_decode", "plan_decode"),
+        "kernels.triton.attention_prefill": ("paged_attention_prefill",),
+        "kernels.triton.kv_cache": ("store_kv",),
+        "kernels.triton.matmul": ("linear", "linear_add", "norm_linear", "norm_swiglu"),
+        "kernels.triton.norm": ("rms_norm", "add_rms_norm"),
+        "kernels.triton.prepare": ("prepare_step",),
+        "kernels.triton.rotary": ("rope_and_store",),
+        "kernels.triton.sampling": ("mask_logits", "sample"),
+        "kernels.triton.thresholds": ("sampling_thresholds",),
+    },
+}
 
-def _by_device(twin: Callable[P, R], module: str) -> Callable[P, R]:
-    """`twin` for tensors on the CPU; for those on a GPU the function of that name in `kernels.<module>`."""
-    kernel: Callable[P, R] | None = None
 
-    @functools.wraps(twin)
-    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal kernel
-        if not args[0].is_cuda:  # type: ignore[attr-defined]
-            return twin(*args, **kwargs)
-        if kernel is None:
-            kernel = getattr(importlib.import_module(f"kernels.{module}"), twin.__name__)
-        return kernel(*args, **kwargs)
-
+def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, R]:
+    """`operation`, a reference implementation, as the backend for devices of this type has it."""
+    name = operation.__name__
+    for module, names in BACKENDS[device_type].items():
+        if name in names:
+            implementation: Callable[P, R] = getattr(importlib.import_module(module), name)
+            return implementation
     return operation
 
 
-rms_norm = _by_device(reference.rms_norm, "norm")
-add_rms_norm = _by_device(reference.add_rms_norm, "norm")
-silu_and_mul = _by_device(reference.silu_and_mul, "activation")
-pack_weight = reference.pack_weight
-linear = _by_device(reference.linear, "matmul")
-linear_add = _by_device(reference.linear_add, "matmul")
-norm_linear = _by_device(reference.norm_linear, "matmul")
-norm_swiglu = _by_device(reference.norm_swiglu, "matmul")
-rope_and_store = _by_device(reference.rope_and_store, "rotary")
-store_kv = _by_device(reference.store_kv, "kv_cache")
-paged_attention_decode = _by_device(reference.paged_attention_decode, "attention_decode")
-paged_attention_prefill = _by_device(reference.paged_attention_prefill, "attention_prefill")
-mask_logits = _by_device(reference.mask_logits, "sampling")
-sample = _by_device(reference.sample, "sampling")
-sampling_thresholds = _by_device(reference.sampling_thresholds, "thresholds")
-random_bits = reference.random_bits
-token_logprobs = reference.token_logprobs
-prepare_step = _by_device(reference.prepare_step, "prepare")
-plan_decode = _by_device(reference.plan_decode, "attention_decode")
+def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
+    """`operation`, a reference implementation, on the backend of its first argument's device.
+
+    A process uses the CPU and one other type of device, so that one attribute of the argument tells which is meant.
+    """
+    on_cpu: Callable[P, R] | None = None
+    on_other: Callable[P, R] | None = None
+
+    @functools.wraps(operation)
+    def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal on_cpu, on_other
+        if args[0].is_cpu:  # type: ignore[attr-defined]
+            if on_cpu is None:
+                on_cpu = _implementation(operation, "cpu")
+            return on_cpu(*args, **kwargs)
+        if on_other is None:
+            on_other = _implementation(operation, args[0].device.type)  # type: ignore[attr-defined]
+        return on_other(*args, **kwargs)
+
+    return dispatch
+
+
+rms_norm = _dispatched(reference.rms_norm)
+add_rms_norm = _dispatched(reference.add_rms_norm)
+silu_and_mul = _dispatched(reference.silu_and_mul)
+pack_weight = _dispatched(reference.pack_weight)
+linear = _dispatched(reference.linear)
+linear_add = _dispatched(reference.linear_add)
+norm_linear = _dispatched(reference.norm_linear)
+norm_swiglu = _dispatched(reference.norm_swiglu)
+rope_and_store = _dispatched(reference.rope_and_store)
+store_kv = _dispatched(reference.store_kv)
+paged_attention_decode = _dispatched(reference.paged_attention_decode)
+paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
+mask_logits = _dispatched(reference.mask_logits)
+sample = _dispatched(reference.sample)
+sampling_thresholds = _dispatched(reference.sampling_thresholds)
+random_bits = _dispatched(reference.random_bits)
+token_logprobs = _dispatched(reference.token_logprobs)
+prepare_step = _dispatched(reference.prepare_step)
+plan_decode = _dispatched(reference.plan_decode)
 
 
 def compiling_only() -> AbstractContextManager[None]:
-    """See `kernels.launch.compiling_only`. Needs Triton."""
-    context: AbstractContextManager[None] = importlib.import_module("kernels.launch").compiling_only()
+    """See `kernels.triton.launch.compiling_only`. Needs Triton."""
+    context: AbstractContextManager[None] = importlib.import_module("kernels.triton.launch").compiling_only()
     return context

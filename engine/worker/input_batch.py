@@ -12,7 +12,7 @@ from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.worker.token_history import TokenHistory
-from kernels.step import RowState
+from kernels.layout import RowState
 
 RING = 3  # packed buffers in turn: the step before the last has been read back before a buffer is written again
 
@@ -51,7 +51,7 @@ class Members:
 
 @dataclass(slots=True)
 class PackedStep:
-    """A step as it lies in the packed buffer; see `kernels.step` for the layout."""
+    """A step as it lies in the packed buffer; see `kernels.layout` for the layout."""
 
     packed: Tensor  # int32, on the CPU (pinned where the device is a GPU)
     segment: int

@@ -19,7 +19,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.worker import filters
 from engine.worker.input_batch import InputBatch, Members, PackedStep, Row
 from engine.worker.token_history import TokenHistory
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 
 MAX_ELEMENTS = 1 << 24  # logits edited at once
 FOREVER = 2**31 - 1

@@ -32,7 +32,7 @@ from engine.worker.kv_cache import KVCacheShape, check_fits, cpu_cache_bytes, e4
 from engine.worker.logits_processor import Chosen, LogitsProcessor
 from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.sampler import LogprobsRequest, PromptLogprobs, sample
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 
 SCORED_ELEMENTS = 1 << 24  # logits of prompt tokens held at once
 CALIBRATION_TOKENS = 2048

@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels
 from engine.core.batch import PromptScores, SchedulerOutput, TokenLogprobs
 from engine.worker.input_batch import InputBatch, PackedStep, Row
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 
 
 def sample(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import attention_decode, attention_prefill, reference
+from kernels import reference
 from kernels.plan import DecodePlan, make_prefill_tiles
+from kernels.triton import attention_decode, attention_prefill
 
 NAN = float("nan")
 E4M3 = torch.float8_e4m3fn

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import attention_prefill, reference
+from kernels import reference
 from kernels.plan import make_prefill_tiles
+from kernels.triton import attention_prefill
 
 hopper = attention_prefill.hopper
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

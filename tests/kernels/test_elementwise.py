@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import activation, kv_cache, norm, reference, rotary
+from kernels import reference
+from kernels.triton import activation, kv_cache, norm, rotary
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import matmul, reference
+from kernels import reference
+from kernels.triton import matmul
 
 few = matmul.few
 if few is None:

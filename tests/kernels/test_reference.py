@@ -9,6 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels
 from kernels import reference
+from kernels.cpu import attention, matmul
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
@@ -74,7 +75,7 @@ def slow(paged, queries, options):
 @pytest.mark.parametrize("gather", [1, 200, 1 << 20], ids=["by head", "small groups", "large groups"])
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
 def test_decode_attends_as_a_loop_does(options, gather, monkeypatch):
-    monkeypatch.setattr(reference, "GATHER_ELEMENTS", gather)
+    monkeypatch.setattr(attention, "GATHER_ELEMENTS", gather)
     lens = [1, 37, 0, 8, 33, 38, 40, 3, 4, 17]
     paged = Paged(lens)
     query = torch.randn(len(lens), 6, 20, dtype=torch.float64)
@@ -89,7 +90,7 @@ def test_decode_attends_as_a_loop_does(options, gather, monkeypatch):
 @pytest.mark.parametrize("elements", [1, 1 << 22], ids=["small tiles", "large tiles"])
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
 def test_prefill_attends_as_a_loop_does(options, elements, monkeypatch):
-    monkeypatch.setattr(reference, "MASK_ELEMENTS", elements)
+    monkeypatch.setattr(attention, "MASK_ELEMENTS", elements)
     lens, counts = [5, 40, 0, 40, 23, 1], [5, 1, 2, 33, 20, 1]  # whole prompts, one token, padding, chunks
     paged = Paged(lens)
     starts = torch.tensor([2, *counts]).cumsum(0)
@@ -200,7 +201,7 @@ def test_e4m3_rounds_to_nearest_saturates_and_keeps_what_is_not_finite_as_nan():
 @pytest.mark.parametrize("gather", [1, 1 << 20], ids=["by head", "grouped"])
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
 def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(options, gather, monkeypatch):
-    monkeypatch.setattr(reference, "GATHER_ELEMENTS", gather)
+    monkeypatch.setattr(attention, "GATHER_ELEMENTS", gather)
     lens = [1, 9, 40, 4, 7]
     paged, scale = Paged(lens, dtype=torch.float32), torch.rand(2, 2) + 0.1
     whole = (paged.block_tables, paged.rows)
@@ -242,21 +243,21 @@ def test_token_logprobs():
 def test_packed_weights_give_the_same_products(dtype: torch.dtype, num_tokens: int) -> None:
     x, residual = torch.randn(num_tokens, 48).to(dtype), torch.randn(num_tokens, 64).to(dtype)
     weight, bias, norm = torch.randn(64, 48).to(dtype), torch.randn(64).to(dtype), torch.randn(48).to(dtype)
-    packed = reference.pack_weight(weight)
+    packed = matmul.pack_weight(weight)
     assert packed.shape == weight.shape
     tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
     for b in (None, bias):
         for run in (
-            lambda w, b=b: reference.linear(x, w, b),
-            lambda w, b=b: reference.linear_add(residual.clone(), x, w, b),
-            lambda w, b=b: reference.norm_linear(x, norm, 1e-5, w, b),
-            lambda w, b=b: reference.norm_swiglu(x, norm, 1e-5, w, b),
+            lambda w, b=b: matmul.linear(x, w, b),
+            lambda w, b=b: matmul.linear_add(residual.clone(), x, w, b),
+            lambda w, b=b: matmul.norm_linear(x, norm, 1e-5, w, b),
+            lambda w, b=b: matmul.norm_swiglu(x, norm, 1e-5, w, b),
         ):
             torch.testing.assert_close(run(packed), run(weight), **tolerance)
     into = residual.clone()
-    assert reference.linear_add(into, x, packed) is into
+    assert matmul.linear_add(into, x, packed) is into
 
 
 def test_wide_weights_stay_as_they_are() -> None:
     weight = torch.randn(4, 4, dtype=torch.float64)
-    assert reference.pack_weight(weight) is weight
+    assert matmul.pack_weight(weight) is weight

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import Part, reference, sampling, thresholds
+from kernels import Part, reference
+from kernels.triton import sampling, thresholds
 
 INF = float("inf")
 # Weights of infinite logits are computed and not used; only numpy, which the interpreter computes with, warns of that.

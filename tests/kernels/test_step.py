@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from kernels import prepare, reference
-from kernels.step import RowState, StepTensors
+from kernels import reference
+from kernels.layout import RowState, StepTensors
+from kernels.triton import prepare
 
 BLOCK = 4
 
 
 def packed_step(rows, query_lens, context_lens, updates, token_ids):
-    """Build the packed buffer of `kernels.step` by hand; returns (packed, segment)."""
+    """Build the packed buffer of `kernels.layout` by hand; returns (packed, segment)."""
     n = len(rows)
     segment = -(-(n + 1) // 4) * 4
     head = torch.zeros(5, segment, dtype=torch.int32)

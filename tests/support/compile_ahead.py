@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kernels
+from kernels.layout import RowState, StepTensors
 from kernels.plan import DecodePlan
-from kernels.step import RowState, StepTensors
 
 META = torch.device("meta")
 F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -32,7 +32,7 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def norm(dtype: torch.dtype) -> None:
-    from kernels.norm import add_rms_norm, rms_norm
+    from kernels.triton.norm import add_rms_norm, rms_norm
 
     x, weight = tensor(3, 1024, dtype=dtype), tensor(1024, dtype=dtype)
     rms_norm(x, weight, 1e-6)
@@ -40,7 +40,7 @@ def norm(dtype: torch.dtype) -> None:
 
 
 def activation(dtype: torch.dtype) -> None:
-    from kernels.activation import silu_and_mul
+    from kernels.triton.activation import silu_and_mul
 
     silu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
 
@@ -52,7 +52,7 @@ def kv_scale(num_kv_heads: int, cache: Tensor) -> Tensor | None:
 def rotary(
     head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None
 ) -> None:
-    from kernels.rotary import rope_and_store
+    from kernels.triton.rotary import rope_and_store
 
     cache = tensor(10, 8, 16, head_dim, dtype=kv_dtype or dtype)
     weight = tensor(head_dim, dtype=dtype) if normed else None
@@ -64,7 +64,7 @@ def rotary(
 
 
 def kv_cache(kv_dtype: torch.dtype) -> None:
-    from kernels.kv_cache import store_kv
+    from kernels.triton.kv_cache import store_kv
 
     new, cache = tensor(3, 8, 80), tensor(10, 8, 16, 80, dtype=kv_dtype)
     store_kv(new, new, cache, cache, tensor(3, dtype=I64), kv_scale(8, cache))
@@ -72,7 +72,7 @@ def kv_cache(kv_dtype: torch.dtype) -> None:
 
 def sampling(dtype: torch.dtype) -> None:
     from kernels.reference import Part
-    from kernels.sampling import mask_logits, sample
+    from kernels.triton.sampling import mask_logits, sample
 
     row, logits = tensor(3, dtype=F32), tensor(3, 151936, dtype=dtype)
     mask_logits(logits, tensor(3, 4748, dtype=I32), row.int())
@@ -90,8 +90,8 @@ def attention(
     few: bool = True,
     **options: float,
 ) -> None:
-    from kernels.attention_decode import paged_attention_decode, plan_decode
-    from kernels.attention_prefill import paged_attention_prefill
+    from kernels.triton.attention_decode import paged_attention_decode, plan_decode
+    from kernels.triton.attention_prefill import paged_attention_prefill
 
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
     query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
@@ -110,7 +110,7 @@ def attention(
 
 
 def matmul(tokens: int, dtype: torch.dtype) -> None:
-    from kernels.matmul import linear_add, norm_linear, norm_swiglu
+    from kernels.triton.matmul import linear_add, norm_linear, norm_swiglu
 
     x, scale, weight = tensor(tokens, 1024, dtype=dtype), tensor(1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
     norm_linear(x, scale, 1e-6, weight, tensor(2048, dtype=dtype))
@@ -120,7 +120,7 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
 
 
 def prepare() -> None:
-    from kernels.prepare import prepare_step
+    from kernels.triton.prepare import prepare_step
 
     state, step = RowState.allocate(5, 64, META), StepTensors.allocate(4, 16, META)
     prepare_step(tensor(99, dtype=I32), 5, 4, 16, 16, state, step)
@@ -156,7 +156,7 @@ E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from
     functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
 ]
 
-HOPPER = "kernels.attention_prefill_hopper"  # for compute capability 9.0 alone
+HOPPER = "kernels.hopper.attention_prefill"  # for compute capability 9.0 alone
 
 
 class Driver:
@@ -177,8 +177,8 @@ class Driver:
 
 def entry_points() -> Iterator[JITFunction]:
     """The kernels that the package launches: its jitted functions named *_kernel."""
-    for found in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"kernels.{found.name}")
+    for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        module = importlib.import_module(found.name)
         for name, value in inspect.getmembers(module):
             if isinstance(value, JITFunction) and name.endswith("_kernel") and value.module == module.__name__:
                 yield value
@@ -187,7 +187,7 @@ def entry_points() -> Iterator[JITFunction]:
 def main(capability: int) -> int:
     hopper = capability // 10 == 9
     launched: dict[JITFunction, list[triton.FutureKernel]] = {
-        kernel: [] for kernel in entry_points() if hopper or not kernel.module.endswith("_hopper")
+        kernel: [] for kernel in entry_points() if hopper or kernel.module != HOPPER
     }
     run = JITFunction.run
 
@@ -206,8 +206,6 @@ def main(capability: int) -> int:
             module._has_matrix_unit = lambda device: True
     if capability == 90 and HOPPER in modules:
         modules[HOPPER]._num_multiprocessors = lambda device: 132
-    if hopper:
-        importlib.import_module("kernels.attention_prefill_hopper")._num_multiprocessors = lambda device: 132
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     with kernels.compiling_only():

@@ -15,7 +15,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.worker.input_batch import InputBatch
 from kernels import reference
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 
 CPU = torch.device("cpu")
 BLOCK, MAX_LEN, ROWS, BUDGET = 4, 48, 5, 20

@@ -18,7 +18,7 @@ from engine.worker.input_batch import InputBatch
 from engine.worker.logits_processor import LogitsProcessor
 from engine.worker.sampler import sample
 from kernels import Part, reference
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8

@@ -1,6 +1,6 @@
 """Sampling without a sort of the vocabulary, in Triton: exact filter thresholds, then a Gumbel argmax.
 
-The thresholds are those of `kernels.thresholds`. Two kernels follow, whose grids depend on shapes alone, so that
+The thresholds are those of `kernels.triton.thresholds`. Two kernels follow, whose grids depend on shapes alone, so that
 a CUDA graph can hold them: one program for each row and piece of the vocabulary adds the noise and takes the piece's best
 token, and one for each row takes the best of its pieces. Where a grammar has its say, one more kernel goes before all of
 them: it masks the logits of the rows that wait for it.
@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.reference import Part
-from kernels.thresholds import is_filtered, load_logits, sampling_thresholds
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.thresholds import is_filtered, load_logits, sampling_thresholds
 
 NEG_INF = tl.constexpr(float("-inf"))
 PIECE = 4096  # tokens for each program

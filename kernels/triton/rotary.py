@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 NEG_INF = tl.constexpr(float("-inf"))
 PIECE = 4096  # tokens for each program of the first and third kernel

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 MAX_HIDDEN = 16384  # a row must fit in one program's registers
 

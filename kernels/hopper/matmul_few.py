@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 MAX_FEW = 16  # tokens in one tile of the matrix unit
 MAX_WEIGHT = 1 << 24  # its elements, from 9 tokens on

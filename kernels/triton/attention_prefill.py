@@ -4,7 +4,7 @@ One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries tim
 that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
 need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
 which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without window, cap
-and biases go to `kernels.attention_prefill_hopper` where it applies.
+and biases go to `kernels.hopper.attention_prefill` where it applies.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels import attention_prefill_hopper as hopper
+    from kernels.hopper import attention_prefill as hopper
 else:
     hopper = None  # type: ignore[assignment]
 

@@ -2,7 +2,7 @@
 
 With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So one kernel
 does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: where it applies that of
-`kernels.matmul_few`, else, up to `MAX_SMALL` tokens, the one here. The norm's factor 1/rms of a token is the same for all
+`kernels.hopper.matmul_few`, else, up to `MAX_SMALL` tokens, the one here. The norm's factor 1/rms of a token is the same for all
 its channels, so it is applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts
 while the one before it still runs, and first fetches weights, which depend on nothing: its first chunk into registers, the
 rest into L2.
@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.activation import silu_and_mul
-from kernels.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
-from kernels.norm import rms_norm
+from kernels.triton.activation import silu_and_mul
+from kernels.triton.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
+from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels import matmul_few as few
+    from kernels.hopper import matmul_few as few
 else:
     few = None  # type: ignore[assignment]
 

@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
 from kernels.plan import prefill_query_rows
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

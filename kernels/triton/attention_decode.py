@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 from kernels.plan import DecodePlan
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])

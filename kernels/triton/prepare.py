@@ -1,4 +1,4 @@
-"""The packed step unpacked on the device, in Triton: one program for each sequence. The layout is in `kernels.step`."""
+"""The packed step unpacked on the device, in Triton: one program for each sequence. The layout is in `kernels.layout`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.step import RowState, StepTensors
+from kernels.layout import RowState, StepTensors
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["segment", "num_tokens"])

@@ -1,0 +1,1 @@
+"""The operations whose reference implementation is too slow for use, for CPUs."""

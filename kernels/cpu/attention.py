@@ -1,0 +1,220 @@
+"""Paged attention in pieces that stay in a core's cache, by PyTorch's fused attention where it computes the case."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.reference.precision import to_wide, wide_dtype
+
+MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
+GATHER_ELEMENTS = 1 << 18  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
+    """softmax(cap(query keyᵀ scale) + mask) value.
+
+    query [A, B, M, D]; key, value [A, B, N, D]; mask bool (True: attend) or additive, broadcast to [A, B, M, N].
+    """
+    if not soft_cap and (mask is None or mask.dtype in (torch.bool, query.dtype)):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = (to_wide(query) @ to_wide(key).transpose(-1, -2)).mul_(scale)
+    if soft_cap:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    return (scores.softmax(-1) @ to_wide(value)).to(query.dtype)
+
+
+def _gather(
+    key_cache: Tensor, value_cache: Tensor, blocks: Tensor, heads: range, kv_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
+
+    Those of an e4m3 cache are made `dtype`, times their scales.
+    """
+    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    head_ids = torch.arange(heads.start, heads.stop, dtype=blocks.dtype).unsqueeze(1)
+    pieces = (blocks.flatten() * num_kv_heads + head_ids).flatten()  # (block, head) pairs, head-major
+    shape = (len(heads), len(blocks), -1, head_dim)
+    if kv_scale is not None:
+        key, value = (
+            cache.view(torch.uint8).view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+            .view(torch.float8_e4m3fn).float().mul_(scale[heads.start : heads.stop].view(-1, 1, 1, 1)).to(dtype)
+            for cache, scale in zip((key_cache, value_cache), kv_scale, strict=True)
+        )  # fmt: skip
+        return key, value
+    key = key_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+    value = value_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+    return key, value
+
+
+def _decode_one(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: Tensor,
+    context_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    slopes: Tensor | None,
+    kv_scale: Tensor | None,
+) -> Tensor:
+    """`paged_attention_decode` for one sequence: query [H, D], table [max_blocks] -> [H, D]."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    oldest = max(context_len - window, 0) if window else 0
+    first_block = oldest // block_size
+    blocks = table[first_block : -(-context_len // block_size)].unsqueeze(0)
+    seen = slice(oldest - first_block * block_size, context_len - first_block * block_size)
+    query = query.view(num_kv_heads, 1, -1, head_dim)
+    bias = None
+    if slopes is not None:
+        bias = slopes.view(num_kv_heads, 1, -1, 1) * torch.arange(oldest - context_len + 1, 1)
+    step = max(GATHER_ELEMENTS // (blocks.shape[1] * block_size * head_dim), 1)
+    out = []
+    for start in range(0, num_kv_heads, step):
+        heads = range(start, min(start + step, num_kv_heads))
+        key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)
+        mask = None if bias is None else bias[heads.start : heads.stop]
+        q = query[heads.start : heads.stop]
+        out.append(_attend(q, key[:, :, seen], value[:, :, seen], mask, scale, soft_cap))
+    return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, head_dim)
+
+
+def _decode_groups(num_blocks: list[int], most: int) -> list[list[int]]:
+    """The sequences in groups that pad to less than twice their size, and to at most `most` blocks if more than one."""
+    groups: list[list[int]] = []
+    longest = 0
+    for i in sorted(range(len(num_blocks)), key=num_blocks.__getitem__, reverse=True):
+        if num_blocks[i] == 0:
+            break
+        if not groups or 2 * num_blocks[i] <= longest or (len(groups[-1]) + 1) * longest > most:
+            groups.append([])
+            longest = num_blocks[i]
+        groups[-1].append(i)
+    return groups
+
+
+def paged_attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: object = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.paged_attention_decode`."""
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype)
+    slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype(query))
+    lens = context_lens.tolist()
+    first_blocks = [max(n - window, 0) // block_size if window else 0 for n in lens]
+    num_blocks = [-(-n // block_size) - first for n, first in zip(lens, first_blocks, strict=True)]
+    for group in _decode_groups(num_blocks, GATHER_ELEMENTS // (num_kv_heads * block_size * head_dim)):
+        if len(group) == 1:
+            i = group[0]
+            table = block_tables[int(rows[i])]
+            out[i] = _decode_one(
+                query[i], key_cache, value_cache, table, lens[i], scale, window, soft_cap, slopes, kv_scale
+            )
+            continue
+        members = torch.tensor(group)
+        first, count = (torch.tensor([x[i] for i in group]).unsqueeze(1) for x in (first_blocks, num_blocks))
+        columns = torch.minimum(torch.arange(num_blocks[group[0]]), count - 1) + first  # padding repeats the last block
+        blocks = block_tables[rows[members].unsqueeze(1), columns]
+        heads = range(num_kv_heads)
+        key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)  # [Hkv, b, S, D]
+        distance = context_lens[members].unsqueeze(1) - 1 - first * block_size - torch.arange(key.shape[2])  # [b, S]
+        unused = (distance < 0).nonzero(as_tuple=True)
+        if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
+            key[:, unused[0], unused[1]] = 0
+            value[:, unused[0], unused[1]] = 0
+        mask = ((distance >= 0) & (distance < window) if window else distance >= 0)[None, :, None]  # [1, b, 1, S]
+        if slopes is not None:
+            bias = slopes.view(num_kv_heads, 1, -1, 1) * -distance[None, :, None]  # [Hkv, b, G, S]
+            mask = bias.masked_fill_(~mask, -math.inf)
+        q = query[members].view(len(group), num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
+        attended = _attend(q, key, value, mask, scale, soft_cap)
+        out[members] = attended.transpose(0, 1).reshape(len(group), num_heads, head_dim)
+    if 0 in lens:
+        out[context_lens == 0] = 0
+    return out
+
+
+def paged_attention_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    tiles: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.paged_attention_prefill`."""
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group_size = num_heads // num_kv_heads
+    if out is None:
+        out = torch.zeros(query.shape, dtype=query.dtype)
+    starts = query_start.tolist()
+    slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype(query)).view(num_kv_heads, group_size, 1, 1)
+    for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
+        if start == end:
+            continue
+        if context == 0:
+            out[start:end] = 0
+            continue
+        computed = context - (end - start)  # the context before the first query
+        first_block = max(computed + 1 - window, 0) // block_size if window else 0
+        origin = first_block * block_size
+        blocks = block_tables[row : row + 1, first_block : -(-context // block_size)]
+        kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads), kv_scale, query.dtype)
+        key, value = (x[:, :, : context - origin].expand(-1, group_size, -1, -1) for x in kv)  # [Hkv, G, N, D]
+        q = query[start:end].view(end - start, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+        windowed = 0 < window < context
+        if computed == 0 and not windowed and not soft_cap and slopes is None:
+            attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=scale)
+            out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
+            continue
+        score_rows = num_heads if soft_cap or slopes is not None else 1
+        step = min(max(MASK_ELEMENTS // (score_rows * len(key[0, 0])), 16), 256)
+        for low in range(0, end - start, step):
+            high = min(low + step, end - start)
+            newest = torch.arange(computed + low, computed + high).unsqueeze(1)  # the queries' positions
+            oldest = max(computed + low + 1 - window, 0) if windowed else 0
+            distance = newest - torch.arange(oldest, computed + high)
+            seen = distance >= 0
+            if windowed:
+                seen &= distance < window
+            mask: Tensor | None = seen
+            if slopes is not None:
+                mask = (slopes * -distance).masked_fill_(~seen, -math.inf)
+            elif high - low == 1:
+                mask = None
+            keys = slice(oldest - origin, computed + high - origin)
+            attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, scale, soft_cap)
+            out[start + low : start + high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
+    return out

@@ -1,0 +1,32 @@
+"""Every operation in plain PyTorch: the contract of each, and the oracle that all backends are tested against.
+
+Values are computed in float32 (float64 for float64 inputs) and rounded where Hugging Face's models round. A layer's KV cache
+is one tensor [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and `value_cache`. A slot is
+block_id * block_size + offset; slot -1 means "do not write". Slots that were never written may hold anything, NaN too.
+
+A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale for each KV head:
+kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
+"""
+
+from kernels.reference.activation import silu_and_mul
+from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
+from kernels.reference.kv_cache import store_kv, to_e4m3
+from kernels.reference.matmul import linear, linear_add, norm_linear, norm_swiglu, pack_weight
+from kernels.reference.norm import add_rms_norm, rms_norm
+from kernels.reference.rotary import rope, rope_and_store
+from kernels.reference.sampling import (
+    Part,
+    gumbel,
+    mask_logits,
+    random_bits,
+    sample,
+    sampling_thresholds,
+    token_logprobs,
+)
+from kernels.reference.step import plan_decode, prepare_step
+
+__all__ = [
+    "Part", "add_rms_norm", "gumbel", "linear", "linear_add", "mask_logits", "norm_linear", "norm_swiglu", "pack_weight",
+    "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "random_bits", "rms_norm", "rope",
+    "rope_and_store", "sample", "sampling_thresholds", "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
+]  # fmt: skip

@@ -1,0 +1,12 @@
+"""SwiGLU's activation."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [..., 2n] -> [..., n]: silu of the first half, rounded to x's dtype, times the second half."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)

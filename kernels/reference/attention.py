@@ -1,0 +1,102 @@
+"""Attention over the paged KV cache, one sequence after another."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.reference.precision import to_wide, wide_dtype
+
+
+def _read(cache: Tensor, table: Tensor, positions: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values [N, Hkv, D] in `dtype` of the tokens at positions [N] of the sequence with this block table."""
+    assert (scale is not None) == (cache.dtype == torch.float8_e4m3fn)
+    block_size = cache.shape[2]
+    slots = (table[positions // block_size].long(), slice(None), positions % block_size)
+    if scale is None:
+        return cache[slots].to(dtype)
+    return (cache.view(torch.uint8)[slots].view(cache.dtype).float() * scale.unsqueeze(1)).to(dtype)
+
+
+def paged_attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: object = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query token per sequence over its paged context -> [B, H, D], written to `out` when given.
+
+    query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of
+    which sequence i owns row rows[i] (rows [B] int32); context_lens [B] int32 count the query's own token, whose K and V
+    are stored already. context_len 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
+    c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. `plan` is the GPU kernel's work map.
+    """
+    query_start = torch.arange(len(query) + 1, dtype=torch.int32)
+    return paged_attention_prefill(
+        query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale=scale, window=window,
+        soft_cap=soft_cap, alibi_slopes=alibi_slopes, kv_scale=kv_scale, out=out,
+    )  # fmt: skip
+
+
+def paged_attention_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    tiles: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` when given.
+
+    query [T, H, D], of which sequence i's tokens are query[query_start[i]:query_start[i + 1]], the last ones of its
+    context_lens[i] tokens, K and V of all of which are stored. Rows of `out` that belong to no sequence are left alone.
+    query_start [B + 1] int32; the other arguments are those of `paged_attention_decode`. `tiles` is the GPU kernel's
+    grid.
+    """
+    if out is None:
+        out = torch.zeros_like(query)
+    dtype, group = wide_dtype(query), query.shape[1] // key_cache.shape[1]
+    key_scale, value_scale = (None, None) if kv_scale is None else kv_scale
+    starts = query_start.tolist()
+    for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
+        if context == 0:
+            out[start:end] = 0
+            continue
+        first = context - (end - start)  # the first query's position
+        oldest = max(first + 1 - window, 0) if window else 0
+        positions = torch.arange(oldest, context)
+        distance = torch.arange(first, context).unsqueeze(1) - positions  # [n, N]
+        seen = (distance >= 0) & (distance < window) if window else distance >= 0
+        key, value = (
+            _read(cache, block_tables[row], positions, x, dtype).repeat_interleave(group, 1).transpose(0, 1)
+            for cache, x in ((key_cache, key_scale), (value_cache, value_scale))
+        )  # [H, N, D]
+        scores = to_wide(query[start:end]).transpose(0, 1) @ key.mT * scale  # [H, n, N]
+        if soft_cap:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.to(dtype).view(-1, 1, 1) * distance
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        out[start:end] = (weights @ value).transpose(0, 1).to(out.dtype)
+    return out

@@ -1,0 +1,191 @@
+"""Grammar masks, filters, the counter RNG and Gumbel sampling; log-probabilities."""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.reference.precision import to_wide
+
+MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B  # odd multipliers of a 32-bit finaliser
+
+
+def _int32(x: int) -> int:
+    """The 32-bit pattern x as a signed integer."""
+    return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
+
+
+def _fold(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits) of int32 seen as unsigned, a new tensor."""
+    folded = x >> bits
+    folded &= 0xFFFFFFFF >> bits
+    folded ^= x
+    return folded
+
+
+def _mix(x: Tensor, inject: Tensor | int = 0) -> Tensor:
+    """A bijection of 32-bit integers whose output bits each depend on every input bit. Products wrap."""
+    x = _fold(x, 16)
+    x *= MIX_A
+    x ^= inject
+    x = _fold(x, 15)
+    x *= _int32(MIX_B)
+    return _fold(x, 16)
+
+
+def random_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """The counter RNG: int64 seeds, positions and token ids, whose shapes broadcast -> int32, all 32 bits random.
+
+    A pure function of (seed, position, token id), so a request's noise is the same whatever else is in the batch. Seed
+    and position become two 32-bit keys; a token id is mixed with both.
+    """
+    low, high = (((x << 32) >> 32).to(torch.int32) for x in (seeds, seeds >> 32))
+    a = _mix(low ^ _int32(0x9E3779B9))
+    b = _mix(high ^ a)
+    first = _mix(positions.to(torch.int32) ^ b)
+    second = _mix(first ^ a)
+    return _mix(token_ids.to(torch.int32) ^ first, second)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Random bits int32 -> Gumbel noise float32: -log(-log(1 - w)), w uniform in (0, 1), finest near 0."""
+    w = bits.float().add_(bits < 0, alpha=2.0**32)  # seen as unsigned
+    w = w.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return w.neg_().log1p_().neg_().log_().neg_()
+
+
+def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit that each row may sample -> [B]; -inf where nothing filters.
+
+    logits [B, V] float32 or float64 without NaN, temperature [B] > 0, the rest as in `sample`. min_p acts first, then
+    top_k among its survivors, then top_p on their mass; tokens that tie with the lowest logit all stay.
+    """
+    vocab_size = logits.shape[1]
+    temperature, top_k, top_p, min_p = (x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
+    finite = torch.finfo(logits.dtype)
+    peak = logits.amax(-1, keepdim=True).clamp_(finite.min, finite.max)
+    floor = torch.where(min_p > 0, peak + temperature * min_p.log(), -math.inf)
+    # All tokens below `tail` together weigh at most 1 - top_p of the likeliest token alone: top_p's threshold is above.
+    tail = torch.where(top_p < 1, peak + temperature * ((1 - top_p) / vocab_size).log(), -math.inf)
+    limited = (top_k > 0) & (top_k < vocab_size)
+    above = (logits >= torch.maximum(floor, tail)).sum(-1, keepdim=True)
+    needed = torch.where(limited, top_k, above).clamp_(min=1)
+    ordered = logits.topk(int(needed.max())).values
+    floor = torch.maximum(floor, torch.where(limited, ordered.gather(1, needed.long() - 1), floor))
+
+    def weigh(x: Tensor) -> Tensor:
+        return ((x - peak) / temperature).exp_().masked_fill_(x < floor, 0)
+
+    if (top_p < 1).any():
+        reached = weigh(ordered).cumsum(-1, dtype=torch.float64)
+        wanted = top_p * weigh(logits).sum(-1, keepdim=True, dtype=torch.float64)
+        last = (reached < wanted).sum(-1, keepdim=True).clamp_(max=ordered.shape[1] - 1)  # the first to reach the mass
+        nucleus = torch.where(top_p < 1, ordered.gather(1, last), -math.inf)
+        floor = torch.maximum(floor, nucleus)
+    return floor.squeeze(1)
+
+
+def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
+    """Set logits [B, V] to -inf, in place, but for the tokens that their row's mask allows.
+
+    masks [n, (V + 31) // 32] int32, on the logits' device or in pinned memory of the CPU: a bit for each token that stays,
+    the lowest bit first. mask_of [B] int32: which of the masks is the row's; -1: it has none, and stays as it is.
+    """
+    rows = (mask_of >= 0).nonzero().squeeze(1)
+    masks = masks.to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = ((masks[mask_of[rows]].unsqueeze(2) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(~allowed, -math.inf)
+
+
+class Part(enum.Enum):
+    """Which rows are sampled."""
+
+    ALL = 0
+    PLAIN = 1  # those that nothing filters
+    REST = 2  # those that something filters, or that have a mask
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    part: Part = Part.ALL,
+    mask_of: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token per row of logits [B, V] -> token ids [B] int64, in `out` where that is given.
+
+    temperature [B] float32 (0: the likeliest token, lowest id on ties), top_k [B] int32 (<= 0: all), top_p, min_p [B]
+    float32, seeds [B] int64, positions [B] int32 or int64. The order is temperature, min_p, top_k, top_p; tokens that
+    tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
+    NaN logits are never chosen while another token can be.
+
+    part: of the rows. Those that are not `PLAIN` get token 0 for now. Those that are not of the `REST` keep what `out`
+    holds; mask_of [B] int32 says which rows have a mask (that is put on the logits already): not those where it is -1.
+    """
+    filtered = (temperature > 0) & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0))
+    rows = torch.ones_like(filtered)
+    if part is Part.PLAIN:
+        rows = ~filtered
+    elif part is Part.REST:
+        assert mask_of is not None
+        assert out is not None
+        rows = filtered | (mask_of >= 0)
+    if out is None:
+        out = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    elif part is Part.PLAIN:
+        out.zero_()
+    arguments = temperature, top_k, top_p, min_p, seeds, positions
+    if rows.all():
+        return out.copy_(_sample(logits, *arguments))
+    out[rows] = _sample(logits[rows], *(x[rows] for x in arguments))
+    return out
+
+
+def _sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    wide = to_wide(logits)
+    if wide.isnan().any():
+        wide = torch.where(wide.isnan(), -math.inf, wide)
+    filtered = ((top_k > 0) & (top_k < wide.shape[1])) | (top_p < 1) | (min_p > 0)
+    random = temperature > 0
+    chosen = torch.empty(len(wide), dtype=torch.int64, device=wide.device)
+    for kind, rows in enumerate((~random, random & ~filtered, random & filtered)):
+        if not rows.any():
+            continue
+        x, t, seed, position = (y[rows] for y in (wide, temperature.unsqueeze(1), seeds, positions))
+        if kind == 1:
+            x /= t
+            x += gumbel(
+                random_bits(seed.unsqueeze(1), position.unsqueeze(1), torch.arange(x.shape[1], device=x.device))
+            )
+        elif kind == 2:  # noise for the few tokens left
+            thresholds = sampling_thresholds(x, temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+            row, token = (x >= thresholds.unsqueeze(1)).nonzero(as_tuple=True)
+            perturbed = x[row, token] / t[row, 0] + gumbel(random_bits(seed[row], position[row], token))
+            x = torch.full_like(x, -math.inf).index_put_((row, token), perturbed)
+        chosen[rows] = x.argmax(-1)
+    return chosen
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
+
+    token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are asked. The most likely come first;
+    logprobs are float32, ranks and ids int64.
+    """
+    wide = logits.float()
+    total = wide.logsumexp(-1, keepdim=True)
+    chosen = wide.gather(1, token_ids.long().unsqueeze(1))
+    rank = (wide > chosen).sum(-1) + 1
+    top, top_ids = wide.topk(num_top)
+    return (chosen - total).squeeze(1), rank, top_ids, top - total
