@@ -54,7 +54,7 @@ class Sampler:
         """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
         self.number += 1
         admissions = [
-            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, list(range(8)))
+            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, [list(range(8))])
             for name, (tokens, num_prompt, params, seed) in admitted.items()
         ]
         num_tokens = {name: lengths[name] if name in admitted else 1 for name in logits}
