@@ -16,6 +16,7 @@ PACKAGES = ("kernels", "engine", "server", "benchmarks")
 # What each room may import of ours: whole rooms, and single modules of others.
 CONTRACT = {
     "engine.core.batch",
+    "engine.core.cache_groups",
     "engine.core.engine_request",
     "engine.core.pooling_params",
     "engine.core.sampling_params",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from struct import Struct
 
 from engine.core.block_pool import BlockPool
-from engine.core.cache_groups import FULL, CacheGroup
+from engine.core.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.request import Request
 
 UNHELD = 0  # in a block table, where the request holds no block: no query reads or writes that entry
@@ -66,17 +65,11 @@ class BlockManager:
 
     def most_held(self, num_tokens: int) -> int:
         """The most blocks that a request of so many tokens holds at a time."""
-        size, total = self.block_size, 0
-        for group in self.groups:
-            in_all = -(-num_tokens // size)
-            # The window of a step's first query, one token earlier after a retraction, and the step's chunk.
-            passing = (group.window + self.max_chunk) // size + 2 if group.window else in_all
-            total += min(in_all, passing)
-        return total
+        return most_blocks(self.groups, num_tokens, self.block_size, self.max_chunk)
 
     def longest(self, max_tokens: int) -> int:
-        """The most tokens, up to `max_tokens`, that a request that is alone can have computed."""
-        return bisect_right(range(max_tokens + 1), self.num_blocks, key=self.most_held) - 1
+        """The most tokens, up to `max_tokens`, of a request that can run, at least alone."""
+        return longest_sequence(self.groups, self.num_blocks, self.block_size, self.max_chunk, max_tokens)
 
     def match_prefix(self, request: Request) -> list[list[int]]:
         """For each group, the first entries of a block table: the longest prefix that is cached.

@@ -1,8 +1,8 @@
-"""Device rows and the one packed buffer a step sends. Knows which request holds which row, never why it was scheduled."""
+"""Device rows, and the one packed buffer that a step sends: which request holds which row, and how far it is computed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
-from engine.worker.token_history import TokenHistory
-from kernels.layout import RowState
+from kernels import layout
+from kernels.layout import RowState, StepTensors
 
 RING = 3  # packed buffers in turn: the step before the last has been read back before a buffer is written again
 
@@ -22,36 +22,29 @@ class Row:
     """The CPU's side of a row."""
 
     index: int
-    token_ids: np.ndarray  # int32: the tokens known at admission
+    token_ids: np.ndarray  # int32: the tokens known when it was given to its request
     num_prompt_tokens: int
     sampling: SamplingParams
-    special: bool  # the sampling kernel alone cannot sample it
-    guided: bool  # a grammar says what may come next
-    min_context: int  # the kernel alone cannot sample it either in a context shorter than this
-    slot: int  # in the token history; -1: it needs none
     pooling: PoolingParams | None  # its prompt's embedding is wanted, and no token
-    allowed: Tensor | None = None  # [V] bool on the device: its `allowed_token_ids`, once they were needed
 
 
 class Members:
-    """What stays the same in all steps of the same shares."""
+    """What stays the same in all steps of the same `ScheduledBatch` of n requests."""
 
-    def __init__(self, shares: ScheduledBatch, rows: dict[str, Row]) -> None:
-        self.batch = shares
-        self.rows = [rows[request_id] for request_id in shares.request_ids]
-        self.indices = np.array([row.index for row in self.rows], dtype=np.int64)  # [n] of n shares
-        self.query_lens = np.array(shares.num_tokens, dtype=np.int32)  # [n]
-        self.query_start = np.zeros(len(shares) + 1, dtype=np.int32)  # [n + 1]
+    def __init__(self, batch: ScheduledBatch, rows: dict[str, Row]) -> None:
+        self.batch = batch
+        self.rows = [rows[request_id] for request_id in batch.request_ids]
+        self.row_indices = np.array([row.index for row in self.rows], dtype=np.int64)  # [n]
+        self.query_lens = np.array(batch.num_tokens, dtype=np.int32)  # [n]
+        self.query_start = np.zeros(len(batch) + 1, dtype=np.int32)  # [n + 1]
         np.add.accumulate(self.query_lens, out=self.query_start[1:])
-        self.places = {request_id: i for i, request_id in enumerate(shares.request_ids)}
+        self.indices = {request_id: i for i, request_id in enumerate(batch.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
-        self.filtered = any(row.sampling.is_filtered for row in self.rows)
-        self.with_logprobs = [i for i, row in enumerate(self.rows) if row.sampling.logprobs is not None]
 
 
 @dataclass(slots=True)
 class PackedStep:
-    """A step as it lies in the packed buffer; see `kernels.layout` for the layout."""
+    """A step in the packed buffer; see `kernels.layout`."""
 
     packed: Tensor  # int32, on the CPU (pinned where the device is a GPU)
     segment: int
@@ -62,79 +55,67 @@ class PackedStep:
     context_lens: np.ndarray  # [n] int32, without padding
 
 
-@dataclass(slots=True)
 class InputBatch:
-    """Owns the rows: `num_rows` for requests, and one more, the last, for padding."""
+    """Owns the rows: `num_rows` for requests, and one more, the last, for padding.
 
-    num_rows: int
-    max_blocks: int
-    max_len: int  # of a sequence, in tokens
-    device: torch.device
-    pin_memory: bool
-    state: RowState = field(init=False)
-    history: TokenHistory = field(init=False)
-    rows: dict[str, Row] = field(init=False, default_factory=dict)
-    num_special: int = field(init=False, default=0)  # rows that are special, for a while at least
-    num_scored: int = field(init=False, default=0)  # rows that want log-probabilities of their prompt
-    num_pooled: int = field(init=False, default=0)  # rows that want an embedding
-    _num_computed: np.ndarray = field(init=False)  # [num_rows] int32: tokens of each row that launched steps compute
-    _num_known: np.ndarray = field(init=False)  # [num_rows] int32: tokens of each row known at admission
-    _num_blocks: np.ndarray = field(init=False)  # [num_rows] int32: entries of each row's block table in use
-    _members: Members | None = field(init=False, default=None)  # of the last step
-    _free: list[int] = field(init=False)
-    _ring: list[tuple[Tensor, np.ndarray]] = field(init=False)  # a tensor, and the same memory
-    _turn: int = field(init=False, default=0)
+    The device's record of a row is the truth about its length; the CPU keeps count beside it, to know which tokens to send
+    and how long the longest context is.
+    """
 
-    def __post_init__(self) -> None:
-        self.state = RowState.allocate(self.num_rows + 1, self.max_blocks, self.device)
-        self.history = TokenHistory(self.num_rows, self.max_len, self.device)
-        self._num_computed, self._num_known, self._num_blocks = np.zeros((3, self.num_rows), dtype=np.int32)
-        self._free = list(range(self.num_rows - 1, -1, -1))
+    def __init__(
+        self, num_rows: int, num_groups: int, max_blocks: int, device: torch.device, *, pin_memory: bool
+    ) -> None:
+        """`max_blocks`: of a block table. `pin_memory`: the device reads the packed buffers without a copy in between."""
+        self.num_rows, self.num_groups, self.device, self.pin_memory = num_rows, num_groups, device, pin_memory
+        self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device)
+        self.rows: dict[str, Row] = {}
+        self.num_scored = 0  # rows that want log-probabilities of their prompt
+        self.num_pooled = 0  # rows that want an embedding
+        self._num_computed = np.zeros(
+            num_rows, dtype=np.int32
+        )  # tokens of each row that the steps packed so far compute
+        self._num_known = np.zeros(
+            num_rows, dtype=np.int32
+        )  # tokens of each row that were known when it was given away
+        self._num_blocks = np.zeros((num_groups, num_rows), dtype=np.int32)  # entries of the block tables in use
+        self._members: Members | None = None  # of the last step
+        self._free = list(range(num_rows - 1, -1, -1))
         self._ring = [self._new_buffer(4096) for _ in range(RING)]
+        self._newest = 0  # in the ring
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Free the rows of removed requests and give rows to admitted ones."""
+    def apply(self, output: SchedulerOutput) -> tuple[list[Row], list[Row]]:
+        """Free the rows of removed requests, then give rows to new ones; the rows of both."""
+        removed = []
         for request_id in output.removed:
             row = self.rows.pop(request_id, None)
             if row is not None:
+                removed.append(row)
                 self._free.append(row.index)
-                self.num_special -= row.special or row.guided or row.min_context > 0
                 self.num_scored -= row.sampling.prompt_logprobs is not None
                 self.num_pooled -= row.pooling is not None
-                if row.slot >= 0:
-                    self.history.release(row.slot)
-        if output.new_requests:
-            self._admit(output.new_requests)
+        return removed, self._admit(output.new_requests) if output.new_requests else []
 
-    def _admit(self, admitted: list[NewRequest]) -> None:
-        indices = []
-        for a in admitted:
-            index = self._free.pop()
-            indices.append(index)
-            tokens, p = np.array(a.token_ids, dtype=np.int32), a.request.sampling
-            min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
-            slot = self.history.take(tokens) if p.looks_back else -1
-            guided = p.structured_outputs is not None
-            row = Row(index, tokens, a.num_prompt_tokens, p, p.is_special, guided, min_context, slot, a.request.pooling)
-            self._num_computed[index], self._num_known[index] = a.num_computed_tokens, len(tokens)
-            self._num_blocks[index] = 0
-            self.num_special += row.special or guided or min_context > 0
-            self.num_scored += p.prompt_logprobs is not None
-            self.num_pooled += a.request.pooling is not None
-            self.rows[a.request_id] = row
-        at = torch.tensor(indices)
-        params = [a.request.sampling for a in admitted]
-        columns = {
-            "temperature": [p.temperature for p in params],
-            "top_p": [p.top_p for p in params],
-            "min_p": [p.min_p for p in params],
-            "top_k": [max(p.top_k, 0) for p in params],
-            "seed": [a.seed for a in admitted],
-        }
-        at = self.to_device(at)
-        for name, values in columns.items():
-            target: Tensor = getattr(self.state, name)
-            target[at] = self.to_device(torch.tensor(values, dtype=target.dtype))
+    def _admit(self, new_requests: list[NewRequest]) -> list[Row]:
+        rows = []
+        records = np.zeros((len(new_requests), layout.NUM_COLUMNS), dtype=np.int64)
+        floats = records.view(np.float32)[:, ::2]  # see `RowState.floats`
+        for new, record, values in zip(new_requests, records, floats, strict=True):
+            sampling, index = new.request.sampling, self._free.pop()
+            tokens = np.array(new.token_ids, dtype=np.int32)
+            row = Row(index, tokens, new.num_prompt_tokens, sampling, new.request.pooling)
+            rows.append(row)
+            self.rows[new.request_id] = row
+            self._num_computed[index], self._num_known[index] = new.num_computed_tokens, len(tokens)
+            self._num_blocks[:, index] = 0
+            self.num_scored += sampling.prompt_logprobs is not None
+            self.num_pooled += new.request.pooling is not None
+            record[layout.NUM_COMPUTED], record[layout.SEED] = new.num_computed_tokens, new.seed
+            record[layout.TOP_K] = max(sampling.top_k, 0)
+            values[layout.TEMPERATURE], values[layout.TOP_P] = sampling.temperature, sampling.top_p
+            values[layout.MIN_P] = sampling.min_p
+        at = self.to_device(torch.tensor([row.index for row in rows]))
+        self.state.records[at] = self.to_device(torch.from_numpy(records))
+        return rows
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A tensor of the CPU, on the device; nothing waits."""
@@ -143,7 +124,7 @@ class InputBatch:
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:
         """Write the step into the next packed buffer, padded to `padded_seqs` one-token sequences when that is not 0."""
         members = self.members(output.batch)
-        at, real, tokens_end = members.indices, len(members.rows), output.batch.total_num_tokens
+        at, real, tokens_end = members.row_indices, len(members.rows), output.batch.total_num_tokens
         padding = max(padded_seqs - real, 0)
         num_seqs, num_tokens = real + padding, tokens_end + padding
         segment = segment_of(num_seqs)
@@ -152,20 +133,15 @@ class InputBatch:
         self._num_computed[at] = context_lens
         updates, num_updates = self._block_updates(output, members)
 
-        size = 5 * segment + num_tokens + max(len(updates), 1)
+        head = (2 + 2 * self.num_groups) * segment
+        size = head + num_tokens + max(len(updates), 1)
         packed, view = self._buffer(size)
-        rows, contexts, query_start, update_start, update_at = view[: 5 * segment].reshape(5, segment)
+        rows, query_start, *of_groups = view[:head].reshape(-1, segment)
         rows[:real], rows[real:] = at, self.num_rows
-        contexts[:real], contexts[real:] = context_lens, 0
         query_start[: real + 1] = members.query_start
         query_start[real + 1 : num_seqs + 1] = np.arange(tokens_end + 1, num_tokens + 1)
-        update_start[:] = 0
-        if updates:
-            np.add.accumulate(num_updates, out=update_start[1 : real + 1])
-            update_start[real + 1 :] = len(updates)
-            update_at[:real] = self._num_blocks[at]
-            self._num_blocks[at] += num_updates
-        tokens = view[5 * segment : size]
+        self._pack_updates(of_groups, at, num_updates)
+        tokens = view[head:size]
         tokens[:tokens_end], tokens[tokens_end:num_tokens] = -1, 0
         for i in (starts < self._num_known[at]).nonzero()[0]:  # all but these compute their row's newest token
             first, known = members.query_start[i], members.rows[i].token_ids[starts[i] : context_lens[i]]
@@ -174,41 +150,68 @@ class InputBatch:
         num_decodes = output.batch.num_decodes + padding
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
 
-    def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray]:
-        """The blocks to append to block tables, in the order of the shares, and how many for each share [n] int32."""
+    def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:
+        """The blocks to append to block tables, group after group, each in the order of the batch; and how many of them
+        each request gets [G, n] int32, None when nobody gets any.
+        """
         new_blocks = output.new_block_ids
         if output.new_requests:
-            new_blocks = new_blocks | {a.request_id: a.block_ids for a in output.new_requests}
+            new_blocks = new_blocks | {new.request_id: new.block_ids for new in output.new_requests}
+        if not new_blocks:
+            return [], None
         updates: list[int] = []
-        num_updates = np.zeros(len(output.batch), dtype=np.int32)
-        if new_blocks:
-            for i, block_ids in sorted((members.places[request_id], new) for request_id, new in new_blocks.items()):
-                num_updates[i] = len(block_ids[0])
-                updates += block_ids[0]
+        num_updates = np.zeros((self.num_groups, len(output.batch)), dtype=np.int32)
+        in_order = sorted((members.indices[request_id], tables) for request_id, tables in new_blocks.items())
+        for group, counts in enumerate(num_updates):
+            for i, tables in in_order:
+                counts[i] = len(tables[group])
+                updates += tables[group]
         return updates, num_updates
+
+    def _pack_updates(self, segments: list[np.ndarray], at: np.ndarray, num_updates: np.ndarray | None) -> None:
+        """Write `update_start` and `update_at` of each group, for the rows `at` [n]."""
+        if num_updates is None:
+            for update_start in segments[::2]:
+                update_start[:] = 0
+            return
+        real, end = len(at), 0
+        for group, counts in enumerate(num_updates):
+            update_start, update_at = segments[2 * group], segments[2 * group + 1]
+            update_start[0] = end
+            np.add.accumulate(counts, out=update_start[1 : real + 1])
+            update_start[1 : real + 1] += end
+            end = update_start[real]
+            update_start[real + 1 :] = end
+            update_at[:real] = self._num_blocks[group, at]
+            self._num_blocks[group, at] += counts
 
     def num_computed(self, row: Row) -> int:
         """Tokens that the steps packed so far compute."""
         return int(self._num_computed[row.index])
 
-    def defer(self, packed: PackedStep, places: list[int]) -> None:
-        """These sequences of the last step compute its last token once more in the next one."""
-        self._num_computed[packed.members.indices[places]] -= 1
+    def defer(self, packed: PackedStep, step: StepTensors, indices: list[int]) -> None:
+        """These requests of the last step compute its last token once more in the next one: nothing was sampled for them."""
+        self._num_computed[packed.members.row_indices[indices]] -= 1
+        at = self.to_device(torch.tensor(indices))
+        rows, newest = step.rows[at], step.input_ids[step.last_index[at]]
+        self.state.last_token.scatter_(0, rows, newest)
+        self.state.num_computed.scatter_(0, rows, step.next_position[at] - 1)
 
-    def members(self, shares: ScheduledBatch) -> Members:
-        """What is known of a step's shares beside where they stand."""
-        if self._members is None or self._members.batch is not shares:
-            self._members = Members(shares, self.rows)
+    def members(self, batch: ScheduledBatch) -> Members:
+        """What is derived from a batch, whatever step it is in."""
+        if self._members is None or self._members.batch is not batch:
+            self._members = Members(batch, self.rows)
         return self._members
 
     def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
-        self._turn = (self._turn + 1) % RING
-        length = len(self._ring[self._turn][1])
+        self._newest = (self._newest + 1) % RING
+        length = len(self._ring[self._newest][1])
         if length < size:
-            self._ring[self._turn] = self._new_buffer(max(size, 2 * length))
-        return self._ring[self._turn]
+            self._ring[self._newest] = self._new_buffer(max(size, 2 * length))
+        return self._ring[self._newest]
 
     def _new_buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
+        """A tensor, and the same memory as an array."""
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=self.pin_memory)
         return buffer, buffer.numpy()
 

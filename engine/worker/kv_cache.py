@@ -1,16 +1,18 @@
-"""The KV cache's memory: how many blocks fit, and the tensors that hold them. Never knows which block belongs to whom."""
+"""The KV cache's memory: how layers share its blocks, how many blocks fit, and the tensors that hold them."""
 
 from __future__ import annotations
 
 import math
 import mmap
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.models.spec import ModelSpec
+from engine.core.cache_groups import CacheGroup, longest_sequence, most_blocks
 
 
 class KVCacheTooSmallError(ValueError):
@@ -29,47 +31,97 @@ def e4m3_scales(kv: Tensor) -> Tensor:
     return torch.where(largest > 0, largest * (HEADROOM / torch.finfo(torch.float8_e4m3fn).max), 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheShape:
-    """One layer's cache is [2, num_blocks, num_kv_heads, block_size, head_dim]: K then V."""
+MAX_PADDING = 1.15  # how much larger than its layers a block may be made, to have fewer groups
 
-    num_layers: int
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """How layers share the KV cache's blocks. All blocks have the same size, so that every group can use any of them.
+
+    A block holds K and V of `block_size` tokens in `num_slots` layers of one group. Layers that keep the same part of the
+    past are divided into groups of at most `num_slots`; layer l is in group `group_of[l]`, at `slot_of[l]` of its blocks.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    group_of: tuple[int, ...]
+    slot_of: tuple[int, ...]
+    num_slots: int
     num_kv_heads: int
     block_size: int
     head_dim: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> KVCacheShape:
-        return cls(spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, dtype)
+    def of(
+        cls, windows: Sequence[int], num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> KVCacheLayout:
+        """`windows`: of each layer, 0 for full attention."""
+        num_slots = _slots_of_a_block(list(Counter(windows).values()))
+        groups: list[CacheGroup] = []
+        group_of, slot_of = [], []
+        open_groups: dict[int, tuple[int, int]] = {}  # window → the group that is being filled, its layers so far
+        for window in windows:
+            group, slot = open_groups.get(window, (-1, num_slots))
+            if slot == num_slots:
+                group, slot = len(groups), 0
+                groups.append(CacheGroup(window))
+            open_groups[window] = group, slot + 1
+            group_of.append(group)
+            slot_of.append(slot)
+        return cls(tuple(groups), tuple(group_of), tuple(slot_of), num_slots, num_kv_heads, block_size, head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_slots * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One zeroed tensor for each layer: a slot never written must not read as NaN."""
+        """For each layer [2, num_blocks, num_kv_heads, block_size, head_dim], K then V: layers at the same slot of different
+        groups have the same memory, and never the same block.
+
+        Zeroed: a slot never written must not read as NaN.
+        """
         shape = (2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         if device.type == "cpu":
-            return [_untouched_zeros(shape, self.dtype) for _ in range(self.num_layers)]
-        return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+            slots = [_untouched_zeros(shape, self.dtype) for _ in range(self.num_slots)]
+        else:
+            slots = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_slots)]
+        return [slots[slot] for slot in self.slot_of]
+
+    def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """The most blocks that a request of so many tokens holds at a time; a step computes up to `max_chunk` of them."""
+        return most_blocks(self.groups, num_tokens, self.block_size, max_chunk)
+
+    def check_fits(self, num_blocks: int, max_model_len: int, max_chunk: int) -> None:
+        """`KVCacheTooSmallError` unless one sequence of `max_model_len` tokens fits into `num_blocks` blocks."""
+        longest = longest_sequence(self.groups, num_blocks, self.block_size, max_chunk, max_model_len)
+        if longest < max_model_len:
+            raise KVCacheTooSmallError(
+                f"the KV cache has room for {longest} tokens ({num_blocks} blocks of {self.block_size}), but "
+                f"max_model_len is {max_model_len}: use --max-model-len {longest} or less, or give the cache more memory "
+                "(--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override)"
+            )
+
+    def cpu_cache_bytes(self, max_num_seqs: int, max_model_len: int, max_chunk: int) -> int:
+        """On a CPU: enough for every sequence at full length, but at most 4 GiB or a quarter of the free memory."""
+        of_one = self.most_blocks(max_model_len, max_chunk) * self.block_bytes
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(max_num_seqs * of_one, max(4 << 30, of_one), free // 4)
+
+
+def _slots_of_a_block(counts: Sequence[int]) -> int:
+    """The number of layers in a block that makes the fewest groups, then the least padding; counts: layers of each kind."""
+
+    def cost(num_slots: int) -> tuple[int, int]:
+        num_groups = sum(-(-count // num_slots) for count in counts)
+        return num_groups, num_groups * num_slots
+
+    return min((n for n in range(1, max(counts) + 1) if cost(n)[1] <= MAX_PADDING * sum(counts)), key=cost)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose pages cost memory only once they are written: `torch.zeros` writes them all at once."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def check_fits(num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """`KVCacheTooSmallError` unless one sequence of `max_model_len` tokens fits into `num_blocks` blocks."""
-    if num_blocks * block_size < max_model_len:
-        raise KVCacheTooSmallError(
-            f"the KV cache has room for {num_blocks * block_size} tokens ({num_blocks} blocks of {block_size}), but "
-            f"max_model_len is {max_model_len}: use --max-model-len {max(num_blocks * block_size, 0)} or less, or give the "
-            "cache more memory (--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override)"
-        )
 
 
 def gpu_cache_bytes(device: torch.device, utilization: float, reserve: int) -> int:
@@ -81,10 +133,3 @@ def gpu_cache_bytes(device: torch.device, utilization: float, reserve: int) -> i
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     return int(total * utilization) - outside - torch.cuda.max_memory_reserved(device) - reserve
-
-
-def cpu_cache_bytes(block_bytes: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """On a CPU: enough for every sequence at full length, but at most 4 GiB or a quarter of the free memory."""
-    wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, max(4 << 30, -(-max_model_len // block_size) * block_bytes), free // 4)

@@ -5,38 +5,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.layout import RowState, StepTensors
+from kernels.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
 from kernels.plan import DecodePlan
 
 
 def prepare_step(
     packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
 ) -> None:
-    """Apply the block updates to `state` and fill the first `num_seqs` / `num_tokens` entries of `out`. See `kernels.layout`."""
-    segments = packed[: 5 * segment].view(5, segment)
-    rows, context_lens, query_start, update_start, update_at = (s[: num_seqs + 1].long() for s in segments)
-    rows, context_lens, update_at = rows[:-1], context_lens[:-1], update_at[:-1]
-    token_ids = packed[5 * segment : 5 * segment + num_tokens].long()
-    updates = packed[5 * segment + num_tokens :]
-
-    counts = update_start.diff()
-    owner = torch.repeat_interleave(counts)
-    index = torch.arange(len(owner)) - update_start[owner] + update_at[owner]
-    state.block_tables[rows[owner], index] = updates[: len(owner)]
+    """Unpack a step: append the block updates to block tables, advance each row by its tokens, and fill the first `num_seqs`
+    or `num_tokens` entries of `out`. See `kernels.layout`.
+    """
+    num_groups, num_rows = state.block_tables.shape[:2]
+    tokens_at = (2 + 2 * num_groups) * segment
+    head = packed[:tokens_at].view(-1, segment)[:, : num_seqs + 1].long()
+    rows, query_start = head[0, :-1], head[1]
+    token_ids = packed[tokens_at : tokens_at + num_tokens].long()
+    updates = packed[tokens_at + num_tokens :]
 
     lens = query_start.diff()
+    real = rows < num_rows - 1
+    computed = state.num_computed[rows]
+    context_lens = torch.where(real, computed + lens, 0)
+    state.num_computed[rows[real]] = context_lens[real]
+
     seq = torch.repeat_interleave(lens)
-    positions = torch.arange(num_tokens) - query_start[seq] + (context_lens - lens)[seq]
-    blocks = state.block_tables[rows[seq], positions // block_size].long()
-    real = context_lens[seq] > 0
+    positions = torch.where(real, computed, 0)[seq] + torch.arange(num_tokens) - query_start[seq]
+    for group, table in enumerate(state.block_tables):
+        update_start, update_at = head[2 + 2 * group], head[3 + 2 * group]
+        owner = torch.repeat_interleave(update_start.diff())
+        index = torch.arange(int(update_start[0]), int(update_start[-1]))
+        table[rows[owner], index - update_start[owner] + update_at[owner]] = updates[index]
+        blocks = table[rows[seq], positions // block_size].long()
+        slots = torch.where(real[seq], blocks * block_size + positions % block_size, -1)
+        out.slot_mapping[group, :num_tokens] = slots
+
     out.input_ids[:num_tokens] = torch.where(token_ids >= 0, token_ids, state.last_token[rows[seq]])
-    out.positions[:num_tokens] = positions.clamp(min=0).int()
-    out.slot_mapping[:num_tokens] = torch.where(real, blocks * block_size + positions % block_size, -1)
+    out.positions[:num_tokens] = positions.int()
     out.last_index[:num_seqs] = query_start[1:] - 1
     out.rows[:num_seqs] = rows
+    out.context_lens[:num_seqs] = context_lens.int()
     out.next_position[:num_seqs] = context_lens
-    for name in ("temperature", "top_p", "min_p", "top_k", "seed"):
-        getattr(out, name)[:num_seqs] = getattr(state, name)[rows]
+    out.temperature[:num_seqs] = state.floats(TEMPERATURE)[rows]
+    out.top_p[:num_seqs] = state.floats(TOP_P)[rows]
+    out.min_p[:num_seqs] = state.floats(MIN_P)[rows]
+    out.top_k[:num_seqs] = state.records[rows, TOP_K].int()
+    out.seed[:num_seqs] = state.seed[rows]
 
 
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:

@@ -1,66 +1,91 @@
-"""The step's preparation kernel against its torch twin, and against what the layout promises."""
+"""The step's preparation, as reference implementation and as kernel, against what the layout promises."""
 
 import pytest
 import torch
 
-from kernels import reference
+from kernels import layout, reference
 from kernels.layout import RowState, StepTensors
 from kernels.triton import prepare
 
 BLOCK = 4
 
 
-def packed_step(rows, query_lens, context_lens, updates, token_ids):
-    """Build the packed buffer of `kernels.layout` by hand; returns (packed, segment)."""
+def packed_step(rows, query_lens, updates, token_ids):
+    """Build the packed buffer of `kernels.layout` by hand; returns (packed, segment).
+
+    updates: for each cache group, for each sequence, where its new blocks go and their ids.
+    """
     n = len(rows)
     segment = -(-(n + 1) // 4) * 4
-    head = torch.zeros(5, segment, dtype=torch.int32)
+    head = torch.zeros(2 + 2 * len(updates), segment, dtype=torch.int32)
     head[0, :n] = torch.tensor(rows)
-    head[1, :n] = torch.tensor(context_lens)
-    head[2, 1 : n + 1] = torch.tensor(query_lens).cumsum(0)
-    head[3, 1 : n + 1] = torch.tensor([len(blocks) for _, blocks in updates]).cumsum(0)
-    head[4, :n] = torch.tensor([at for at, _ in updates])
-    flat = [b for _, blocks in updates for b in blocks]
+    head[1, 1 : n + 1] = torch.tensor(query_lens).cumsum(0)
+    flat = []
+    for group, of_group in enumerate(updates):
+        head[2 + 2 * group, : n + 1] = torch.tensor([0, *(len(blocks) for _, blocks in of_group)]).cumsum(0) + len(flat)
+        head[3 + 2 * group, :n] = torch.tensor([at for at, _ in of_group])
+        flat += [b for _, blocks in of_group for b in blocks]
     return torch.cat([head.flatten(), torch.tensor(token_ids + flat, dtype=torch.int32)]), segment
 
 
-@pytest.fixture(params=["twin", "triton"])
+@pytest.fixture(params=["reference", "triton"])
 def prepare_step(request):
-    return (reference if request.param == "twin" else prepare).prepare_step
+    return (reference if request.param == "reference" else prepare).prepare_step
 
 
-def test_step_tensors(prepare_step):
-    state = RowState.allocate(5, 80, torch.device("cpu"))
+LONG = 300
+BLOCKS = list(range(100, 100 + LONG // BLOCK))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_step_tensors(prepare_step, num_groups):
+    state = RowState.allocate(5, num_groups, 80, torch.device("cpu"))
+    state.num_computed[:] = torch.tensor([0, 8, 70, 2, 0])
     state.last_token[:] = torch.tensor([50, 51, 52, 53, 54])
-    state.temperature[:] = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
+    state.floats(layout.TEMPERATURE)[:] = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
+    state.floats(layout.TOP_P)[:] = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6])
+    state.floats(layout.MIN_P)[:] = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.1])
+    state.records[:, layout.TOP_K] = torch.tensor([5, 4, 3, 2, 1])
     state.seed[:] = torch.arange(5) + 2**40
-    state.block_tables[1, :2] = torch.tensor([7, 8], dtype=torch.int32)
-    long = 300
-    blocks = list(range(100, 100 + long // BLOCK))
-    packed, segment = packed_step(
-        rows=[1, 4, 3, 0],
-        query_lens=[1, 1, 3, long],
-        context_lens=[
-            9,
-            0,
-            5,
-            long,
-        ],  # a decode into a new block, a padding row, a chunk after a prefix hit, a long one
-        updates=[(2, [9]), (0, []), (0, [20, 21]), (0, blocks)],
-        token_ids=[-1, 0, 11, 12, 13, *range(long)],
-    )
-    out = StepTensors.allocate(6, 1000, torch.device("cpu"))
-    prepare_step(packed, segment, 4, 5 + long, BLOCK, state, out)
-    assert out.input_ids[: 5 + long].tolist() == [51, 0, 11, 12, 13, *range(long)]
-    assert out.positions[: 5 + long].tolist() == [8, 0, 2, 3, 4, *range(long)]
-    slots = [9 * BLOCK, -1, 20 * BLOCK + 2, 20 * BLOCK + 3, 21 * BLOCK]
-    slots += [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(long)]
-    assert out.slot_mapping[: 5 + long].tolist() == slots
-    assert out.last_index[:4].tolist() == [0, 1, 4, 4 + long]
+    for group in range(num_groups):
+        state.block_tables[group, 1, :2] = torch.tensor([7, 8], dtype=torch.int32) + 1000 * group
+    # A decode into a new block, a padding row, a chunk after a prefix hit, a long one.
+    updates = [
+        [(2, [9 + 1000 * g]), (0, []), (0, [20 + 1000 * g, 21 + 1000 * g]), (0, [b + 1000 * g for b in BLOCKS])]
+        for g in range(num_groups)
+    ]
+    packed, segment = packed_step([1, 4, 3, 0], [1, 1, 3, LONG], updates, [-1, 0, 11, 12, 13, *range(LONG)])
+    out = StepTensors.allocate(6, 1000, num_groups, torch.device("cpu"))
+    prepare_step(packed, segment, 4, 5 + LONG, BLOCK, state, out)
+    assert out.input_ids[: 5 + LONG].tolist() == [51, 0, 11, 12, 13, *range(LONG)]
+    assert out.positions[: 5 + LONG].tolist() == [8, 0, 2, 3, 4, *range(LONG)]
+    for group in range(num_groups):
+        first = 1000 * group
+        slots = [(9 + first) * BLOCK, -1, (20 + first) * BLOCK + 2, (20 + first) * BLOCK + 3, (21 + first) * BLOCK]
+        slots += [(BLOCKS[p // BLOCK] + first) * BLOCK + p % BLOCK for p in range(LONG)]
+        assert out.slot_mapping[group, : 5 + LONG].tolist() == slots
+        assert state.block_tables[group, 1, :4].tolist() == [7 + first, 8 + first, 9 + first, 0]
+        assert state.block_tables[group, 3, :3].tolist() == [20 + first, 21 + first, 0]
+        assert state.block_tables[group, 0, : len(BLOCKS)].tolist() == [b + first for b in BLOCKS]
+    assert out.last_index[:4].tolist() == [0, 1, 4, 4 + LONG]
     assert out.rows[:4].tolist() == [1, 4, 3, 0]
-    assert out.next_position[:4].tolist() == [9, 0, 5, long]
+    assert out.context_lens[:4].tolist() == out.next_position[:4].tolist() == [9, 0, 5, LONG]
     assert out.seed[:4].tolist() == [2**40 + 1, 2**40 + 4, 2**40 + 3, 2**40]
     assert out.temperature[:4].tolist() == pytest.approx([0.1, 0.4, 0.3, 0.0])
-    assert state.block_tables[1, :4].tolist() == [7, 8, 9, 0]
-    assert state.block_tables[3, :3].tolist() == [20, 21, 0]
-    assert state.block_tables[0, : len(blocks)].tolist() == blocks
+    assert out.top_p[:4].tolist() == pytest.approx([0.9, 0.6, 0.7, 1.0])
+    assert out.min_p[:4].tolist() == pytest.approx([0.4, 0.1, 0.2, 0.5])
+    assert out.top_k[:4].tolist() == [4, 1, 2, 5]
+    assert state.num_computed.tolist() == [LONG, 9, 70, 5, 0], "rows of the step advance, all others and padding do not"
+
+
+def test_rows_advance_from_step_to_step(prepare_step):
+    state, out = RowState.allocate(3, 1, 8, torch.device("cpu")), StepTensors.allocate(2, 8, 1, torch.device("cpu"))
+    updates = [[(0, [5, 6]), (0, [3])]]
+    for length, tokens in ((5, [1, 2, 3, 4, 5]), (1, [-1])):
+        packed, segment = packed_step([1, 0], [length, 1], updates, [*tokens, 9])
+        prepare_step(packed, segment, 2, length + 1, BLOCK, state, out)
+        updates = [[(0, []), (0, [])]]
+    assert out.context_lens[:2].tolist() == [6, 2]
+    assert out.positions[:2].tolist() == [5, 1]
+    assert out.slot_mapping[0, :2].tolist() == [6 * BLOCK + 1, 3 * BLOCK + 1]
+    assert state.num_computed.tolist() == [2, 6, 0]

@@ -122,8 +122,9 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
 def prepare() -> None:
     from kernels.triton.prepare import prepare_step
 
-    state, step = RowState.allocate(5, 64, META), StepTensors.allocate(4, 16, META)
-    prepare_step(tensor(99, dtype=I32), 5, 4, 16, 16, state, step)
+    for num_groups in (1, 2):
+        state, step = RowState.allocate(5, num_groups, 64, META), StepTensors.allocate(4, 16, num_groups, META)
+        prepare_step(tensor(99, dtype=I32), 5, 4, 16, 16, state, step)
 
 
 VARIANTS: list[Callable[[], None]] = [

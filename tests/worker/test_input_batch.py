@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.core.batch import SchedulerOutput, StepResult
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
@@ -26,19 +27,20 @@ class Plain:
     """A request as the contract tells of it, with the tokens that only the device knows."""
 
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]  # for each cache group
     num_computed: int
 
 
 class Device:
     """Rows on a device whose model is a dice."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, num_groups: int) -> None:
         self.rng = rng
-        self.batch = InputBatch(ROWS, MAX_LEN // BLOCK, MAX_LEN, CPU, pin_memory=False)
-        self.step = StepTensors.allocate(ROWS + 3, BUDGET + 3, CPU)
+        self.batch = InputBatch(ROWS, num_groups, MAX_LEN // BLOCK, CPU, pin_memory=False)
+        self.step = StepTensors.allocate(ROWS + 3, BUDGET + 3, num_groups, CPU)
         self.plain: dict[str, Plain] = {}
-        self.num_kept = self.num_padded = 0
+        self.num_kept = self.num_padded = self.num_deferred = 0
+        self.deferred: list[int] = []
 
     def run(self, output: SchedulerOutput) -> StepResult:
         shares, before = output.batch, self.batch._members
@@ -53,21 +55,32 @@ class Device:
         for request_id in output.removed:
             del self.plain[request_id]
         for a in output.new_requests:
-            self.plain[a.request_id] = Plain(list(a.token_ids), list(a.block_ids), a.num_computed_tokens)
+            self.plain[a.request_id] = Plain(
+                list(a.token_ids), [list(ids) for ids in a.block_ids], a.num_computed_tokens
+            )
         for request_id, block_ids in output.new_block_ids.items():
-            self.plain[request_id].block_ids += block_ids
+            for table, new in zip(self.plain[request_id].block_ids, block_ids, strict=True):
+                table += new
         tokens, counts, at = [], [], 0
+        self.deferred = []
         for i, (request_id, num_tokens) in enumerate(zip(shares.request_ids, shares.num_tokens, strict=True)):
             self.check(i, self.plain[request_id], at, num_tokens)
             at += num_tokens
-            counts.append(int(i not in shares.partial))
-            if i not in shares.partial:
+            deferred = i not in shares.partial and self.rng.random() < 0.1
+            counts.append(int(i not in shares.partial and not deferred))
+            if deferred:
+                self.deferred.append(i)
+                self.plain[request_id].num_computed -= 1
+            elif i not in shares.partial:
                 tokens.append(self.rng.randrange(1000))
                 self.plain[request_id].token_ids.append(tokens[-1])
                 self.batch.state.last_token[self.batch.rows[request_id].index] = tokens[-1]
         assert (packed.num_seqs, packed.num_tokens) == (len(shares) + padding, at + padding)
-        assert self.step.slot_mapping[at : at + padding].tolist() == [-1] * padding
+        assert (self.step.slot_mapping[:, at : at + padding] == -1).all()
         assert self.step.rows[len(shares) : packed.num_seqs].tolist() == [ROWS] * padding
+        if self.deferred:
+            self.batch.defer(packed, self.step, self.deferred)
+            self.num_deferred += len(self.deferred)
         return StepResult(tokens, counts)
 
     def check(self, i: int, plain: Plain, at: int, num_tokens: int) -> None:
@@ -75,17 +88,20 @@ class Device:
         positions = range(plain.num_computed, plain.num_computed + num_tokens)
         assert step.input_ids[own].tolist() == [plain.token_ids[p] for p in positions]
         assert step.positions[own].tolist() == list(positions)
-        assert step.slot_mapping[own].tolist() == [plain.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions]
+        for slots, block_ids in zip(step.slot_mapping[:, own].tolist(), plain.block_ids, strict=True):
+            assert slots == [block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions]
         plain.num_computed += num_tokens
-        assert step.next_position[i] == plain.num_computed
+        assert step.next_position[i] == step.context_lens[i] == plain.num_computed
         assert step.last_index[i] == at + num_tokens - 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_every_step_reaches_the_device_as_it_was_scheduled(seed: int) -> None:
+@pytest.mark.parametrize("groups", [(FULL,), (CacheGroup(9),), (CacheGroup(6), FULL)])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_step_reaches_the_device_as_it_was_scheduled(seed: int, groups: tuple[CacheGroup, ...]) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(rng.choice([16, 60]), BLOCK, ROWS, BUDGET, MAX_LEN)
-    device = Device(rng)
+    num_blocks = rng.choice([16, 60]) * len(groups)
+    scheduler = Scheduler(num_blocks, BLOCK, ROWS, BUDGET, MAX_LEN, groups=groups)
+    device = Device(rng, len(groups))
     in_flight = None
     for step in range(300):
         if rng.random() < 0.1:
@@ -98,6 +114,9 @@ def test_every_step_reaches_the_device_as_it_was_scheduled(seed: int) -> None:
         launched = (output, device.run(output)) if output else None
         if in_flight:
             scheduler.update(*in_flight)
+        if launched:
+            scheduler.defer(device.deferred)
         in_flight = launched
     assert device.num_kept > 10
     assert device.num_padded > 10
+    assert device.num_deferred > 10
