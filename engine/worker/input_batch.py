@@ -11,7 +11,6 @@ from torch import Tensor
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
-from engine.worker.token_history import TokenHistory
 from kernels.step import RowState
 
 RING = 3  # packed buffers in turn: the step before the last has been read back before a buffer is written again
@@ -25,12 +24,7 @@ class Row:
     token_ids: np.ndarray  # int32: the tokens known at admission
     num_prompt_tokens: int
     sampling: SamplingParams
-    special: bool  # the sampling kernel alone cannot sample it
-    guided: bool  # a grammar says what may come next
-    min_context: int  # the kernel alone cannot sample it either in a context shorter than this
-    slot: int  # in the token history; -1: it needs none
     pooling: PoolingParams | None  # its prompt's embedding is wanted, and no token
-    allowed: Tensor | None = None  # [V] bool on the device: its `allowed_token_ids`, once they were needed
 
 
 class Members:
@@ -45,8 +39,6 @@ class Members:
         np.add.accumulate(self.query_lens, out=self.query_start[1:])
         self.places = {request_id: i for i, request_id in enumerate(shares.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
-        self.filtered = any(row.sampling.is_filtered for row in self.rows)
-        self.with_logprobs = [i for i, row in enumerate(self.rows) if row.sampling.logprobs is not None]
 
 
 @dataclass(slots=True)
@@ -72,9 +64,7 @@ class InputBatch:
     device: torch.device
     pin_memory: bool
     state: RowState = field(init=False)
-    history: TokenHistory = field(init=False)
     rows: dict[str, Row] = field(init=False, default_factory=dict)
-    num_special: int = field(init=False, default=0)  # rows that are special, for a while at least
     num_scored: int = field(init=False, default=0)  # rows that want log-probabilities of their prompt
     num_pooled: int = field(init=False, default=0)  # rows that want an embedding
     _num_computed: np.ndarray = field(init=False)  # [num_rows] int32: tokens of each row that launched steps compute
@@ -87,42 +77,35 @@ class InputBatch:
 
     def __post_init__(self) -> None:
         self.state = RowState.allocate(self.num_rows + 1, self.max_blocks, self.device)
-        self.history = TokenHistory(self.num_rows, self.max_len, self.device)
         self._num_computed, self._num_known, self._num_blocks = np.zeros((3, self.num_rows), dtype=np.int32)
         self._free = list(range(self.num_rows - 1, -1, -1))
         self._ring = [self._new_buffer(4096) for _ in range(RING)]
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Free the rows of removed requests and give rows to admitted ones."""
+    def apply(self, output: SchedulerOutput) -> tuple[list[Row], list[Row]]:
+        """Free the rows of removed requests, then give rows to new ones; the rows of both."""
+        removed = []
         for request_id in output.removed:
             row = self.rows.pop(request_id, None)
             if row is not None:
+                removed.append(row)
                 self._free.append(row.index)
-                self.num_special -= row.special or row.guided or row.min_context > 0
                 self.num_scored -= row.sampling.prompt_logprobs is not None
                 self.num_pooled -= row.pooling is not None
-                if row.slot >= 0:
-                    self.history.release(row.slot)
-        if output.new_requests:
-            self._admit(output.new_requests)
+        return removed, self._admit(output.new_requests) if output.new_requests else []
 
-    def _admit(self, admitted: list[NewRequest]) -> None:
-        indices = []
+    def _admit(self, admitted: list[NewRequest]) -> list[Row]:
+        rows = []
         for a in admitted:
             index = self._free.pop()
-            indices.append(index)
             tokens, p = np.array(a.token_ids, dtype=np.int32), a.request.sampling
-            min_context = a.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
-            slot = self.history.take(tokens) if p.looks_back else -1
-            guided = p.structured_outputs is not None
-            row = Row(index, tokens, a.num_prompt_tokens, p, p.is_special, guided, min_context, slot, a.request.pooling)
+            row = Row(index, tokens, a.num_prompt_tokens, p, a.request.pooling)
+            rows.append(row)
             self._num_computed[index], self._num_known[index] = a.num_computed_tokens, len(tokens)
             self._num_blocks[index] = 0
-            self.num_special += row.special or guided or min_context > 0
             self.num_scored += p.prompt_logprobs is not None
             self.num_pooled += a.request.pooling is not None
             self.rows[a.request_id] = row
-        at = torch.tensor(indices)
+        at = torch.tensor([row.index for row in rows])
         params = [a.request.sampling for a in admitted]
         columns = {
             "temperature": [p.temperature for p in params],
@@ -135,6 +118,7 @@ class InputBatch:
         for name, values in columns.items():
             target: Tensor = getattr(self.state, name)
             target[at] = self.to_device(torch.tensor(values, dtype=target.dtype))
+        return rows
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A tensor of the CPU, on the device; nothing waits."""
