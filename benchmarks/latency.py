@@ -6,6 +6,7 @@ Flags, labels and JSON keys are those of `vllm bench latency`.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import sys
 import time
@@ -85,6 +86,8 @@ def measure(flags: LatencyFlags, config: EngineConfig) -> dict[str, Any]:
     start = time.perf_counter()
     llm = LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
     startup = time.perf_counter() - start
+    gc.collect()
+    gc.freeze()
     latencies = []
     for number in tqdm(range(-flags.num_iters_warmup, flags.num_iters), desc="iterations", disable=None):
         begin = time.perf_counter()

@@ -11,6 +11,7 @@ EVENTS is a dictionary with `event`: ready, begin, run or done.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -147,6 +148,8 @@ def main(job_path: str, events_path: str) -> None:
             init_seconds=time.perf_counter() - imported,
             process_seconds=time.time() - job["started"],
         )
+        gc.collect()
+        gc.freeze()
         for work in job["works"]:
             if time.time() < job["deadline"]:
                 measure(engine, work, job["deadline"], say)

@@ -40,7 +40,8 @@ from engine.llm import LLM
 from engine.models.spec import ModelSpec
 from engine.process import EngineLoop
 from engine.worker.input_batch import PackedStep
-from engine.worker.model_runner import ModelRunner, RunnerOptions, StepHandle
+from engine.worker.model_runner import ModelRunner, StepHandle
+from engine.worker.options import RunnerOptions
 
 BLOCK_SIZE, PROMPT = 16, 100
 WARM_UP = 40  # steps that do not count
@@ -71,13 +72,13 @@ class NoDevice(ModelRunner):
         self.logits = torch.zeros(options.max_num_seqs, 1)
         self.tokens = torch.arange(options.max_num_seqs) + 1000
         self.num_blocks = options.max_num_seqs * options.max_model_len // options.block_size
-        self._graphs = NoGraphs(self)  # type: ignore[assignment]
+        self.graphs = NoGraphs(self)  # type: ignore[assignment]
 
     @classmethod
     def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True) -> NoDevice:
         return cls(spec, options)
 
-    def _compute(
+    def _run_eagerly(
         self, handle: StepHandle, packed: PackedStep, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
         return self.logits[: packed.num_seqs], self.tokens[: packed.num_seqs]
@@ -200,7 +201,7 @@ class Reader:
 
     def __init__(self, handle: Any, times: Times) -> None:
         self.read = times.timed(handle.read, "read back")
-        self.guided: list[str] = []
+        self.guided: list[int] = []
 
 
 def offline(folder: Path, batch: int, num_steps: int, prefix_caching: bool) -> Times:

@@ -11,6 +11,7 @@ full. What counts is the speed of the plain half; that of the others is told, to
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import sys
 import time
@@ -80,7 +81,14 @@ def measure(flags: StructuredFlags, config: EngineConfig) -> dict[str, Any]:
             f"input_len {flags.input_len} and 4 times output_len {flags.output_len} are more than the context holds, "
             f"{input_processor.max_model_len}"
         )
-    engine = Engine(input_processor.local(config), eos_token_ids=input_processor.eos_token_ids, offline=True)
+    engine = Engine(
+        input_processor.local(config),
+        spec=input_processor.spec,
+        eos_token_ids=input_processor.eos_token_ids,
+        offline=True,
+    )
+    gc.collect()
+    gc.freeze()
     print(engine.summary(), file=sys.stderr)
     half = flags.num_requests // 2
     asked = {kind: [_sampling(flags, input_processor, kind, i) for i in range(half)] for kind in KINDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import sys
 import time
@@ -84,6 +85,8 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     start = time.perf_counter()
     llm = LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
     startup = time.perf_counter() - start
+    gc.collect()
+    gc.freeze()
 
     def run(count: int | None, output_len: int | None, use_tqdm: bool) -> tuple[float, int]:
         """Seconds, and tokens that were made."""

@@ -65,8 +65,9 @@ class LLM:
                 raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
         self.config = EngineConfig(model=model, **settings)
         self._input_processor = InputProcessor.load(self.config)
+        processor = self._input_processor
         self._engine = Engine(
-            self._input_processor.local(self.config), eos_token_ids=self._input_processor.eos_token_ids, offline=True
+            processor.local(self.config), spec=processor.spec, eos_token_ids=processor.eos_token_ids, offline=True
         )
         self._ids = itertools.count()
         self._broken = False

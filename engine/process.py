@@ -6,6 +6,7 @@ when that closes, the parent is gone, however it died, and this process ends at 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -119,6 +120,8 @@ def main(build: Callable[..., Any] = Engine) -> None:
         engine = answer[0]
         if engine is None:
             sys.exit(1)
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: garbage collection looks at requests only
         try:
             EngineLoop(engine, commands, events).run()
         except Exception:

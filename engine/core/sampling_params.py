@@ -153,37 +153,6 @@ class SamplingParams:
             check(ok, "dry_sequence_breakers", breaker, "non-empty texts or token ids")
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether tokens become less likely, or likelier, for having been seen."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether sampling depends on the tokens before by more than the model's logits."""
-        return self.penalizes or self.dry_multiplier > 0 or any(len(word) > 1 for word in self.bad_words or ())
-
-    @property
-    def is_special(self) -> bool:
-        """Whether sampling takes more than temperature, min_p, top_k and top_p (and, at first, min_tokens)."""
-        return (
-            self.looks_back
-            or bool(self.logit_bias or self.bad_words)
-            or self.allowed_token_ids is not None
-            or self.top_n_sigma > 0
-            or self.typical_p < 1
-            or self.xtc_probability > 0
-        )
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether top_k, top_p or min_p may leave some tokens out."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 

@@ -1,4 +1,5 @@
-"""The grammars of running requests: compiled beside the engine's loop, followed token by token. Knows ids and tokens only.
+"""The grammars of guided requests, and all of their timing: compiled beside the engine's loop, advanced by each token, their
+masks filled before the device needs them.
 
 One thread owns this. Only compiling happens in another one.
 """
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -17,13 +19,25 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.structured.grammar import Compiler, make_executor
 
-MAX_WEIGHT = 16 << 20  # characters of all grammars that are compiled at a time; the others wait
+MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
+IDLE_SECONDS = 0.02  # to wait for a grammar when there is nothing else to do
 MAX_THREADS = 8
 FEW = 64  # below so many masks one thread fills them: several are hardly faster, and hold up what drives the device
-LEAST = 4  # masks that are filled even when there is no time
-LEAST_SHARE = 4  # and of those who wait for one, at least one in so many
+LEAST = 4  # masks that are filled even when the deadline has passed
+LEAST_FRACTION = 4  # and at least one in so many of those that are needed
 MAX_MASKS = 1 << 20
-MAX_INTERVAL = 512  # fills between two trials of the slower way
+MAX_INTERVAL = 512  # fills between two trials of the slower method
+
+T = TypeVar("T")  # a request
+
+
+@dataclass(slots=True)
+class _Held(Generic[T]):
+    """A request whose grammar is not compiled yet."""
+
+    request: T
+    grammar: str
+    matcher: Future[LLMatcher] | None = None  # None: compiling has not begun
 
 
 @dataclass(slots=True)
@@ -31,14 +45,14 @@ class _Followed:
     """A running request's grammar."""
 
     matcher: LLMatcher
-    forced: list[int] = field(default_factory=list)  # the tokens that must come next, the last one first
+    forced: list[int] = field(default_factory=list)  # the only tokens that may come next, the last one first
 
 
-_Wanted = list[tuple[_Followed, int]]  # a mask, and the row that it goes to
+_Wanted = list[tuple[_Followed, int]]  # a grammar, and the row of its mask
 
 
 @dataclass(slots=True)
-class _Way:
+class _Method:
     fill: Callable[[_Wanted, np.ndarray], None]
     seconds: float = 0.0  # for each mask, lately; 0: not known
 
@@ -47,39 +61,39 @@ class _Filler:
     """Fills masks in this thread, or in several at once where that has lately been faster.
 
     Waking threads may take as long as filling 50 masks does (on a virtual machine: a millisecond). So for many masks both
-    ways are tried, and the slower one again now and then.
+    methods are tried, and the slower one again now and then.
     """
 
     def __init__(self) -> None:
-        self._alone, self._together = _Way(_fill_alone), _Way(self._fill_together)
+        self._alone, self._together = _Method(_fill_alone), _Method(self._fill_together)
         self._interval = self._until_trial = 8  # fills
         self._threads: LLExecutor | None = None
 
     def __call__(self, wanted: _Wanted, masks: np.ndarray) -> float:
         """Fill the rows of masks [n, words] that are named; the seconds it took."""
-        way, slower, is_trial = self._alone, self._together, False
+        method, slower, is_trial = self._alone, self._together, False
         if len(wanted) >= FEW:
-            if slower.seconds < way.seconds:
-                way, slower = slower, way
+            if slower.seconds < method.seconds:
+                method, slower = slower, method
             self._until_trial -= 1
             if is_trial := not self._until_trial:
-                way = slower
+                method = slower
                 self._until_trial = self._interval = min(2 * self._interval, MAX_INTERVAL)
         start = perf_counter()
-        way.fill(wanted, masks)
+        method.fill(wanted, masks)
         seconds = perf_counter() - start
         if wanted:
             each = seconds / len(wanted)
-            if not way.seconds:
-                way.seconds = each
-            elif is_trial or each < way.seconds:
-                way.seconds = (way.seconds + each) / 2
+            if not method.seconds:
+                method.seconds = each
+            elif is_trial or each < method.seconds:
+                method.seconds = (method.seconds + each) / 2
             else:  # a grammar's first masks take long, the next ones do not
-                way.seconds += (each - way.seconds) / 8
+                method.seconds += (each - method.seconds) / 8
         return seconds
 
     def number_in(self, seconds: float) -> int:
-        """How many masks can be filled in that time, as far as is known."""
+        """How many masks this thread fills in that time, as far as is known."""
         each = self._alone.seconds
         return int(min(seconds / each, MAX_MASKS)) if each else MAX_MASKS
 
@@ -100,38 +114,53 @@ def _allow_one(mask: np.ndarray, token_id: int) -> None:
     mask.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
 
 
-class GrammarManager:
-    """`add` a request, and when `take_ready` names it: `advance` by each of its tokens, and `fill` its masks."""
+class GrammarManager(Generic[T]):
+    """Holds guided requests until their grammars are compiled, then follows the grammars until the requests end.
+
+    `add` a request; when `take_compiled` returns it, `advance` it by each of its tokens and `fill` its masks; `remove` it.
+
+    A step with other requests in it does not wait for masks: there is a deadline, which is the time that the device is
+    busy with what comes before sampling. Nobody can ask a device for that time, so `learn_deadline` finds it by experience.
+    """
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._waiting: dict[str, str] = {}  # request id → grammar
-        self._compiling: dict[str, Future[LLMatcher]] = {}
+        self._held: dict[str, _Held[T]] = {}
         self._followed: dict[str, _Followed] = {}
-        self._weights: dict[str, int] = {}  # of those being compiled or compiled
+        self._weights: dict[str, int] = {}  # characters of grammars being compiled or followed
         self._compile_thread: ThreadPoolExecutor | None = None
         self._fill = _Filler()
-        self._turn = 0  # whose it is when not all can have one: a place
-        self._seconds = float("inf")  # that a hurried fill may take
-        self._seconds_spent = 0.0  # in the last one
+        self._next = 0  # the row of masks to begin with when the deadline does not allow for all
+        self._seconds = float("inf")  # until the deadline
+        self._seconds_spent = 0.0  # in the last fill
 
-    def __bool__(self) -> bool:
-        """Whether a request is being followed."""
-        return bool(self._followed)
+    @property
+    def num_held(self) -> int:
+        """Requests whose grammars are not compiled yet."""
+        return len(self._held)
 
-    def add(self, request_id: str, grammar: str) -> None:
-        self._waiting[request_id] = grammar
-        self._compile_waiting()
+    @property
+    def num_followed(self) -> int:
+        return len(self._followed)
 
-    def _compile_waiting(self) -> None:
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def add(self, request_id: str, grammar: str, request: T) -> None:
+        """Hold the request until its grammar is compiled."""
+        self._held[request_id] = _Held(request, grammar)
+        self._start_compiling()
+
+    def _start_compiling(self) -> None:
         weight = sum(self._weights.values())
-        for request_id, grammar in list(self._waiting.items()):
-            if weight and weight + len(grammar) > MAX_WEIGHT:
+        for request_id, held in self._held.items():
+            if held.matcher is not None:
+                continue
+            if weight and weight + len(held.grammar) > MAX_WEIGHT:
                 break
-            del self._waiting[request_id]
-            self._weights[request_id] = len(grammar)
-            weight += len(grammar)
-            self._compiling[request_id] = self._compile(grammar)
+            self._weights[request_id] = len(held.grammar)
+            weight += len(held.grammar)
+            held.matcher = self._compile(held.grammar)
 
     def _compile(self, grammar: str) -> Future[LLMatcher]:
         if (matcher := self._compiler.remembered(grammar)) is not None:
@@ -142,38 +171,42 @@ class GrammarManager:
             self._compile_thread = make_executor(1)
         return self._compile_thread.submit(self._compiler.compile, grammar)
 
-    def wait(self, seconds: float) -> None:
-        """Until one of those being compiled is ready, but not for longer than this."""
-        wait(self._compiling.values(), seconds, FIRST_COMPLETED)
+    def take_compiled(self, idle: bool = False) -> tuple[list[T], dict[str, str]]:
+        """The requests that may start; and by id, why the grammars of others cannot be compiled: these are removed.
 
-    def take_ready(self) -> list[tuple[str, str]]:
-        """Requests that may begin, with "", and those that never will, with the reason."""
-        ready = []
-        for request_id, future in list(self._compiling.items()):
-            if not future.done():
+        `idle`: there is nothing else to do than to wait a little for one of them.
+        """
+        if idle:
+            futures = [held.matcher for held in self._held.values() if held.matcher is not None]
+            wait(futures, IDLE_SECONDS, FIRST_COMPLETED)
+        ready: list[T] = []
+        errors: dict[str, str] = {}
+        for request_id, held in list(self._held.items()):
+            if held.matcher is None or not held.matcher.done():
                 continue
-            del self._compiling[request_id]
-            error = future.exception()
-            if error is None:
-                self._followed[request_id] = _Followed(future.result())
+            if (error := held.matcher.exception()) is None:
+                del self._held[request_id]
+                self._followed[request_id] = _Followed(held.matcher.result())
+                ready.append(held.request)
             else:
-                self.forget(request_id)
-            ready.append((request_id, "" if error is None else str(error)))
-        return ready
+                errors[request_id] = str(error) or type(error).__name__
+                self.remove(request_id)
+        return ready, errors
 
-    def forget(self, request_id: str) -> None:
-        """A request has ended. Others are no concern of this."""
-        self._waiting.pop(request_id, None)
+    def remove(self, request_id: str) -> bool:
+        """Forget a request, if it is here. Whether it was held."""
         self._followed.pop(request_id, None)
-        if (future := self._compiling.pop(request_id, None)) is not None:
-            future.cancel()
+        held = self._held.pop(request_id, None)
+        if held is not None and held.matcher is not None:
+            held.matcher.cancel()
         if self._weights.pop(request_id, None) is not None:
-            self._compile_waiting()
+            self._start_compiling()
+        return held is not None
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """The request's next tokens. Others than the masks allow put it into an error that `fill` tells of.
+        """Follow the request's next tokens. A token that its masks did not allow is an error that `fill` reports.
 
-        After the end nothing but ends of text is allowed.
+        After the end of the grammar only ends of text are allowed.
         """
         followed = self._followed.get(request_id)
         if followed is not None and not followed.matcher.is_stopped():
@@ -181,16 +214,14 @@ class GrammarManager:
             del followed.forced[-len(token_ids) :]
 
     def fill(
-        self, request_ids: Sequence[str], masks: np.ndarray, hurry: bool = False
+        self, request_ids: Sequence[str], masks: np.ndarray, by_deadline: bool = False
     ) -> tuple[list[int], dict[str, str]]:
-        """Set the tokens that may come next. Returns whom there was no time for (places), and what went wrong with whom.
+        """Set the tokens that may come next; a request that is not followed any more may have all.
 
-        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first. Whoever
-        is not followed (any more) may go on as they like. In a `hurry`, only so many have their turn as `keep_pace` has
-        found to be time for.
+        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first. Returns
+        the rows of masks that are not filled, none unless `by_deadline`; and by id, what went wrong with a grammar.
         """
         wanted: _Wanted = []
-        late: _Wanted = []
         for i, request_id in enumerate(request_ids):
             followed = self._followed.get(request_id)
             if followed is None:
@@ -199,25 +230,31 @@ class GrammarManager:
                 _allow_one(masks[i], followed.forced[-1])
             else:
                 wanted.append((followed, i))
-        most = max(self._fill.number_in(self._seconds), LEAST, -(-len(wanted) // LEAST_SHARE)) if hurry else len(wanted)
-        if most < len(wanted):
-            wanted.sort(key=lambda each: (each[1] < self._turn, each[1]))
-            wanted, late = wanted[:most], wanted[most:]
-            self._turn = late[0][1]
+        late: list[int] = []
+        if by_deadline:
+            wanted, late = self._split(wanted)
         self._seconds_spent = self._fill(wanted, masks)
         errors: dict[str, str] = {}
         for followed, i in wanted:
             if followed.matcher.is_error():
                 errors[request_ids[i]] = followed.matcher.get_error()
-            else:  # all that the grammar leaves no choice about, at once: the next masks cost nothing
+            else:  # all tokens that the grammar leaves no choice about: their masks cost nothing
                 followed.forced = followed.matcher.compute_ff_tokens()[::-1]
-        return [i for _, i in late], errors
+        return late, errors
 
-    def keep_pace(self, too_late: bool, seconds_left: float) -> None:
-        """Learn how long a hurried fill may take: whether the last one held up what waits for it, or how much longer it might
-        have taken.
-        """
-        if too_late:
+    def _split(self, wanted: _Wanted) -> tuple[_Wanted, list[int]]:
+        """Those that the deadline allows for, and the rows of the others, with which the next fill begins."""
+        most = max(self._fill.number_in(self._seconds), LEAST, -(-len(wanted) // LEAST_FRACTION))
+        if most >= len(wanted):
+            return wanted, []
+        wanted = sorted(wanted, key=lambda each: (each[1] < self._next, each[1]))
+        late = [i for _, i in wanted[most:]]
+        self._next = late[0]
+        return wanted[:most], late
+
+    def learn_deadline(self, missed: bool, seconds_left: float) -> None:
+        """What came of the last fill: whether the device had to wait for it, or for how long it was still busy after it."""
+        if missed:
             self._seconds = 0.9 * min(self._seconds, self._seconds_spent)
         else:
             self._seconds = max(self._seconds, self._seconds_spent + 0.8 * seconds_left)

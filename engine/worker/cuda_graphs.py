@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step, one for each padded batch size. Knows a function of the size; never what it computes."""
+"""CUDA graphs of the decode step, for each padded batch size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`step(packed, size)`, which gives logits and tokens, and `rest(logits, tokens)`, captured for each of the sizes.
+    """`decode(packed, size)`, which gives logits and tokens, and `filtered(logits, tokens)`, captured for each of the sizes.
 
     Owns the static buffer that the graphs read packed steps from.
     """
 
     def __init__(
         self,
-        step: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-        rest: Callable[[Tensor, Tensor], None],
+        decode: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        filtered: Callable[[Tensor, Tensor], None],
         buffer: Tensor,
         sizes: list[int],
         progress: bool,
@@ -35,14 +35,14 @@ class DecodeGraphs:
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         pool = None
         for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
-            rest(*step(buffer, size))  # compile and choose algorithms outside the capture
+            filtered(*decode(buffer, size))  # compile and choose algorithms outside the capture
             torch.cuda.synchronize()
             first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(first, pool=pool):
-                self._outputs[size] = step(buffer, size)
+                self._outputs[size] = decode(buffer, size)
             pool = pool or first.pool()
             with torch.cuda.graph(second, pool=pool):
-                rest(*self._outputs[size])
+                filtered(*self._outputs[size])
             self._graphs[size] = first, second
 
     def padded_size(self, num_seqs: int) -> int:
@@ -51,7 +51,7 @@ class DecodeGraphs:
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step goes into the buffer: one that gives many blocks away at once does not."""
+        """Whether a packed step goes into the buffer: one that appends very many blocks at once does not."""
         return len(packed) <= len(self._buffer)
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,6 +60,6 @@ class DecodeGraphs:
         self._graphs[size][0].replay()
         return self._outputs[size]
 
-    def run_rest(self, size: int) -> None:
-        """Queue what follows the last step, which was of this size."""
+    def run_filtered(self, size: int) -> None:
+        """Queue what follows the last step, which was of this size, for its filtered and masked sequences."""
         self._graphs[size][1].replay()

@@ -1,4 +1,4 @@
-"""Hidden states of prompts to embeddings, over chunks and steps. Knows rows and their shares; never knows text."""
+"""Hidden states of prompts to embeddings, over chunks and steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from engine.worker.input_batch import InputBatch, PackedStep, Row
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """On their way from the device: those of the shares at `places`."""
+    """Embeddings on their way from the device: those of the requests at `indices` of the batch."""
 
-    places: list[int]
+    indices: list[int]
     num_dimensions: list[int]
     vectors: Tensor  # [n, hidden] float32 on the CPU, filled when the step is done
 
     def read(self) -> dict[int, bytes]:
-        """After the device is done: share -> float32 values."""
+        """After the device is done: index → float32 values."""
         rows = self.vectors.numpy()
-        return {place: rows[i, : self.num_dimensions[i]].tobytes() for i, place in enumerate(self.places)}
+        return {index: rows[i, : self.num_dimensions[i]].tobytes() for i, index in enumerate(self.indices)}
 
 
 class Pooler:
@@ -35,25 +35,25 @@ class Pooler:
         self._batch, self._norm, self._hidden_size = batch, norm, hidden_size
         self._sums = torch.zeros(0, hidden_size, device=batch.device)  # [rows, hidden] float32
 
-    def shares(self, output: SchedulerOutput) -> list[int]:
-        """The shares of the step that belong to requests for embeddings."""
+    def indices(self, output: SchedulerOutput) -> list[int]:
+        """Where in the step's batch the requests for embeddings are."""
         if not self._batch.num_pooled:
             return []
         rows = self._batch.rows
         return [i for i, request_id in enumerate(output.batch.request_ids) if rows[request_id].pooling is not None]
 
-    def pool(self, packed: PackedStep, places: list[int], hidden: Tensor) -> Embeddings | None:
+    def pool(self, packed: PackedStep, indices: list[int], hidden: Tensor) -> Embeddings | None:
         """The embeddings that are complete with this step; None when there are none.
 
-        places: of `shares`. hidden [T, hidden]: of the step's tokens, before the final norm.
+        indices: as `indices` gives. hidden [T, hidden]: of the step's tokens, before the final norm.
         """
         members, all_rows = packed.members, packed.members.rows
         ends, lengths = members.query_start[1:], members.query_lens
-        averaged = [i for i in places if _means(all_rows[i])]
+        averaged = [i for i in indices if _means(all_rows[i])]
         if averaged:
             first = packed.context_lens[averaged] == lengths[averaged]
             self._add(hidden, ends[averaged], lengths[averaged], members.indices[averaged], first)
-        complete = [i for i in places if i not in members.batch.partial]
+        complete = [i for i in indices if i not in members.batch.partial]
         if not complete:
             return None
         last = [i for i in complete if not _means(all_rows[i])]
@@ -67,7 +67,7 @@ class Pooler:
         return self._finish(last + means, [all_rows[i] for i in last + means], torch.cat(parts))
 
     def _add(self, hidden: Tensor, ends: np.ndarray, lengths: np.ndarray, rows: np.ndarray, first: np.ndarray) -> None:
-        """Add each share's hidden states to its row's sum; `first` ones begin it. Always in the same order."""
+        """Add each sequence's hidden states to its row's sum; `first` ones begin it. Always in the same order."""
         if not len(self._sums):
             self._sums = torch.zeros(self._batch.num_rows, self._hidden_size, device=hidden.device)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -79,7 +79,7 @@ class Pooler:
         sums += self._sums[row].masked_fill_(begins.bool().unsqueeze(1), 0)
         self._sums.index_copy_(0, row, sums)
 
-    def _finish(self, places: list[int], rows: list[Row], vectors: Tensor) -> Embeddings:
+    def _finish(self, indices: list[int], rows: list[Row], vectors: Tensor) -> Embeddings:
         """Cut [n, hidden] to each one's dimensions, normalise, send."""
         params = [row.pooling for row in rows if row.pooling is not None]
         num_dimensions = [p.dimensions or self._hidden_size for p in params]
@@ -88,7 +88,7 @@ class Pooler:
         vectors.masked_fill_(beyond, 0)
         lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True).clamp_(min=1e-12)
         vectors /= lengths.masked_fill_(normalize.unsqueeze(1) == 0, 1)
-        return Embeddings(places, num_dimensions, vectors.to("cpu", non_blocking=True))
+        return Embeddings(indices, num_dimensions, vectors.to("cpu", non_blocking=True))
 
     def _ints(self, values: np.ndarray) -> Tensor:
         return self._batch.to_device(torch.from_numpy(values.astype(np.int64)))

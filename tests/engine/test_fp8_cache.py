@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import ConfigError, EngineConfig
 from engine.core.sampling_params import SamplingParams
-from engine.engine import runner_options
 from engine.llm import LLM
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
+from engine.options import runner_options
 from engine.worker.kv_cache import KVCacheShape, e4m3_scales
 from engine.worker.model_runner import ModelRunner
+from engine.worker.startup import build_runner
 
 PROMPTS = [[(i * 31 + k * k * 7) % 250 for k in range(n)] for i, n in enumerate((1, 15, 16, 17, 90, 33, 90))]
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -72,7 +73,7 @@ def test_the_same_memory_holds_more(tiny_model: Path) -> None:
 def build(model: Path, **settings: Any) -> ModelRunner:
     config = EngineConfig(model=str(model), device="cpu", **({"max_model_len": 256} | settings))
     spec = read_spec(model)
-    return ModelRunner.build(model, spec, runner_options(config, spec, offline=True), progress=False)
+    return build_runner(model, spec, runner_options(config, spec, offline=True), progress=False)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The road that a step takes on a GPU, without one: all of it but the hardware. Triton's interpreter runs the kernels.
+"""A step as it runs on a GPU, without one: all of it but the hardware. Triton's interpreter runs the kernels.
 
 What only a GPU has is played: pinned memory is memory, an event has always happened, and a captured graph is its step,
 run again.
@@ -21,7 +21,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
 from engine.input_processor import InputProcessor
-from engine.worker import model_runner
+from engine.worker import startup
 from engine.worker.cuda_graphs import DecodeGraphs
 from engine.worker.model_runner import ModelRunner
 
@@ -57,21 +57,21 @@ class Replayed(DecodeGraphs):
     """Graphs whose replay is the captured step."""
 
     replays: ClassVar[list[int]] = []
-    rests: ClassVar[list[int]] = []
+    second_replays: ClassVar[list[int]] = []
 
-    def __init__(self, step: Any, rest: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
-        self._step, self._rest, self._buffer, self._sizes = step, rest, buffer, sizes
+    def __init__(self, decode: Any, filtered: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
+        self._decode, self._filtered, self._buffer, self._sizes = decode, filtered, buffer, sizes
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
         self.replays.append(size)
         self._buffer[: len(packed)].copy_(packed)
-        self._last: tuple[Tensor, Tensor] = self._step(self._buffer, size)
+        self._last: tuple[Tensor, Tensor] = self._decode(self._buffer, size)
         return self._last
 
-    def run_rest(self, size: int) -> None:
+    def run_filtered(self, size: int) -> None:
         assert size == self.replays[-1]
-        self.rests.append(size)
-        self._rest(*self._last)
+        self.second_replays.append(size)
+        self._filtered(*self._last)
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
-    monkeypatch.setattr(ModelRunner, "_cuda", property(lambda runner: True, lambda runner, value: None), raising=False)
-    monkeypatch.setattr(ModelRunner, "_compile", lambda runner: None)  # the interpreter would run what it launches
-    monkeypatch.setattr(model_runner, "DecodeGraphs", Replayed)
+    monkeypatch.setattr(ModelRunner, "on_gpu", property(lambda runner: True, lambda runner, value: None), raising=False)
+    monkeypatch.setattr(startup, "compile_kernels", lambda runner: None)  # the interpreter would run what it launches
+    monkeypatch.setattr(startup, "DecodeGraphs", Replayed)
     monkeypatch.setattr(Replayed, "replays", [])
-    monkeypatch.setattr(Replayed, "rests", [])
+    monkeypatch.setattr(Replayed, "second_replays", [])
 
 
 def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
     request.getfixturevalue("gpu")
     assert answers(tiny_model) == expected
     assert set(Replayed.replays) >= {1, 2, 4}
-    assert set(Replayed.rests) >= {2, 4}
+    assert set(Replayed.second_replays) >= {2, 4}
 
 
 def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:

@@ -61,7 +61,7 @@ def check(results: list[RequestOutput], expected: list[torch.Tensor]) -> None:
 def test_however_prompts_are_cut(
     tiny_model: Path, expected: list[torch.Tensor], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.worker.model_runner.SCORED_ELEMENTS", 300 * 6)  # six positions at a time
+    monkeypatch.setattr("engine.worker.sampling.logprobs.MAX_ELEMENTS", 300 * 6)  # six positions at a time
     llm = make(tiny_model, **settings)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     sampling = [SCORED] * len(prompts)

@@ -14,13 +14,16 @@ from engine.structured.grammar_manager import GrammarManager
 WORDS = 9  # 258 tokens
 
 
-def follow(compiler: Compiler, names: list[str]) -> GrammarManager:
-    followed = GrammarManager(compiler)
+def follow(compiler: Compiler, names: list[str]) -> GrammarManager[str]:
+    followed = GrammarManager[str](compiler)
     for i, name in enumerate(names):
-        followed.add(name, regex_grammar(f"[a-{'klmnop'[i % 6]}]{{5,60}}[0-{i % 10}]+"))
-    while followed._compiling:
-        followed.wait(1)
-        assert all(error == "" for _, error in followed.take_ready())
+        followed.add(name, regex_grammar(f"[a-{'klmnop'[i % 6]}]{{5,60}}[0-{i % 10}]+"), name)
+    ready: list[str] = []
+    while followed.num_held:
+        compiled, errors = followed.take_compiled(idle=True)
+        assert not errors
+        ready += compiled
+    assert sorted(ready) == sorted(names)
     return followed
 
 
@@ -60,12 +63,12 @@ def test_the_slower_way_is_tried_again(compiler: Compiler, monkeypatch: pytest.M
     taken: list[str] = []
     clock = [0.0]
 
-    def fill(name: str, seconds: list[float]) -> grammar_manager._Way:
-        def way(found: object, masks: np.ndarray) -> None:
+    def fill(name: str, seconds: list[float]) -> grammar_manager._Method:
+        def method(found: object, masks: np.ndarray) -> None:
             taken.append(name)
             clock[0] += seconds[0]
 
-        return grammar_manager._Way(way)
+        return grammar_manager._Method(method)
 
     monkeypatch.setattr(grammar_manager, "perf_counter", lambda: clock[0])
     alone, together = [1.0], [5.0]
@@ -81,7 +84,7 @@ def test_the_slower_way_is_tried_again(compiler: Compiler, monkeypatch: pytest.M
     assert taken[-50:] == ["together"] * 50
 
 
-def test_whoever_is_not_followed_may_go_on_and_errors_are_told(compiler: Compiler) -> None:
+def test_requests_not_followed_may_have_all_tokens_and_errors_are_reported(compiler: Compiler) -> None:
     names = ["good", "bad"]
     followed = follow(compiler, names)
     followed.advance("bad", [ord("!")])
@@ -94,46 +97,45 @@ def test_whoever_is_not_followed_may_go_on_and_errors_are_told(compiler: Compile
     assert "doesn't satisfy the grammar" in errors["bad"]
 
 
-def test_in_a_hurry_each_has_a_turn(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_a_deadline_masks_are_filled_round_robin(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [str(i) for i in range(16)]
     followed = follow(compiler, names)
     masks = np.zeros((16, WORDS), dtype=np.int32)
-    assert followed.fill(names, masks, hurry=True) == ([], {}), "nothing is known to be slow"
+    assert followed.fill(names, masks, by_deadline=True) == ([], {}), "nothing is known to be slow"
     followed._fill._alone.seconds = followed._fill._together.seconds = 0.001
     followed._seconds_spent = 0.016
     for _ in range(3):
-        followed.keep_pace(too_late=True, seconds_left=0.0)
+        followed.learn_deadline(missed=True, seconds_left=0.0)
     seen = [0] * 16
     for _ in range(8):
         monkeypatch.setattr(followed._fill, "_until_trial", 1000)
         followed._fill._alone.seconds = 0.001
-        late, _ = followed.fill(names, masks, hurry=True)
+        late, _ = followed.fill(names, masks, by_deadline=True)
         assert len(late) == 16 - int(0.0144 * 0.9**2 / 0.001)
         for i in late:
             seen[i] += 1
     assert max(seen) - min(seen) <= 1, "everybody waits in turn"
     for _ in range(100):
-        followed.keep_pace(too_late=True, seconds_left=0.0)
-    late, _ = followed.fill(names, masks, hurry=True)
-    assert len(late) == 12, "some get on, however little time there is"
-    assert followed.fill(names, masks) == ([], {}), "without a hurry all do"
+        followed.learn_deadline(missed=True, seconds_left=0.0)
+    late, _ = followed.fill(names, masks, by_deadline=True)
+    assert len(late) == 12, "some are filled, however little time there is"
+    assert followed.fill(names, masks) == ([], {}), "without a deadline all are"
     followed._seconds_spent = 0.004
-    followed.keep_pace(too_late=False, seconds_left=0.0126)
+    followed.learn_deadline(missed=False, seconds_left=0.0126)
     followed._fill._alone.seconds = 0.001
-    late, _ = followed.fill(names, masks, hurry=True)
+    late, _ = followed.fill(names, masks, by_deadline=True)
     assert len(late) == 2, "the device was busy for long enough for 10 more"
     followed._seconds_spent = 0.014
-    followed.keep_pace(too_late=False, seconds_left=0.01)
+    followed.learn_deadline(missed=False, seconds_left=0.01)
     followed._fill._alone.seconds = 0.001
-    assert followed.fill(names, masks, hurry=True) == ([], {})
+    assert followed.fill(names, masks, by_deadline=True) == ([], {})
 
 
 def test_forced_tokens_come_at_once(compiler: Compiler) -> None:
-    followed = GrammarManager(compiler)
-    followed.add("a", regex_grammar("(hello|help) the world[.]!"))
-    while followed._compiling:
-        followed.wait(1)
-        followed.take_ready()
+    followed = GrammarManager[str](compiler)
+    followed.add("a", regex_grammar("(hello|help) the world[.]!"), "a")
+    while followed.num_held:
+        followed.take_compiled(idle=True)
     masks, text = np.zeros((1, WORDS), dtype=np.int32), ""
     computed = 0
     while allowed(masks[0]) != [257]:
@@ -150,10 +152,12 @@ def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.Monk
     grammars = [regex_grammar(f"[a-c]{{3}}{i}") for i in range(3)]
     first = [compiler.compile(grammar) for grammar in grammars]
     first[0].consume_token(ord("a"))
-    followed = GrammarManager(compiler)
+    followed = GrammarManager[str](compiler)
     for i, grammar in enumerate(grammars):
-        followed.add(str(i), grammar)
-    assert followed.take_ready() == [("0", ""), ("1", ""), ("2", "")], "nobody waits for what is remembered"
+        followed.add(str(i), grammar, f"request {i}")
+    assert followed.take_compiled() == (["request 0", "request 1", "request 2"], {}), (
+        "remembered grammars are not compiled"
+    )
     assert followed._compile_thread is None
     monkeypatch.setattr("engine.structured.grammar.MAX_COMPILED_LENGTH", len(grammars[0]))
     compiler.compile(regex_grammar("[x-z]"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.models.spec import ModelSpec
-from engine.worker.model_runner import RunnerOptions
+from engine.worker.options import RunnerOptions
 
 VOCAB = 300
 
@@ -20,6 +20,7 @@ def next_token(prompt: list[int], position: int) -> int:
 class FakeHandle:
     output: SchedulerOutput
     result: StepResult
+    guided: list[int] = field(default_factory=list)
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         return self.output, self.result

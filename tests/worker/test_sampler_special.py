@@ -13,12 +13,12 @@ from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
-from engine.worker import filters
 from engine.worker.input_batch import InputBatch
-from engine.worker.logits_processor import LogitsProcessor
-from engine.worker.sampler import sample
-from kernels import Part, reference
-from kernels.layout import StepTensors
+from engine.worker.sampling import filters
+from engine.worker.sampling.processors import PROCESSORS, GrammarMask, Penalties
+from engine.worker.sampling.sampler import Sampler
+from kernels import reference
+from kernels.step import StepTensors
 from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
@@ -33,13 +33,13 @@ def freeing(*removed: str) -> SchedulerOutput:
     return step_of(0, [], ScheduledBatch([], [], 0, 0, []), list(removed))
 
 
-class Sampler:
+class Sampling:
     """The sampling half of a model runner: requests come and go, logits are made up."""
 
     def __init__(self) -> None:
         self.batch = InputBatch(ROWS, MAX_LEN // BLOCK, MAX_LEN, CPU, pin_memory=False)
         self.step = StepTensors.allocate(ROWS, 1024, CPU)
-        self.processor = LogitsProcessor(self.batch, self.step, EOS, VOCAB)
+        self.sampler = Sampler(self.batch, self.step, EOS, VOCAB)
         self.number = 0
 
     def run(
@@ -54,7 +54,7 @@ class Sampler:
         """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
         self.number += 1
         admissions = [
-            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, [list(range(8))])
+            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, list(range(8)))
             for name, (tokens, num_prompt, params, seed) in admitted.items()
         ]
         num_tokens = {name: lengths[name] if name in admitted else 1 for name in logits}
@@ -64,32 +64,35 @@ class Sampler:
         output = step_of(
             self.number, admissions, ScheduledBatch(names, sizes, sum(sizes), sizes.count(1), partial), removed
         )
-        self.batch.apply(output)
+        self.apply(output)
         packed = self.batch.pack(output)
         reference.prepare_step(
             packed.packed, packed.segment, packed.num_seqs, packed.num_tokens, BLOCK, self.batch.state, self.step
         )
         table = torch.tensor([logits[name] for name in names])
-        n, step = len(names), self.step
-        tokens = sample(table, step, Part.PLAIN)
-        self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
+        sampler = self.sampler
+        tokens = sampler.sample_unfiltered(table)
         before = table.clone()
-        chosen = self.processor.choose(packed)
-        allowed = [(masks or {})[names[i]] for i in chosen.guided]
+        plan = sampler.plan(packed)
+        allowed = [(masks or {})[names[i]] for i in plan.guided]
         words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
-        bits = torch.tensor(words).view(-1, 2).to(torch.int32)
-        if chosen.num_masked or packed.members.filtered:
-            mask_of = self.processor.mask_of[:n]
-            reference.mask_logits(table, bits, mask_of)
-            sample(table, step, Part.REST, mask_of, out=tokens)
-            self.batch.state.last_token.scatter_(0, step.rows[:n], tokens)
-            table[mask_of >= 0] = before[mask_of >= 0]
-        for group, part in chosen.groups(bits):
-            self.processor.sample(table, tokens, group, part)
+        sampler.masks[: len(words)] = torch.tensor(words).view(-1, 2).to(torch.int32)
+        if plan.filtered:
+            sampler.sample_filtered(table, tokens)
+            masked = plan.guided[: plan.num_masked]
+            table[masked] = before[masked]
+        sampler.sample_groups(plan, table, tokens)
         assert torch.equal(table, before), "log-probabilities are of raw logits"
         rows = torch.tensor([row.index for row in packed.members.rows])
         assert torch.equal(self.batch.state.last_token[rows], tokens)
         return {name: int(token) for name, token in zip(names, tokens, strict=True)}
+
+    def apply(self, output: SchedulerOutput) -> None:
+        self.sampler.update_rows(*self.batch.apply(output))
+
+    def groups(self) -> list[Any]:
+        """Of the last step."""
+        return [group for group, _ in self.sampler._plan.groups]
 
 
 def params_of(rng: random.Random) -> SamplingParams:
@@ -119,7 +122,7 @@ def params_of(rng: random.Random) -> SamplingParams:
 def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
     """Requests come, go, are preempted and come back; each token is what the loops say of this request alone."""
     rng = random.Random(world)
-    sampler = Sampler()
+    sampling = Sampling()
     requests: dict[str, tuple[list[int], int, SamplingParams, int]] = {}
     running: dict[str, None] = {}
     special = 0
@@ -142,67 +145,68 @@ def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
             admitted[name] = requests[name]
             running[name] = None
         if not running:
-            sampler.batch.apply(freeing(*removed))
+            sampling.apply(freeing(*removed))
             continue
         wide = rng.choice([1.0, 3.0])
         logits = {name: [rng.gauss(0, wide) + (3 * wide if t < 6 else 0) for t in range(VOCAB)] for name in running}
         lengths = {name: len(requests[name][0]) for name in running}
         masks = {name: {rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 40]))} for name in running}
         given = {n: (list(r[0]), *r[1:]) for n, r in admitted.items()}
-        tokens = sampler.run(logits, lengths, given, removed, masks=masks)
+        tokens = sampling.run(logits, lengths, given, removed, masks=masks)
         for name, token in tokens.items():
             known, num_prompt, params, seed = requests[name]
             as_device = torch.tensor(logits[name]).tolist()
             mask = masks[name] if params.structured_outputs else None
             assert token == next_token(as_device, known, num_prompt, params, seed, EOS, mask), (name, params)
             known.append(token)
-            special += params.is_special
+            special += any(each.needed(params) for each in PROCESSORS if each is not GrammarMask)
             if len(known) == MAX_LEN:
                 running.pop(name)
                 requests.pop(name)
-                sampler.batch.apply(freeing(name))
+                sampling.apply(freeing(name))
     assert special > 50
-    sampler.batch.apply(freeing(*running))
-    assert sampler.batch.num_special == 0
-    assert sorted(sampler.batch.history._free) == list(range(len(sampler.batch.history.tokens)))
+    sampling.apply(freeing(*running))
+    assert not sampling.sampler._processed
+    history = sampling.sampler._history
+    assert sorted(history._free) == list(range(len(history.tokens)))
 
 
 def test_a_chunk_that_does_not_sample_leaves_no_token() -> None:
-    sampler = Sampler()
+    sampling = Sampling()
     params = SamplingParams(temperature=0, presence_penalty=2, max_tokens=20)
     prompt = list(range(20, 40))
     logits = [1.0] * VOCAB
     logits[7] = 2.0
-    sampler.run({"a": logits}, {"a": 8}, {"a": (prompt, 20, params, 0)}, [], chunks={"a"})
-    assert sampler.batch.history.tokens[0, :21].tolist() == [*prompt, 0]
+    sampling.run({"a": logits}, {"a": 8}, {"a": (prompt, 20, params, 0)}, [], chunks={"a"})
+    assert sampling.sampler._history.tokens[0, :21].tolist() == [*prompt, 0]
 
 
 def test_a_group_is_made_once_for_steps_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler()
+    sampling = Sampling()
     params = SamplingParams(presence_penalty=1, max_tokens=20)
     logits = {"a": [0.0] * VOCAB, "b": [0.0] * VOCAB}
-    sampler.run(logits, {"a": 3, "b": 3}, {n: ([1, 2, 3], 3, params, 0) for n in logits}, [])
-    groups = list(sampler.processor._last.without)
-    sampler.run(logits, {"a": 4, "b": 4}, {}, [])
-    assert sampler.processor._last.without[0] is groups[0]
-    sampler.run(logits, {"a": 5, "b": 5}, {"b": ([1, 2, 3, 4, 5], 3, params, 0)}, ["b"])
-    assert sampler.processor._last.without[0] is not groups[0]
+    sampling.run(logits, {"a": 3, "b": 3}, {n: ([1, 2, 3], 3, params, 0) for n in logits}, [])
+    groups = sampling.groups()
+    sampling.run(logits, {"a": 4, "b": 4}, {}, [])
+    assert sampling.groups()[0] is groups[0]
+    sampling.run(logits, {"a": 5, "b": 5}, {"b": ([1, 2, 3, 4, 5], 3, params, 0)}, ["b"])
+    assert sampling.groups()[0] is not groups[0]
 
 
 def test_many_sequences_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler()
-    monkeypatch.setattr("engine.worker.logits_processor.MAX_ELEMENTS", 3 * VOCAB)
+    sampling = Sampling()
+    monkeypatch.setattr("engine.worker.sampling.sampler.MAX_ELEMENTS", 3 * VOCAB)
     requests = {str(i): ([i], 1, SamplingParams(temperature=0, logit_bias={i: 100}), 0) for i in range(8)}
-    tokens = sampler.run({n: [0.0] * VOCAB for n in requests}, dict.fromkeys(requests, 1), requests, [])
+    tokens = sampling.run({n: [0.0] * VOCAB for n in requests}, dict.fromkeys(requests, 1), requests, [])
     assert tokens == {str(i): i for i in range(8)}
-    assert [len(group.members) for group in sampler.processor._last.without] == [3, 3, 2]
+    assert [len(group.members) for group in sampling.groups()] == [3, 3, 2]
 
 
 def test_bans_that_leave_nothing_give_way_to_what_is_allowed() -> None:
     params = SamplingParams(temperature=0, allowed_token_ids=[5, 9], bad_words=[[5], [9]])
     logits = [0.0] * VOCAB
     logits[9] = 1.0
-    assert Sampler().run({"a": logits}, {"a": 1}, {"a": ([3], 1, params, 0)}, []) == {"a": 9}
+    assert Sampling().run({"a": logits}, {"a": 1}, {"a": ([3], 1, params, 0)}, []) == {"a": 9}
 
 
 # ---- the filters alone, with many rows and hard cases ----
@@ -330,4 +334,4 @@ def test_xtc_tosses_its_coin_as_often_as_asked() -> None:
 def test_values_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
-    assert replace(SamplingParams(), presence_penalty=2).penalizes
+    assert Penalties.needed(replace(SamplingParams(), presence_penalty=2))

@@ -1,4 +1,4 @@
-"""The tokens of requests whose sampling depends on them, on the device. Knows slots and lengths; no request, no reason."""
+"""The tokens of requests whose sampling depends on them, on the device."""
 
 from __future__ import annotations
 

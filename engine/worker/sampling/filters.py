@@ -1,4 +1,4 @@
-"""What requests may ask to be done to logits, beyond the sampling kernel. Tensors in, tensors out; knows no request.
+"""What processors do to logits: tensors in, tensors out.
 
 Logits are [n, V] float32, changed in place; -inf is a token that cannot be sampled. Histories are [n, L] token ids, of
 which the first `lengths` [n] of each row count and the first `prompt_lengths` [n] are the prompt.
@@ -16,6 +16,12 @@ import kernels
 DRY_MAX_MATCH = 50  # a longer repetition is punished like one of this length
 DRY_ELEMENTS = 1 << 26  # comparisons at once
 COIN = -1  # in place of a token id: the random bits of a (seed, position) that belong to no token
+
+
+def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
+    """[n, W] int32 -> [n, V] bool, the lowest bit first."""
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    return ((masks.unsqueeze(2) >> bits) & 1).bool().view(len(masks), -1)[:, :vocab_size]
 
 
 def penalize(

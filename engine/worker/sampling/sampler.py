@@ -1,0 +1,240 @@
+"""From a step's logits to its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+from engine.core.sampling_params import SamplingParams
+from engine.worker.input_batch import InputBatch, Members, PackedStep, Row
+from engine.worker.sampling.processors import (
+    FOREVER,
+    PROCESSORS,
+    Context,
+    GrammarMask,
+    KernelParams,
+    ProcessedRow,
+    Processor,
+    RowGroup,
+)
+from engine.worker.sampling.token_history import TokenHistory
+from kernels.step import StepTensors
+
+MAX_ELEMENTS = 1 << 24  # logits processed at once
+
+
+@dataclass(slots=True)
+class Group:
+    """n sequences that are processed and sampled together; all but `longest` stays the same while they are in the batch."""
+
+    indices: list[int]  # in the batch
+    members: list[ProcessedRow]
+    at: Tensor  # [n] int64: `indices`
+    rows: Tensor  # [n] int64: device rows
+    seeds: Tensor  # [n] int64
+    kernel_params: KernelParams
+    processors: list[Processor]
+    slots: Tensor  # [h] int64: in the token history
+    slots_of: Tensor  # [h] int64: whose slots those are, of the n
+    longest: int = 0  # tokens of the longest context in the step at hand
+
+
+@dataclass(slots=True)
+class SamplingPlan:
+    """Which sequences of a batch are sampled how. The same in all steps of a batch, until a `min_tokens` is reached.
+
+    `guided` indices wait for masks, in the order of the masks: first the `num_masked` that need nothing else and are
+    sampled by `Sampler.sample_filtered`, then those of the groups with masks.
+    """
+
+    members: Members | None = None
+    greedy: bool = True  # all of them
+    filtered: bool = False  # some need `Sampler.sample_filtered`
+    guided: list[int] = field(default_factory=list)
+    num_masked: int = 0
+    groups: list[tuple[Group, Tensor | None]] = field(default_factory=list)  # and their masks [n, words] int32
+    unsampled: list[int] = field(default_factory=list)  # unfinished chunks and pooling requests, the last one first
+    num_sampled: list[int] = field(default_factory=list)  # tokens of each sequence: 0 or 1
+    with_logprobs: list[int] = field(default_factory=list)
+    lapsing: list[int] = field(default_factory=list)  # sequences that need a processor for a while only
+    lapse_at: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # contexts at which that while ends
+
+    def is_valid(self, packed: PackedStep) -> bool:
+        if self.members is not packed.members:
+            return False
+        return not self.lapsing or bool((packed.context_lens[self.lapsing] < self.lapse_at).all())
+
+
+class Sampler:
+    """Samples each sequence of a step by its own parameters and seed, whatever else is in the batch.
+
+    Three passes, of which a step runs those that it needs. Random numbers depend on seed and position only, so a later
+    pass replaces the tokens of an earlier one:
+
+    1. `sample_unfiltered`, in the step's CUDA graph: right for sequences that nothing but temperature concerns;
+    2. `sample_filtered`, in a graph of its own: for those with top_k, top_p or min_p, or with a mask and nothing else;
+    3. `sample_groups`: for those that processors are for, from copies of their logits.
+    """
+
+    def __init__(self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+        self._batch, self._step = batch, step
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        # The CPU writes masks, and the device reads them where they are. Whoever fills them has read the step before, so
+        # the device is done with that step's.
+        self.masks = torch.empty(
+            batch.num_rows, -(-vocab_size // 32), dtype=torch.int32, pin_memory=batch.pin_memory
+        ).fill_(-1)
+        self._mask_of = torch.full((batch.num_rows,), -1, dtype=torch.int32, device=batch.device)  # [B]; -1: none
+        self._history = TokenHistory(batch.num_rows, batch.max_len, batch.device)
+        self._processed: dict[int, ProcessedRow] = {}  # by device row
+        self._plan = SamplingPlan()
+
+    def update_rows(self, removed: list[Row], added: list[Row]) -> None:
+        """Follow the input batch: these rows were freed, then those were taken."""
+        for row in removed:
+            found = self._processed.pop(row.index, None)
+            if found is not None and found.slot >= 0:
+                self._history.release(found.slot)
+        for row in added:
+            needed = [processor for processor in PROCESSORS if processor.needed(row.sampling)]
+            if needed:
+                num_prompt = row.num_prompt_tokens
+                untils = [p.needed_until(row.sampling, num_prompt) for p in needed if p is not GrammarMask]
+                slot = self._history.take(row.token_ids) if any(p.reads_history for p in needed) else -1
+                self._processed[row.index] = ProcessedRow(row, max(untils, default=0), GrammarMask in needed, slot)
+
+    def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
+        """Sample logits [B, V] → tokens [B] int64; those of sequences that need another pass mean nothing yet."""
+        tokens = logits.argmax(-1) if greedy else self._sample(logits, kernels.Part.PLAIN)
+        self._store(tokens)
+        return tokens
+
+    def sample_filtered(self, logits: Tensor, tokens: Tensor) -> None:
+        """Sample filtered and masked sequences into tokens [B], putting masks on the logits [B, V] in place."""
+        mask_of = self._mask_of[: len(logits)]
+        kernels.mask_logits(logits, self.masks, mask_of)
+        self._sample(logits, kernels.Part.REST, mask_of, tokens)
+        self._store(tokens)
+
+    def sample_groups(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor) -> None:
+        """Sample the groups of `plan` from logits [B, V], which stay as they are, into tokens [B]."""
+        for group, masks in plan.groups:
+            self._sample_group(group, masks, logits, tokens)
+
+    def _sample(
+        self, logits: Tensor, part: kernels.Part, mask_of: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        step, n = self._step, len(logits)
+        params = step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n]
+        return kernels.sample(logits, *params, step.seed[:n], step.next_position[:n], part, mask_of, out)
+
+    def _store(self, tokens: Tensor) -> None:
+        """Leave the tokens in their rows, where the next step finds them."""
+        self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
+
+    def _sample_group(self, group: Group, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
+        lengths, params = self._step.next_position.index_select(0, group.at), group.kernel_params
+        context = Context(lengths, group.longest, group.seeds, masks, lambda: logits[group.at].float())
+        own = context.raw()
+        for processor in group.processors:
+            processor.apply(own, context)
+        sampled = kernels.sample(
+            own, params.temperature, params.top_k, params.top_p, params.min_p, group.seeds, lengths
+        )  # fmt: skip
+        tokens.scatter_(0, group.at, sampled)
+        self._batch.state.last_token.scatter_(0, group.rows, sampled)
+        if len(group.slots):
+            self._history.append(group.slots, lengths[group.slots_of], sampled[group.slots_of])
+
+    def plan(self, packed: PackedStep) -> SamplingPlan:
+        """The plan of the step packed last."""
+        if not self._plan.is_valid(packed):
+            self._plan = self._make_plan(packed)
+        for group, _ in self._plan.groups:
+            group.longest = int(packed.context_lens[group.indices].max())
+        return self._plan
+
+    def _make_plan(self, packed: PackedStep) -> SamplingPlan:
+        members, rows = packed.members, packed.members.rows
+        partial = members.batch.partial
+        plan = SamplingPlan(members, members.greedy, any(is_filtered(row.sampling) for row in rows))
+        plan.num_sampled = [1] * len(rows)
+        plan.unsampled = list(reversed(partial))
+        if self._batch.num_pooled:
+            pooled = [i for i, row in enumerate(rows) if row.pooling is not None]
+            plan.unsampled = sorted({*partial, *pooled}, reverse=True)
+        for i in plan.unsampled:
+            plan.num_sampled[i] = 0
+        plan.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and i not in partial]
+        if self._processed:
+            self._plan_processed(plan, packed)
+        if plan.num_masked or self._plan.num_masked:
+            mask_of = torch.full((self._batch.num_rows,), -1, dtype=torch.int32)
+            mask_of[plan.guided[: plan.num_masked]] = torch.arange(plan.num_masked, dtype=torch.int32)
+            self._mask_of.copy_(self._batch.to_device(mask_of))
+        return plan
+
+    def _plan_processed(self, plan: SamplingPlan, packed: PackedStep) -> None:
+        """Find the sequences that processors are for."""
+        lengths, partial = packed.context_lens.tolist(), packed.members.batch.partial
+        masked: list[int] = []
+        guided: list[int] = []
+        free: list[int] = []
+        for i, row in enumerate(packed.members.rows):
+            found = self._processed.get(row.index)
+            if found is None or i in partial:
+                continue
+            is_processed = lengths[i] < found.until
+            if is_processed and found.until < FOREVER:
+                plan.lapsing.append(i)
+            if found.guided:
+                # Log-probabilities are of raw logits, and `sample_filtered` puts masks on in place.
+                (guided if is_processed or row.sampling.logprobs is not None else masked).append(i)
+            elif is_processed:
+                free.append(i)
+        untils = [self._processed[packed.members.rows[i].index].until for i in plan.lapsing]
+        plan.lapse_at = np.array(untils, dtype=np.int32)
+        plan.guided, plan.num_masked = masked + guided, len(masked)
+        plan.filtered |= bool(masked)
+        plan.groups = [(group, None) for group in self._groups(free, packed)]
+        start = len(masked)
+        for group in self._groups(guided, packed):
+            plan.groups.append((group, self.masks[start : start + len(group.indices)]))
+            start += len(group.indices)
+
+    def _groups(self, indices: list[int], packed: PackedStep) -> list[Group]:
+        size, rows = max(MAX_ELEMENTS // self._vocab_size, 1), packed.members.rows
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        return [self._group(part, [self._processed[rows[i].index] for i in part]) for part in parts]
+
+    def _group(self, indices: list[int], members: list[ProcessedRow]) -> Group:
+        """A group of these, the last plan's where it has one."""
+        for group, _ in self._plan.groups:
+            if group.indices == indices and group.members == members:
+                return group
+        batch = self._batch
+        own = RowGroup(members, self._history, self._vocab_size, self._eos_token_ids, batch.device, batch.to_device)
+        kinds = [kind for kind in PROCESSORS if any(kind.needed(row.sampling) for row in members)]
+        unfiltered = [i for kind in kinds if kind.filters_itself for i in own.where(kind.needed)]
+        with_history = [i for i, row in enumerate(members) if row.slot >= 0]
+        rows = own.ints(row.row.index for row in members)
+        return Group(
+            indices=indices,
+            members=members,
+            at=own.ints(indices),
+            rows=rows,
+            seeds=batch.state.seed[rows],
+            kernel_params=KernelParams.of(own, range(len(members)), unfiltered),
+            processors=[kind(own) for kind in kinds],
+            slots=own.slots(with_history),
+            slots_of=own.ints(with_history),
+        )
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether top_k, top_p or min_p may leave some tokens out."""
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)

@@ -1,0 +1,157 @@
+"""From a model's files to a runner that is ready to step: weights, compiled kernels, KV scales, KV cache, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+import kernels
+from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
+from engine.core.engine_request import EngineRequest
+from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
+from engine.models.decoder import DecoderLayer
+from engine.models.spec import ModelSpec
+from engine.models.weights import load_model
+from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.worker.kv_cache import check_fits, cpu_cache_bytes, e4m3_scales, gpu_cache_bytes
+from engine.worker.model_runner import ModelRunner
+from engine.worker.options import RunnerOptions
+
+CALIBRATION_TOKENS = 2048
+GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
+
+
+def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True) -> ModelRunner:
+    """A runner of the model in `folder`, ready to step.
+
+    Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
+    """
+    model = load_model(
+        folder, spec, dtype=options.dtype, device=options.device, load_format=options.load_format, seed=options.seed,
+        progress=progress, max_model_len=options.max_model_len,
+    )  # fmt: skip
+    runner = ModelRunner(model, spec, options)
+    if runner.on_gpu:
+        compile_kernels(runner)
+    else:
+        model.pack_weights()
+    if options.calculate_kv_scales:
+        calibrate_kv_scales(runner)
+    runner.num_blocks = count_blocks(runner)
+    check_fits(runner.num_blocks, options.block_size, options.max_model_len)
+    runner.kv_cache = runner.kv_shape.allocate(runner.num_blocks, options.device)
+    if runner.on_gpu:
+        dummy_run(runner, tokens_each=1)
+        if not options.enforce_eager:
+            capture_graphs(runner, progress)
+        torch.cuda.synchronize()
+    return runner
+
+
+@torch.inference_mode()
+def compile_kernels(runner: ModelRunner) -> None:
+    """Compile the kernels of every kind of step side by side: one after another takes several times as long."""
+    max_num_seqs = runner.options.max_num_seqs
+    with _temporary_cache(runner, 1), kernels.compiling_only():
+        dummy_run(runner, tokens_each=1)
+        packed = torch.zeros(8 * (max_num_seqs + 8), dtype=torch.int32, device=runner.device)
+        for size in {1, *kernels.FEW_SEQS, max_num_seqs}:
+            runner.run_decode(packed, min(size, max_num_seqs))
+    runner.batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
+
+
+def calibrate_kv_scales(runner: ModelRunner) -> None:
+    """Set every layer's scales of the e4m3 cache by a prompt of random tokens, whose K and V a wider cache takes."""
+    options, name = runner.options, "calibration"
+    num_tokens = min(CALIBRATION_TOKENS, options.max_model_len - 1, options.max_num_batched_tokens)
+    generator = torch.Generator().manual_seed(options.seed)
+    ids = torch.randint(runner.spec.vocab_size, (num_tokens,), generator=generator).tolist()
+    blocks = list(range(-(-num_tokens // options.block_size)))
+    prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
+    with _temporary_cache(runner, len(blocks), options.dtype), torch.inference_mode():
+        _run(runner, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []))
+        for layer, kv in zip(runner.model.layers, runner.kv_cache, strict=True):
+            cast(DecoderLayer, layer).attention.kv_scale.copy_(e4m3_scales(kv))
+    _remove(runner, [name])
+
+
+def count_blocks(runner: ModelRunner) -> int:
+    """Blocks of the KV cache: as asked for, or what fits into memory beside a full step."""
+    options, block_bytes = runner.options, runner.kv_shape.block_bytes
+    if options.num_gpu_blocks_override is not None:
+        return options.num_gpu_blocks_override
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes // block_bytes
+    if not runner.on_gpu:
+        num_bytes = cpu_cache_bytes(block_bytes, options.block_size, options.max_num_seqs, options.max_model_len)
+        return num_bytes // block_bytes
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    with _temporary_cache(runner, 1):
+        dummy_run(runner, tokens_each=options.max_num_batched_tokens // options.max_num_seqs)
+        torch.cuda.synchronize()
+        num_bytes = gpu_cache_bytes(runner.device, options.gpu_memory_utilization, GRAPH_RESERVE)
+    torch.cuda.empty_cache()
+    return max(num_bytes // block_bytes, 0)
+
+
+def capture_graphs(runner: ModelRunner, progress: bool) -> None:
+    """Capture the decode step for every padded batch size."""
+    sizes = graph_sizes(runner.options.max_num_seqs)
+    buffer = torch.zeros(8 * (sizes[-1] + 8), dtype=torch.int32, device=runner.device)
+    runner.graphs = DecodeGraphs(runner.run_decode, runner.run_filtered, buffer, sizes, progress)
+
+
+def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
+    """Run full steps as `launch` runs them, all on block 0: it compiles every kernel and reaches the memory's peak."""
+    options = runner.options
+    tokens_each = max(min(tokens_each, options.max_model_len - 1), 2)
+    num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
+    blocks = [0] * -(-(tokens_each + 1) // options.block_size)
+    sampling = SamplingParams(temperature=0.7, top_k=10, top_p=0.9, min_p=0.01)
+    kinds = (
+        sampling,
+        sampling.clone(structured_outputs=StructuredOutputs(compiled="")),
+        sampling.clone(min_tokens=9),
+    )
+    ids = [f"dummy-{i}" for i in range(num_seqs)]
+    requests = [
+        NewRequest(EngineRequest(name, [0] * tokens_each, kinds[i % len(kinds)]), 0, [0] * tokens_each, 0, blocks)
+        for i, name in enumerate(ids)
+    ]
+    _run(runner, requests, ScheduledBatch(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, []))
+    half = num_seqs // 2  # a mixed step: the first half decode, the others are new again
+    _remove(runner, ids[half:])
+    lens = [1] * half + [tokens_each] * (num_seqs - half)
+    _run(runner, requests[half:], ScheduledBatch(ids, lens, sum(lens), half, []))
+    _remove(runner, ids)
+
+
+def _run(runner: ModelRunner, requests: list[NewRequest], batch: ScheduledBatch) -> None:
+    """A step whose grammars allow everything."""
+    handle = runner.launch(SchedulerOutput(0, requests, batch, {}, []))
+    if handle.guided:
+        handle.masks.fill(-1)
+        handle.sample()
+    handle.read()
+
+
+def _remove(runner: ModelRunner, request_ids: list[str]) -> None:
+    runner.update_rows(SchedulerOutput(0, [], ScheduledBatch([], [], 0, 0, []), {}, request_ids))
+
+
+@contextmanager
+def _temporary_cache(runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """A KV cache of `num_blocks` for as long as the context lasts. `dtype`: another than the one it is to have."""
+    shape = runner.kv_shape if dtype is None else replace(runner.kv_shape, dtype=dtype)
+    runner.kv_cache = shape.allocate(num_blocks, runner.device)
+    try:
+        yield
+    finally:
+        runner.kv_cache = []
