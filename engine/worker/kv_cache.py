@@ -41,7 +41,8 @@ class KVCacheShape:
 
     @classmethod
     def of(cls, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> KVCacheShape:
-        return cls(spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, dtype)
+        mixer = spec.layers[0].mixer
+        return cls(spec.num_layers, mixer.num_kv_heads, block_size, mixer.head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -122,7 +122,8 @@ class ModelRunner:
         self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
         self._tile_queries = 0
         if self._cuda:
-            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            mixer = spec.layers[0].mixer
+            heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             limits = sorted({min(n, options.max_num_seqs) for n in (*kernels.FEW_SEQS, options.max_num_seqs)})
             self._plans = [
                 kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits
@@ -149,8 +150,7 @@ class ModelRunner:
             progress=progress, max_model_len=options.max_model_len,
         )  # fmt: skip
         runner = cls(model, spec, options)
-        if not runner._cuda:
-            model.pack_weights()
+        model.pack_weights()
         runner.weights_seconds = time.perf_counter() - start
         start = time.perf_counter()
         if runner._cuda:
@@ -320,7 +320,8 @@ class ModelRunner:
 
     def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> Tensor:
         step = self._step
-        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self._kv_cache, metadata)
+        attention = [metadata] * self.spec.num_layers
+        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self._kv_cache, attention)
 
     def _sample(self, logits: Tensor, greedy: bool = False) -> Tensor:
         """Sample the next token of each sequence that nothing filters, and leave it in its row, where the next step finds it."""
