@@ -96,10 +96,8 @@ class PagedRunner:
         self.model, self.device, self.block_size = model, weight.device, block_size
         max_blocks = -(-max_len // block_size)
         num_blocks = num_sequences * max_blocks + 1
-        shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        self.kv_cache = [
-            torch.full(shape, torch.nan, dtype=weight.dtype, device=self.device) for _ in range(spec.num_layers)
-        ]
+        shapes = [(2, num_blocks, each.mixer.num_kv_heads, block_size, each.mixer.head_dim) for each in spec.layers]
+        self.kv_cache = [torch.full(s, torch.nan, dtype=weight.dtype, device=self.device) for s in shapes]
         shuffle = random.Random(0)
         self.free = shuffle.sample(range(num_blocks), num_blocks)
         self.rows = shuffle.sample(range(num_sequences + 2), num_sequences)
@@ -136,7 +134,9 @@ class PagedRunner:
             slot_mapping=self._tensor(slots, torch.int64),
         )
         with torch.inference_mode():
-            hidden = self.model(self._tensor(tokens), self._tensor(positions), self.kv_cache, metadata)
+            hidden = self.model(
+                self._tensor(tokens), self._tensor(positions), self.kv_cache, [metadata] * len(self.kv_cache)
+            )
             logits = self.model.logits(hidden).split([shares[i][1] for i in order])
         return [logits[order.index(i)] for i in range(len(shares))]
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, ScheduledBatch, SchedulerOutput, SchedulerStats, StepOutputs, StepResult
+from engine.core.cache_groups import CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     max_model_len: int
+    cache_groups: Sequence[CacheGroup]
 
     @property
     def device_name(self) -> str: ...
@@ -99,6 +101,7 @@ class Engine:
             self.options.max_num_batched_tokens,
             self.runner.max_model_len,
             config.enable_prefix_caching,
+            self.runner.cache_groups,
         )
         self.in_flight: Handle | None = None
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
@@ -109,7 +112,7 @@ class Engine:
 
     def summary(self) -> str:
         """What was started, in one line."""
-        runner, num_tokens = self.runner, self.runner.num_blocks * self.runner.block_size
+        runner, num_tokens = self.runner, self.scheduler.num_cache_tokens
         size, unit = runner.kv_cache_bytes / 2**30, "GiB"
         if size < 1:
             size, unit = size * 1024, "MiB"

@@ -83,6 +83,11 @@ class Scheduler:
         self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prompt_tokens = self._generation_tokens = 0
 
+    @property
+    def num_cache_tokens(self) -> int:
+        """How many tokens the KV cache holds, in sequences of `max_model_len`."""
+        return int(self.blocks.num_blocks / self.blocks.most_held(self.max_model_len) * self.max_model_len)
+
     def check_new(self, request: Request) -> None:
         """ValueError when its id is in use, or when it can never be run. Sets how long it may get."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)

@@ -1,19 +1,28 @@
-"""How a step's tokens meet the paged KV cache. Knows the step's tensors; never knows requests or scheduling."""
+"""Attention of a step's tokens over the paged KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 import kernels
+from engine.models.layers import CheckpointModule, Linear, RMSNorm, Scope
+from engine.models.spec import AttentionSpec
+
+# Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them, and which rows of kv_scale
+# they fill. Queries and probabilities, which they may scale too, are not quantised here.
+SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
+SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The step's attention tensors, the same for every layer. B sequences, T tokens, sequences of one token first.
+    """The step's attention tensors, for the layers of one cache group. B sequences, T tokens, sequences of one token first.
 
     The first `num_decodes` sequences have exactly one query token, so token i belongs to sequence i for i < num_decodes.
     """
@@ -24,32 +33,85 @@ class AttentionMetadata:
     query_start: Tensor  # [B + 1] int32: sequence i's tokens are [query_start[i], query_start[i + 1])
     context_lens: Tensor  # [B] int32: tokens in the context, this step's included; 0: a padding row
     slot_mapping: Tensor  # [T] int64: where each token's K and V go; -1: nowhere
-    decode_plan: kernels.DecodePlan | None = (
-        None  # the work map of the decode kernel, made once per step; None on a CPU
-    )
+    decode_plan: kernels.DecodePlan | None = None  # the decode kernel's work map, made once per step; None on a CPU
     prefill_tiles: Tensor | None = (
-        None  # [N, 2] int32 (sequence, first query), the prefill kernel's grid; None on a CPU
+        None  # [N, 2] int32 (sequence, first query): the prefill kernel's grid; None on a CPU
     )
+
+
+class Attention(CheckpointModule):
+    """Grouped-query attention over the paged KV cache. Ranks divide the heads."""
+
+    cos_sin: Tensor | None
+    kv_scale: Tensor
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, eps: float, cos_sin: Tensor | None, scope: Scope) -> None:
+        """cos_sin: `rope_table` of the layer's RoPE, None without one."""
+        super().__init__()
+        self.spec, self.eps = spec.for_rank(scope.shard), eps
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = Linear(scope, hidden_size, parts, bias=spec.qkv_bias, shard="column", width=spec.head_dim)
+        self.q_norm = RMSNorm(scope / "q_norm", spec.head_dim, eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(scope / "k_norm", spec.head_dim, eps) if spec.qk_norm else None
+        self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
+        self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
+        # What the keys and the values of each head are divided by where the cache is e4m3: [2, Hkv].
+        scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
+        self.register_buffer("kv_scale", scale, persistent=False)
+        self._scope, self._num_kv_heads = scope, spec.num_kv_heads
+
+    def forward(
+        self, hidden: Tensor, norm: RMSNorm, positions: Tensor, kv: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """hidden [T, hidden] + the attention of the normed hidden, in hidden's memory; `kv` gains their keys and values."""
+        spec = self.spec
+        kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
+        query = kernels.rope_and_store(
+            self.qkv.after_norm(hidden, norm),  # [T, (H + 2 Hkv) D]
+            positions,
+            self.cos_sin,
+            kv[0],
+            kv[1],
+            metadata.slot_mapping,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            q_norm=self.q_norm.weight if self.q_norm else None,
+            k_norm=self.k_norm.weight if self.k_norm else None,
+            eps=self.eps,
+            kv_scale=kv_scale,
+        )  # [T, H, D]
+        out = attend(query, kv, metadata, spec, kv_scale)
+        return self.o.add_to(hidden, out.flatten(1))
+
+    def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        for owner in SCALE_OWNERS:
+            for what, rows in SCALE_ROWS.items():
+                yield self._scope.name(f"{owner}{what}_scale"), partial(self._set_kv_scale, rows)
+
+    def _set_kv_scale(self, rows: slice | None, scale: Tensor) -> None:
+        """One positive number for all KV heads of the layer, or one for each. `rows` None: it has no use."""
+        if rows is None:
+            return
+        scale, num_kv_heads = scale.float().flatten(), self._num_kv_heads
+        if len(scale) not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0)).all():
+            raise ValueError(
+                f"must be a positive number, or one for each of {num_kv_heads} KV heads, got {scale.tolist()[:9]}"
+            )
+        heads = self._scope.shard.span("num_key_value_heads", num_kv_heads, replicate=True)
+        own = scale.expand(num_kv_heads)[heads.start : heads.stop]
+        self.kv_scale[rows] = own.to(self.kv_scale.device)
 
 
 class _Options(TypedDict):
     scale: float
     window: int
     soft_cap: float
-    alibi_slopes: Tensor | None
     kv_scale: Tensor | None
 
 
 def attend(
-    query: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    kv_scale: Tensor | None = None,
+    query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec, kv_scale: Tensor | None = None
 ) -> Tensor:
     """Attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
@@ -57,7 +119,7 @@ def attend(
     for an e4m3 cache, else None.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
-    options = _Options(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, kv_scale=kv_scale)
+    options = _Options(scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, kv_scale=kv_scale)
     m, n = metadata, metadata.num_decodes
     out = torch.empty_like(query)
     if n:

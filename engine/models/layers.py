@@ -1,76 +1,253 @@
-"""The parts a decoder is made of, with their weights. Knows matrices; never knows attention, checkpoints or families.
+"""The parts a decoder is made of. Each holds one rank's weights and declares the checkpoint tensors that fill them.
 
-Weights are made empty: whoever builds a layer fills them.
+Weights are made empty: `weights.load_model` fills them.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
+from engine.models.shard import SINGLE, Communicator, Shard, SingleRank, Span
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names
 
 
-def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """A tensor that the checkpoint must hold, and the memory that one rank's part of it fills."""
+
+    name: str
+    spans: tuple[Span, ...]  # this rank's part, along each dimension
+    memory: Tensor  # its shape is the spans' lengths
+    dtypes: frozenset[str] = FLOAT_DTYPES  # in which it may be stored, by safetensors' names
+
+    @property
+    def shape(self) -> list[int]:
+        """In the checkpoint."""
+        return [span.total for span in self.spans]
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return tuple(slice(span.start, span.stop) for span in self.spans)
+
+
+class CheckpointModule(nn.Module):
+    """A module that says what a checkpoint holds for it: for itself, not for the modules inside it."""
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        """What it must hold."""
+        return iter(())
+
+    def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """What it may hold: names, each with a function that takes the whole tensor.
+
+        The function raises ValueError, which says what the tensor must be.
+        """
+        return iter(())
+
+
+class WeightFormat(ABC):
+    """How Linears of one format are stored, repacked and multiplied.
+
+    The fused products have defaults in terms of the plain one: a format overrides those for which it has a kernel.
+    """
+
+    def of(self, names: Sequence[str]) -> WeightFormat:
+        """The format of the Linear whose parts have these names in the checkpoint: another one where it is excluded."""
+        return self
+
+    @abstractmethod
+    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """Give `linear` its empty weights: `num_rows` × `columns` of a product in `dtype`."""
+
+    @abstractmethod
+    def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
+        """What fills the weights, usually by `Linear.stacked`."""
+
+    def pack(self, linear: Linear) -> None:  # noqa: B027 (a format may have nothing to do)
+        """The weights are filled, for good: give them the form that products on their device like best."""
+
+    @abstractmethod
+    def product(self, linear: Linear, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, in] Wᵀ + bias → [T, out], in `out` where that is given."""
+
+    def after_norm(self, linear: Linear, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        return self.product(linear, norm(x), out)
+
+    def swiglu_after_norm(self, linear: Linear, x: Tensor, norm: RMSNorm) -> Tensor:
+        return kernels.silu_and_mul(self.after_norm(linear, x, norm))
+
+    def add_to(self, linear: Linear, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(self.product(linear, x))
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where and how weights are made. `scope / "mlp"` is that of what the checkpoint keeps below "mlp"."""
+
+    dtype: torch.dtype
+    device: torch.device
+    weight_format: WeightFormat
+    shard: Shard = SINGLE
+    communicator: Communicator = field(default_factory=SingleRank)
+    prefix: str = ""  # of the names in the checkpoint
+
+    def __truediv__(self, name: str | int) -> Scope:
+        return replace(self, prefix=self.name(str(name)))
+
+    def name(self, tensor: str) -> str:
+        return f"{self.prefix}.{tensor}" if self.prefix else tensor
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        return empty(*shape, dtype=self.dtype, device=self.device)
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are one: their rows lie stacked."""
+class Linear(CheckpointModule):
+    """x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are one: their rows are stacked.
+
+    `shard` says what ranks divide: "column" the rows of W (the columns of Wᵀ) in whole units of `width`, of which several
+    ranks hold the same where there are fewer than ranks; "row" the input channels, so that `add_to` sums over ranks;
+    "vocab" the rows, unevenly if need be.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, *out_features: int, bias: bool = False, dtype: torch.dtype, device: torch.device
+        self,
+        scope: Scope,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        shard: Literal["column", "row", "vocab"] | None = None,
+        width: int = 1,
     ) -> None:
+        """parts: the stacked projections' names in the checkpoint → how many rows each has on all ranks together."""
         super().__init__()
-        self.out_features = out_features  # of each stacked projection
-        self.weight = _empty(sum(out_features), in_features, dtype=dtype, device=device)
-        self.bias = _empty(sum(out_features), dtype=dtype, device=device) if bias else None
+        self.shard, self.communicator = scope.shard, scope.communicator
+        self.columns = Span.whole(in_features)
+        names = {scope.name(part): rows for part, rows in parts.items()}
+        self.parts = {name: Span.whole(rows) for name, rows in names.items()}
+        self.num_rows = sum(names.values())  # that this rank has memory for
+        if shard == "row":
+            self.columns = self.shard.span("in_features", in_features)
+        elif shard == "column":
+            self.parts = {
+                name: self.shard.span(name, rows // width, width=width, replicate=width > 1)
+                for name, rows in names.items()
+            }
+            self.num_rows = sum(map(len, self.parts.values()))
+        elif shard == "vocab":
+            [(name, rows)] = names.items()
+            self.parts[name], self.num_rows = self.shard.padded_span(rows)
+        # The partial products of "row" are summed over ranks: rank 0 alone adds the bias.
+        self.bias_parts = dict(self.parts) if bias else {}
+        if shard == "row" and self.shard.rank:
+            self.bias_parts = {name: Span(span.total, 0, 0) for name, span in self.bias_parts.items()}
+        self.bias = scope.empty(self.num_rows) if any(map(len, self.bias_parts.values())) else None
+        self.format = scope.weight_format.of(list(names))
+        self.format.create(self, scope.dtype, scope.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
+        return self.format.product(self, x)
 
     def after_norm(self, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
         """The projection of the normed x, in `out` where that is given."""
-        return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
+        return self.format.after_norm(self, x, norm, out)
 
     def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """silu(gate) · up, where gate and up are the two stacked projections of the normed x."""
-        return kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
+        return self.format.swiglu_after_norm(self, x, norm)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + the projection of x, in residual's place."""
-        return kernels.linear_add(residual, x, self.weight, self.bias)
+        """residual + the projection of x, in residual's memory. With "row", x is this rank's channels."""
+        if self.shard.size == 1:
+            return self.format.add_to(self, residual, x)
+        return residual.add_(self.communicator.all_reduce(self.format.product(self, x)))
 
     def pack(self) -> None:
         """The weights are filled, for good: give them the form that products on their device like best."""
-        self.weight = nn.Parameter(kernels.pack_weight(self.weight), requires_grad=False)
+        self.format.pack(self)
 
-    def projections(self) -> list[tuple[Tensor, Tensor | None]]:
-        """weight [out_features[i], in] and bias [out_features[i]] or None of each projection: views, to be filled."""
-        weights = self.weight.split(self.out_features)
-        biases = self.bias.split(self.out_features) if self.bias is not None else [None] * len(weights)
-        return list(zip(weights, biases, strict=True))
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield from self.format.tensors(self)
+        yield from _stacked("bias", self.bias_parts, torch.empty(0) if self.bias is None else self.bias)
+
+    def stacked(
+        self, suffix: str, memory: Tensor, columns: Span | None = None, dtypes: frozenset[str] = FLOAT_DTYPES
+    ) -> Iterator[CheckpointTensor]:
+        """One tensor for each part, which fills the part's rows of memory [num_rows] or, with columns, [num_rows, n]."""
+        return _stacked(suffix, self.parts, memory, *([] if columns is None else [columns]), dtypes=dtypes)
 
 
-class Embedding(nn.Module):
-    """Token ids [T] → rows [T, hidden] of weight [vocab, hidden]."""
+def _stacked(
+    suffix: str, parts: Mapping[str, Span], memory: Tensor, *columns: Span, dtypes: frozenset[str] = FLOAT_DTYPES
+) -> Iterator[CheckpointTensor]:
+    start = 0
+    for name, span in parts.items():
+        end = start + len(span)
+        yield CheckpointTensor(f"{name}.{suffix}", (span, *columns), memory[start:end], dtypes)
+        start = end
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+
+class LMHead(Linear):
+    """Hidden states to logits of the whole vocabulary, of which each rank computes a part."""
+
+    def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(scope, hidden_size, {"lm_head": vocab_size}, shard="vocab")
+        self.vocab_size = vocab_size
+
+    def after_norm(self, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        if self.shard.size == 1:
+            return super().after_norm(x, norm, out)
+        logits = self.communicator.all_gather(super().after_norm(x, norm))[:, : self.vocab_size]
+        return logits.contiguous() if out is None else out.copy_(logits)
+
+
+class Embedding(CheckpointModule):
+    """Token ids [T] → rows [T, hidden] of weight [vocab, hidden], of which each rank holds a part."""
+
+    def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = _empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.shard, self.communicator, self._name = scope.shard, scope.communicator, scope.name("weight")
+        self.rows, num_rows = scope.shard.padded_span(vocab_size)
+        self.weight = scope.empty(num_rows, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.weight)
+        if self.shard.size == 1:
+            return F.embedding(input_ids, self.weight)
+        elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
+        own = F.embedding((input_ids - self.rows.start).masked_fill(elsewhere, 0), self.weight)
+        return self.communicator.all_reduce(own.masked_fill(elsewhere.unsqueeze(1), 0))
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        columns = Span.whole(self.weight.shape[1])
+        yield CheckpointTensor(self._name, (self.rows, columns), self.weight[: len(self.rows)])
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(CheckpointModule):
     """x [..., n] → x / rms(x) · weight."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, scope: Scope, size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = _empty(size, dtype=dtype, device=device)
+        self.eps, self._name = eps, scope.name("weight")
+        self.weight = scope.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(self._name, (Span.whole(len(self.weight)),), self.weight)

@@ -1,13 +1,17 @@
-"""A decoder described by numbers. Knows shapes and constants; never knows files, tensors or family names' quirks."""
+"""A decoder described by numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.models.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """The angles that each position turns by. `scaling` says which of the other fields count."""
+    """The angle by which each position rotates a head's channels. `scaling` says which of the other fields count."""
 
     rotary_dim: int  # the first rotary_dim of each head are rotated
     theta: float
@@ -23,43 +27,81 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    rope: RopeSpec | None
+    window: int = 0  # how many of the newest tokens a token attends to, itself included; 0: all
+    soft_cap: float = 0.0  # of the scores; 0: none
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head
+
+    def for_rank(self, shard: Shard) -> AttentionSpec:
+        """One rank's heads. Where there are fewer KV heads than ranks, several ranks hold the same one."""
+        return replace(
+            self,
+            num_heads=len(shard.span("num_attention_heads", self.num_heads)),
+            num_kv_heads=len(shard.span("num_key_value_heads", self.num_kv_heads, replicate=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """A SwiGLU MLP."""
+
+    intermediate_size: int
+    bias: bool = False
+
+    def for_rank(self, shard: Shard) -> DenseSpec:
+        """One rank's columns."""
+        return replace(self, intermediate_size=len(shard.span("intermediate_size", self.intermediate_size)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: what mixes tokens, then what transforms each."""
+
+    mixer: AttentionSpec
+    mlp: DenseSpec
+
+    def for_rank(self, shard: Shard) -> LayerSpec:
+        return LayerSpec(mixer=self.mixer.for_rank(shard), mlp=self.mlp.for_rank(shard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything the decoder and the engine must know of a model's configuration."""
 
     architecture: str
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
+    layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeSpec | None
+    context_length: int  # the longest context the model is meant for, its RoPE scaling included
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    sliding_windows: tuple[int, ...]  # per layer; 0: full attention
-    attention_scale: float
-    soft_cap: float  # of the attention scores; 0: none
     dtype: str  # of the published weights: "bfloat16", "float16" or "float32"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: Mapping[str, Any] | None = None  # config.json's quantization_config; None: weights are floats
     has_head: bool = True  # False: it is published for embeddings, and generates nothing
 
     @property
-    def context_length(self) -> int:
-        """The longest context the model is meant for, its RoPE scaling counted as vLLM counts it.
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-        Linear and dynamic scaling stretch `max_position_embeddings`; yarn stretches the original length; llama3's
-        `max_position_embeddings` is already stretched.
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The attention window of each layer; 0: full attention."""
+        return tuple(layer.mixer.window for layer in self.layers)
+
+    def for_rank(self, shard: Shard) -> ModelSpec:
+        """What one rank computes and caches: its heads and MLP columns; the vocabulary stays whole.
+
+        ModelError where they cannot be divided evenly.
         """
-        rope = self.rope
-        if rope is None or rope.scaling in ("default", "llama3"):
-            return self.max_position_embeddings
-        if rope.scaling == "yarn":
-            return max(self.max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
-        return int(self.max_position_embeddings * rope.factor)
+        return replace(self, layers=tuple(layer.for_rank(shard) for layer in self.layers))

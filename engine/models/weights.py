@@ -1,39 +1,37 @@
-"""Checkpoints into decoders. Knows safetensors files and Hugging Face's tensor names; never knows what layers compute.
+"""Loads safetensors checkpoints into decoders.
 
-A tensor goes from the file straight to its place on the device, cast on the way. Before the first one moves, the names
-and shapes of all files are held against the decoder: every place is filled exactly once and nothing is left over.
+The modules of a decoder declare the tensors that fill them. Each goes from the file straight to its memory on the device,
+cast on the way; a rank reads only its own part. Before the first one moves, the names and shapes in all files are compared
+with what is declared: every tensor is used exactly once, and nothing is left over or missing.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
-from engine.models.layers import Linear
+from engine.models.formats import read_format
+from engine.models.formats.floats import FLOATS
+from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Scope
+from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 BODY = "model."  # how names of all but the output head begin
 EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
 IGNORED = ".rotary_emb.inv_freq"  # a table that old checkpoints store with the weights
-# Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them. Queries and probabilities,
-# which they may scale too, are not quantised here.
-KV_SCALE = re.compile(
-    r"(?:model\.)?layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.|qkv_proj\.)?(?P<what>q|k|v|kv|prob)_scale"
-)
-FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names → bytes
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}  # by safetensors' names; others: 1
 
 
 def load_model(
@@ -46,64 +44,58 @@ def load_model(
     seed: int = 0,
     progress: bool = True,
     max_model_len: int | None = None,
+    shard: Shard = SINGLE,
+    communicator: Communicator | None = None,
 ) -> Decoder:
     """The decoder of `spec` on `device` in `dtype`, with the weights in `folder`; "dummy": random ones, by `seed`.
 
-    `max_model_len` limits the rotary table. ModelError, one line, when the weights are missing, damaged or do not fit
-    the specification, or when the device is too small for them.
+    `max_model_len` limits the rotary tables. With more than one rank it is the part of rank `shard`, and `communicator`
+    is how that meets the others. ModelError, one line, when the weights are missing, damaged or do not fit the
+    specification, or when the device is too small for them.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ModelError(f"load_format must be auto, safetensors or dummy, got {load_format!r}")
-    device = torch.device(device)
     stored = {} if load_format == "dummy" else _stored_tensors(folder)
+    scope = Scope(
+        dtype=dtype,
+        device=torch.device(device),
+        weight_format=FLOATS if spec.quantization is None else read_format(spec.quantization),
+        shard=shard,
+        communicator=communicator or SingleRank(),
+    )
     try:
-        model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len)
+        model = Decoder(spec, scope, max_model_len=max_model_len)
         with torch.no_grad():
             if load_format == "dummy":
                 _fill_randomly(model, seed)
             else:
                 _fill(model, folder, stored, progress)
     except torch.OutOfMemoryError as error:
-        need = sum(
-            p.nbytes for p in Decoder(spec, dtype=dtype, device=torch.device("meta"), max_model_len=1).parameters()
-        )
+        empty = Decoder(spec, replace(scope, device=torch.device("meta")), max_model_len=1)
+        need = sum(parameter.nbytes for parameter in empty.parameters())
         name = str(dtype).removeprefix("torch.")
         raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of {name} weights do not fit on {device}") from error
     return model
 
 
-# Places
-
-
-def places(model: Decoder) -> dict[str, Tensor]:
-    """Every tensor that a checkpoint of this decoder holds, by its name there → the memory that it fills."""
-    found: dict[str, Tensor] = {
-        EMBEDDING: model.embed_tokens.weight,
-        "model.norm.weight": model.norm.weight,
-        LM_HEAD: model.lm_head.weight,
-    }
-    for number, layer in enumerate(cast(Iterable[DecoderLayer], model.layers)):
-        prefix, attention = f"model.layers.{number}.", layer.attention
-        found |= {
-            prefix + "input_layernorm.weight": layer.input_norm.weight,
-            prefix + "post_attention_layernorm.weight": layer.post_attention_norm.weight,
-            **_places(attention.qkv, prefix + "self_attn.", "q_proj", "k_proj", "v_proj"),
-            **_places(attention.o, prefix + "self_attn.", "o_proj"),
-            **_places(layer.mlp.gate_up, prefix + "mlp.", "gate_proj", "up_proj"),
-            **_places(layer.mlp.down, prefix + "mlp.", "down_proj"),
-        }
-        for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
-            if norm is not None:
-                found[f"{prefix}self_attn.{name}.weight"] = norm.weight
+def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
+    """Every tensor that a checkpoint of this decoder holds, by its name there."""
+    found: dict[str, CheckpointTensor] = {}
+    for module in model.modules():
+        if isinstance(module, CheckpointModule):
+            for tensor in module.tensors():
+                assert tensor.name not in found, f"{tensor.name} is declared twice"
+                found[tensor.name] = tensor
     return found
 
 
-def _places(linear: Linear, prefix: str, *names: str) -> dict[str, Tensor]:
+def _optional_tensors(model: Decoder) -> dict[str, Callable[[Tensor], None]]:
+    """What checkpoints may hold besides, by its name with and without the body's prefix."""
     found = {}
-    for name, (weight, bias) in zip(names, linear.projections(), strict=True):
-        found[f"{prefix}{name}.weight"] = weight
-        if bias is not None:
-            found[f"{prefix}{name}.bias"] = bias
+    for module in model.modules():
+        if isinstance(module, CheckpointModule):
+            for name, take in module.optional_tensors():
+                found[name] = found[name.removeprefix(BODY)] = take
     return found
 
 
@@ -120,7 +112,7 @@ class _Stored:
 
     @property
     def num_bytes(self) -> int:
-        return FLOATS[self.dtype] * torch.Size(self.shape).numel()
+        return BYTES.get(self.dtype, 1) * torch.Size(self.shape).numel()
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
@@ -172,63 +164,53 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bool) -> None:
-    """Stream every stored tensor to its place. ModelError names what does not fit."""
-    filled = places(model)
+    """Stream every stored tensor to its memory. ModelError names what does not fit."""
+    tied = model.spec.tie_word_embeddings
+    declared = checkpoint_tensors(model)
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED)}
     if not model.spec.has_head:
-        del filled[LM_HEAD]
+        del declared[LM_HEAD]
         stored.pop(LM_HEAD, None)
     if EMBEDDING.removeprefix(BODY) in stored:  # saved without what is around the body
-        filled = {name.removeprefix(BODY): place for name, place in filled.items()}
-    scales = {name: stored.pop(name) for name in list(stored) if _is_kv_scale(name, model.spec)}
-    _check(filled, stored, folder, tied=model.spec.tie_word_embeddings)
-    twice = model.spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored
+        declared = {name.removeprefix(BODY): tensor for name, tensor in declared.items()}
+    optional = _optional_tensors(model)
+    extras = {name: stored.pop(name) for name in list(stored) if name in optional}
+    _check(declared, stored, folder, tied=tied)
+    twice = stored.pop(LM_HEAD) if tied and EMBEDDING in stored and LM_HEAD in stored else None
     total = sum(tensor.num_bytes for tensor in stored.values())
     with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for file in dict.fromkeys(tensor.file for tensor in stored.values()):
             with _open(file) as opened:
                 for name in (name for name, tensor in stored.items() if tensor.file == file):
-                    if not (twice and name == LM_HEAD):
-                        filled[name].copy_(opened.get_tensor(name))
+                    declared[name].memory.copy_(opened.get_tensor(name)[declared[name].index])
                     bar.update(stored[name].num_bytes)
-    _fill_kv_scales(model, scales)
-    if twice:
-        with _open(stored[LM_HEAD].file) as opened:
-            if not torch.equal(opened.get_tensor(LM_HEAD).to(filled[LM_HEAD]), filled[LM_HEAD]):
-                raise ModelError(
-                    f"{stored[LM_HEAD].file}: {LM_HEAD!r} differs from {EMBEDDING!r} although config.json ties them; "
-                    "set 'tie_word_embeddings' to false in config.json"
-                )
-
-
-def _is_kv_scale(name: str, spec: ModelSpec) -> bool:
-    found = KV_SCALE.fullmatch(name)
-    return found is not None and int(found["layer"]) < spec.num_layers
-
-
-def _fill_kv_scales(model: Decoder, scales: dict[str, _Stored]) -> None:
-    """One positive number for all KV heads of a layer, or one for each."""
-    num_kv_heads = model.spec.num_kv_heads
-    for name, tensor in scales.items():
-        found = KV_SCALE.fullmatch(name)
-        assert found
-        if found["what"] in ("q", "prob"):
-            continue
+    for name, tensor in extras.items():
         with _open(tensor.file) as opened:
-            scale = opened.get_tensor(name).float().flatten()
-        if len(scale) not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0)).all():
+            _take(name, opened.get_tensor(name), optional[name], tensor.file)
+    if twice is not None:
+        _check_tied(declared[LM_HEAD], twice.file)
+
+
+def _take(name: str, value: Tensor, take: Callable[[Tensor], None], file: Path) -> None:
+    try:
+        take(value)
+    except ValueError as error:
+        raise ModelError(f"{file}: {name!r} {error}") from None
+
+
+def _check_tied(head: CheckpointTensor, file: Path) -> None:
+    """The head, which shares the embedding's memory, is stored as well: it must be the same."""
+    with _open(file) as opened:
+        if not torch.equal(opened.get_tensor(LM_HEAD)[head.index].to(head.memory), head.memory):
             raise ModelError(
-                f"{tensor.file}: {name!r} must be a positive number, or one for each of {num_kv_heads} KV heads, "
-                f"got {scale.tolist()[:9]}"
+                f"{file}: {LM_HEAD!r} differs from {EMBEDDING!r} although config.json ties them; "
+                "set 'tie_word_embeddings' to false in config.json"
             )
-        layer = cast(DecoderLayer, model.layers[int(found["layer"])])
-        places = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2)}
-        layer.attention.kv_scale[places[found["what"]]] = scale.to(layer.attention.kv_scale.device)
 
 
-def _check(filled: dict[str, Tensor], stored: dict[str, _Stored], folder: Path, *, tied: bool) -> None:
-    """Every place has its tensor, every tensor its place, and the shapes agree."""
-    missing, extra = filled.keys() - stored.keys(), stored.keys() - filled.keys()
+def _check(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored], folder: Path, *, tied: bool) -> None:
+    """Every declared tensor is stored, every stored one is declared, and shapes and dtypes agree."""
+    missing, extra = declared.keys() - stored.keys(), stored.keys() - declared.keys()
     if tied and len(missing & {EMBEDDING, LM_HEAD}) == 1:
         missing -= {EMBEDDING, LM_HEAD}
     advice = "are the weights and config.json of the same model?"
@@ -238,13 +220,18 @@ def _check(filled: dict[str, Tensor], stored: dict[str, _Stored], folder: Path, 
         file = stored[min(extra)].file
         raise ModelError(f"{file}: holds {_names(extra)}, which config.json has no place for; {advice}")
     for name, tensor in stored.items():
-        if list(filled[name].shape) != tensor.shape:
-            want = list(filled[name].shape)
-            raise ModelError(f"{tensor.file}: {name!r} has shape {tensor.shape}, config.json says {want}; {advice}")
-        if tensor.dtype not in FLOATS:
+        want = declared[name]
+        if want.shape != tensor.shape:
             raise ModelError(
-                f"{tensor.file}: {name!r} is stored as {tensor.dtype}; quantised weights are not supported yet"
+                f"{tensor.file}: {name!r} has shape {tensor.shape}, config.json says {want.shape}; {advice}"
             )
+        if tensor.dtype not in want.dtypes:
+            reason = (
+                "quantised weights are not supported yet"
+                if want.dtypes == FLOAT_DTYPES
+                else f"config.json says {', '.join(sorted(want.dtypes))}; {advice}"
+            )
+            raise ModelError(f"{tensor.file}: {name!r} is stored as {tensor.dtype}; {reason}")
 
 
 def _names(names: set[str]) -> str:
@@ -253,10 +240,12 @@ def _names(names: set[str]) -> str:
 
 
 def _fill_randomly(model: Decoder, seed: int) -> None:
-    """Norms 1, all else normal of standard deviation 0.02: one kernel for each tensor, straight on its device."""
+    """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on its device."""
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
-        else:
+        elif parameter.is_floating_point():
             parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            parameter.random_(generator=generator)

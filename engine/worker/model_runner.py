@@ -22,12 +22,12 @@ from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
-from engine.worker.kv_cache import KVCacheShape
+from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
 from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 
 RING = 3  # host buffers of sampled tokens: the step before the last has been read before a buffer is written again
 
@@ -94,19 +94,28 @@ class ModelRunner:
         self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
         self.on_gpu = self.device.type == "cuda"
         max_seqs, max_blocks = options.max_num_seqs, -(-options.max_model_len // options.block_size)
-        self.batch = InputBatch(max_seqs, max_blocks, options.max_model_len, self.device, pin_memory=self.on_gpu)
-        self._step = StepTensors.allocate(max_seqs, max(options.max_num_batched_tokens, max_seqs), self.device)
-        self._sampler = Sampler(self.batch, self._step, spec.eos_token_ids, spec.vocab_size)
+        mixer = model.spec.layers[0].mixer
+        # A window that holds the longest context is none.
+        windows = [window if window < options.max_model_len else 0 for window in spec.windows]
+        self.kv_layout = KVCacheLayout.of(
+            windows, mixer.num_kv_heads, mixer.head_dim, options.block_size, options.kv_dtype
+        )
+        self.cache_groups = self.kv_layout.groups
+        num_groups, max_tokens = len(self.cache_groups), max(options.max_num_batched_tokens, max_seqs)
+        self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device, pin_memory=self.on_gpu)
+        self._step = StepTensors.allocate(max_seqs, max_tokens, num_groups, self.device)
+        self._sampler = Sampler(self.batch, self._step, spec.eos_token_ids, spec.vocab_size, options.max_model_len)
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size)
-        self.kv_shape = KVCacheShape.of(spec, options.block_size, options.kv_dtype)
         self.kv_cache: list[Tensor] = []
-        self._plans: list[kernels.DecodePlan] = []  # for up to max_seqs sequences each, the smallest first
+        # For each cache group, plans for up to max_seqs sequences each, the smallest first.
+        self._plans: list[list[kernels.DecodePlan]] = [[] for _ in self.cache_groups]
         self._tile_queries = 0
         if self.on_gpu:
-            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
             self._plans = [
-                kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits
+                [kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits]
+                for _ in self.cache_groups
             ]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
             self._logits = torch.empty(
@@ -118,7 +127,7 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.kv_shape.block_bytes
+        return self.num_blocks * self.kv_layout.block_bytes
 
     @property
     def device_name(self) -> str:
@@ -169,8 +178,8 @@ class ModelRunner:
             lens = packed.members.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             grid = kernels.make_prefill_tiles(*lens, self._tile_queries)
             tiles = torch.tensor(grid, dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
-        metadata = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
-        hidden, to_device = self._forward(packed.num_tokens, metadata), self.batch.to_device
+        groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
+        hidden, to_device = self._forward(packed.num_tokens, groups), self.batch.to_device
         if scored:
             handle.prompt_logprobs = PromptLogprobs.of(
                 packed, scored, hidden, self.model.logits, self.spec.vocab_size, to_device
@@ -187,8 +196,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """A decode step of `size` sequences, from the packed step to logits and unfiltered tokens; captured in a graph."""
-        metadata = self._prepare(packed, segment_of(size), size, size, size, None)
-        logits = self.model.logits(self._forward(size, metadata), out=self._logits[:size])
+        groups = self._prepare(packed, segment_of(size), size, size, size, None)
+        logits = self.model.logits(self._forward(size, groups), out=self._logits[:size])
         return logits, self._sampler.sample_unfiltered(logits)
 
     @torch.inference_mode()
@@ -198,26 +207,33 @@ class ModelRunner:
 
     def _prepare(
         self, packed: Tensor, segment: int, num_seqs: int, num_tokens: int, num_decodes: int, tiles: Tensor | None
-    ) -> AttentionMetadata:
-        kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, self.batch.state, self._step)
-        context_lens = packed[segment : segment + num_seqs]
-        plan = next((p for p in self._plans if num_decodes <= p.max_seqs), None)
-        if plan is not None and num_decodes:
-            kernels.plan_decode(context_lens[:num_decodes], packed[:num_decodes], plan)
-        return AttentionMetadata(
-            num_decodes=num_decodes,
-            rows=packed[:num_seqs],
-            block_tables=self.batch.state.block_tables,
-            query_start=packed[2 * segment : 2 * segment + num_seqs + 1],
-            context_lens=context_lens,
-            slot_mapping=self._step.slot_mapping[:num_tokens],
-            decode_plan=plan,
-            prefill_tiles=tiles,
-        )
+    ) -> list[AttentionMetadata]:
+        """Unpack a step; what the attention of each cache group reads."""
+        step, state = self._step, self.batch.state
+        kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, state, step)
+        context_lens, rows = step.context_lens[:num_seqs], packed[:num_seqs]
+        groups = []
+        for group, plans in enumerate(self._plans):
+            plan = next((p for p in plans if num_decodes <= p.max_seqs), None)
+            if plan is not None and num_decodes:
+                kernels.plan_decode(context_lens[:num_decodes], rows[:num_decodes], plan)
+            groups.append(
+                AttentionMetadata(
+                    num_decodes=num_decodes,
+                    rows=rows,
+                    block_tables=state.block_tables[group],
+                    query_start=packed[segment : segment + num_seqs + 1],
+                    context_lens=context_lens,
+                    slot_mapping=step.slot_mapping[group, :num_tokens],
+                    decode_plan=plan,
+                    prefill_tiles=tiles,
+                )
+            )
+        return groups
 
-    def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> Tensor:
-        step = self._step
-        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self.kv_cache, metadata)
+    def _forward(self, num_tokens: int, groups: list[AttentionMetadata]) -> Tensor:
+        step, attention = self._step, [groups[group] for group in self.kv_layout.group_of]
+        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self.kv_cache, attention)
 
     @torch.inference_mode()
     def _finish(
@@ -248,7 +264,4 @@ class ModelRunner:
         """Drop what was sampled at these indices, so that the next step finds the token before it in their rows."""
         handle.unsampled = sorted({*handle.unsampled, *indices}, reverse=True)
         handle.num_sampled = [int(i not in handle.unsampled) for i in range(len(handle.num_sampled))]
-        self.batch.defer(packed, list(indices))
-        step, at = self._step, self.batch.to_device(torch.tensor(indices))
-        newest = step.input_ids[step.last_index[at]]
-        self.batch.state.last_token.scatter_(0, step.rows[at], newest)
+        self.batch.defer(packed, self._step, list(indices))

@@ -19,7 +19,7 @@ from engine.models.decoder import DecoderLayer
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
-from engine.worker.kv_cache import check_fits, cpu_cache_bytes, e4m3_scales, gpu_cache_bytes
+from engine.worker.kv_cache import e4m3_scales, gpu_cache_bytes
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
 
@@ -44,8 +44,8 @@ def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progr
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     runner.num_blocks = count_blocks(runner)
-    check_fits(runner.num_blocks, options.block_size, options.max_model_len)
-    runner.kv_cache = runner.kv_shape.allocate(runner.num_blocks, options.device)
+    runner.kv_layout.check_fits(runner.num_blocks, options.max_model_len, options.max_num_batched_tokens)
+    runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
     if runner.on_gpu:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager:
@@ -60,7 +60,9 @@ def compile_kernels(runner: ModelRunner) -> None:
     max_num_seqs = runner.options.max_num_seqs
     with _temporary_cache(runner, 1), kernels.compiling_only():
         dummy_run(runner, tokens_each=1)
-        packed = torch.zeros(8 * (max_num_seqs + 8), dtype=torch.int32, device=runner.device)
+        packed = torch.zeros(
+            (5 + 4 * len(runner.cache_groups)) * (max_num_seqs + 8), dtype=torch.int32, device=runner.device
+        )
         for size in {1, *kernels.FEW_SEQS, max_num_seqs}:
             runner.run_decode(packed, min(size, max_num_seqs))
     runner.batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
@@ -72,24 +74,27 @@ def calibrate_kv_scales(runner: ModelRunner) -> None:
     num_tokens = min(CALIBRATION_TOKENS, options.max_model_len - 1, options.max_num_batched_tokens)
     generator = torch.Generator().manual_seed(options.seed)
     ids = torch.randint(runner.spec.vocab_size, (num_tokens,), generator=generator).tolist()
-    blocks = list(range(-(-num_tokens // options.block_size)))
+    count, num_groups = -(-num_tokens // options.block_size), len(runner.cache_groups)
+    blocks = [list(range(group * count, (group + 1) * count)) for group in range(num_groups)]
     prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
-    with _temporary_cache(runner, len(blocks), options.dtype), torch.inference_mode():
+    with _temporary_cache(runner, num_groups * count, options.dtype), torch.inference_mode():
         _run(runner, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []))
-        for layer, kv in zip(runner.model.layers, runner.kv_cache, strict=True):
-            cast(DecoderLayer, layer).attention.kv_scale.copy_(e4m3_scales(kv))
+        for layer, kv, group in zip(runner.model.layers, runner.kv_cache, runner.kv_layout.group_of, strict=True):
+            own = kv[:, group * count : (group + 1) * count]
+            cast(DecoderLayer, layer).attention.kv_scale.copy_(e4m3_scales(own))
     _remove(runner, [name])
 
 
 def count_blocks(runner: ModelRunner) -> int:
     """Blocks of the KV cache: as asked for, or what fits into memory beside a full step."""
-    options, block_bytes = runner.options, runner.kv_shape.block_bytes
+    options, layout = runner.options, runner.kv_layout
+    block_bytes = layout.block_bytes
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes // block_bytes
     if not runner.on_gpu:
-        num_bytes = cpu_cache_bytes(block_bytes, options.block_size, options.max_num_seqs, options.max_model_len)
+        num_bytes = layout.cpu_cache_bytes(options.max_num_seqs, options.max_model_len, options.max_num_batched_tokens)
         return num_bytes // block_bytes
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
@@ -104,7 +109,8 @@ def count_blocks(runner: ModelRunner) -> int:
 def capture_graphs(runner: ModelRunner, progress: bool) -> None:
     """Capture the decode step for every padded batch size."""
     sizes = graph_sizes(runner.options.max_num_seqs)
-    buffer = torch.zeros(8 * (sizes[-1] + 8), dtype=torch.int32, device=runner.device)
+    size = (5 + 4 * len(runner.cache_groups)) * (sizes[-1] + 8)  # with room for new blocks, beside the step itself
+    buffer = torch.zeros(size, dtype=torch.int32, device=runner.device)
     runner.graphs = DecodeGraphs(runner.run_decode, runner.run_filtered, buffer, sizes, progress)
 
 
@@ -113,7 +119,7 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
     options = runner.options
     tokens_each = max(min(tokens_each, options.max_model_len - 1), 2)
     num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
-    blocks = [0] * -(-(tokens_each + 1) // options.block_size)
+    blocks = [[0] * -(-(tokens_each + 1) // options.block_size) for _ in runner.cache_groups]
     sampling = SamplingParams(temperature=0.7, top_k=10, top_p=0.9, min_p=0.01)
     kinds = (
         sampling,
@@ -149,8 +155,8 @@ def _remove(runner: ModelRunner, request_ids: list[str]) -> None:
 @contextmanager
 def _temporary_cache(runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
     """A KV cache of `num_blocks` for as long as the context lasts. `dtype`: another than the one it is to have."""
-    shape = runner.kv_shape if dtype is None else replace(runner.kv_shape, dtype=dtype)
-    runner.kv_cache = shape.allocate(num_blocks, runner.device)
+    layout = runner.kv_layout if dtype is None else replace(runner.kv_layout, dtype=dtype)
+    runner.kv_cache = layout.allocate(num_blocks, runner.device)
     try:
         yield
     finally:

@@ -149,7 +149,7 @@ def test_model_shapes(name: str, tmp_path: Path) -> None:
     if config["architectures"][0] in FAMILIES:
         spec = read_spec(folder)
         assert spec.num_layers == config["num_hidden_layers"]
-        assert spec.rope is not None
+        assert spec.layers[0].mixer.rope is not None
     assert model_folder(str(folder), Path("/unused")) == folder
 
 

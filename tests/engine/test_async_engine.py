@@ -110,7 +110,7 @@ def test_many_at_once_give_what_each_gives_alone(run: Run) -> None:
         assert times.first_token_ts <= times.last_token_ts <= time.monotonic()
         assert engine.model_name.endswith("tiny")
         assert engine.default_sampling == {"temperature": 0.5, "top_k": 40}
-        assert engine.max_model_len == engine.spec.max_position_embeddings == 4096
+        assert engine.max_model_len == engine.spec.context_length == 4096
         assert "ready in" in engine.summary
 
     run(test)

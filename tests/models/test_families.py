@@ -41,13 +41,16 @@ def family(name):
 def test_defaults(read):
     spec = read()
     assert spec.architecture == "LlamaForCausalLM"
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 4, 16)
-    assert spec.rope.scaling == "default"
-    assert (spec.rope.theta, spec.rope.rotary_dim) == (10000, 16)
-    assert spec.sliding_windows == (0, 0, 0)
-    assert spec.attention_scale == 0.25
+    mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    assert spec.layers == (spec.layers[0],) * 3
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (4, 4, 16)
+    assert mixer.rope.scaling == "default"
+    assert (mixer.rope.theta, mixer.rope.rotary_dim) == (10000, 16)
+    assert spec.windows == (0, 0, 0)
+    assert (mixer.scale, mixer.soft_cap) == (0.25, 0)
+    assert mlp.intermediate_size == 96
     assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("float32", None, ())
-    assert not any((spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm, spec.tie_word_embeddings))
+    assert not any((mixer.qkv_bias, mixer.o_bias, mlp.bias, mixer.qk_norm, spec.tie_word_embeddings))
     assert spec.context_length == 128
 
 
@@ -57,7 +60,8 @@ def test_null_is_the_default(read):
 
 def test_biases_of_each_family(read):
     def flags(spec):
-        return spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm
+        mixer = spec.layers[0].mixer
+        return mixer.qkv_bias, mixer.o_bias, spec.layers[0].mlp.bias, mixer.qk_norm
 
     assert flags(read(attention_bias=True)) == (True, True, False, False)
     assert flags(read(mlp_bias=True)) == (False, False, True, False)
@@ -65,7 +69,7 @@ def test_biases_of_each_family(read):
     assert flags(read(**family("Qwen2"))) == (True, False, False, False)
     assert flags(read(**family("Qwen3"))) == (False, False, False, True)
     assert flags(read(**family("Qwen3"), attention_bias=True)) == (True, True, False, True)
-    assert read(**family("Qwen3")).head_dim == 128
+    assert read(**family("Qwen3")).layers[0].mixer.head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_biases_of_each_family(read):
     ],
 )
 def test_sliding_windows(read, changes, windows):
-    assert read(**changes).sliding_windows == windows
+    assert read(**changes).windows == windows
 
 
 @pytest.mark.parametrize(

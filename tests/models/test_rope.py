@@ -56,7 +56,7 @@ def rotary(rope_parameters):
     config = {**SHAPE, "rope_parameters": {"rope_theta": 10000.0, **rope_parameters}}
     spec = llama(config)
     module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**config))
-    return rope_table(spec.rope, 4096), module
+    return rope_table(spec.layers[0].mixer.rope, 4096), module
 
 
 def transformers_table(module, positions):

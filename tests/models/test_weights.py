@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
-from engine.models.weights import load_model, places
+from engine.models.weights import checkpoint_tensors, load_model
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -33,7 +33,7 @@ def folder(tmp_path):
 def tensors(folder):
     """Every tensor of the checkpoint, by name, with its own random values."""
     model = load(folder, load_format="dummy")
-    return {name: torch.randn(place.shape) for name, place in places(model).items()}
+    return {name: torch.randn(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
 def tie(folder):
@@ -42,6 +42,11 @@ def tie(folder):
 
 def load(folder, dtype=torch.float32, **options):
     return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", progress=False, **options)
+
+
+def memory(model):
+    """What each of the checkpoint's tensors fills, by its name."""
+    return {name: tensor.memory for name, tensor in checkpoint_tensors(model).items()}
 
 
 def save_shards(folder, tensors, num_shards=3):
@@ -65,9 +70,9 @@ def check_error(folder, *parts, **options):
 def test_every_tensor_is_in_its_place(folder, tensors, dtype):
     save_file(tensors, folder / "model.safetensors")
     model = load(folder, dtype)
-    assert model.cos_sin.dtype == torch.float32
-    placed = places(model)
-    assert sum(place.numel() for place in placed.values()) == sum(p.numel() for p in model.parameters())
+    assert model.layers[0].attention.cos_sin.dtype == torch.float32
+    placed = memory(model)
+    assert sum(tensor.numel() for tensor in placed.values()) == sum(p.numel() for p in model.parameters())
     for name, tensor in tensors.items():
         assert torch.equal(placed[name], tensor.to(dtype)), name
     qkv = model.layers[1].attention.qkv
@@ -76,16 +81,20 @@ def test_every_tensor_is_in_its_place(folder, tensors, dtype):
 
 def test_shards_and_loose_files(folder, tensors):
     save_shards(folder, tensors)
-    by_index = places(load(folder))
+    by_index = memory(load(folder))
     (folder / "model.safetensors.index.json").unlink()
     save_file({"tok_embeddings.weight": torch.zeros(1)}, folder / "consolidated.safetensors")  # Mistral's second copy
-    for found in (by_index, places(load(folder))):
+    for found in (by_index, memory(load(folder))):
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_max_model_len_limits_the_table(folder):
-    assert load(folder, load_format="dummy", max_model_len=10).cos_sin.shape == (10, 8)
-    assert load(folder, load_format="dummy").cos_sin.shape == (64, 8)
+    def tables(**options):
+        return [layer.attention.cos_sin for layer in load(folder, load_format="dummy", **options).layers]
+
+    assert [table.shape for table in tables(max_model_len=10)] == [(10, 8)] * 2
+    assert [table.shape for table in tables()] == [(64, 8)] * 2
+    assert len(set(map(id, tables()))) == 1  # one for all layers
 
 
 def test_old_rotary_tables_are_ignored(folder, tensors):

@@ -4,6 +4,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.models.spec import ModelSpec
 from engine.worker.options import RunnerOptions
@@ -32,6 +33,7 @@ class FakeRunner:
     block_size: int
     max_model_len: int
     options: RunnerOptions
+    cache_groups: tuple[CacheGroup, ...] = (FULL,)
     device_name: str = "fake"
     kv_cache_bytes: int = 1 << 20
     prompts: dict[str, list[int]] = field(default_factory=dict)

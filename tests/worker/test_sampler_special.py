@@ -18,7 +18,7 @@ from engine.worker.sampling import filters
 from engine.worker.sampling.processors import PROCESSORS, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
 from kernels import reference
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8

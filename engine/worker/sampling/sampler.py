@@ -22,7 +22,7 @@ from engine.worker.sampling.processors import (
     RowGroup,
 )
 from engine.worker.sampling.token_history import TokenHistory
-from kernels.step import StepTensors
+from kernels.layout import StepTensors
 
 MAX_ELEMENTS = 1 << 24  # logits processed at once
 
@@ -80,7 +80,8 @@ class Sampler:
     3. `sample_groups`: for those that processors are for, from copies of their logits.
     """
 
-    def __init__(self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int, max_len: int) -> None:
+        """max_len: of a sequence, in tokens."""
         self._batch, self._step = batch, step
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         # The CPU writes masks, and the device reads them where they are. Whoever fills them has read the step before, so
@@ -89,7 +90,7 @@ class Sampler:
             batch.num_rows, -(-vocab_size // 32), dtype=torch.int32, pin_memory=batch.pin_memory
         ).fill_(-1)
         self._mask_of = torch.full((batch.num_rows,), -1, dtype=torch.int32, device=batch.device)  # [B]; -1: none
-        self._history = TokenHistory(batch.num_rows, batch.max_len, batch.device)
+        self._history = TokenHistory(batch.num_rows, max_len, batch.device)
         self._processed: dict[int, ProcessedRow] = {}  # by device row
         self._plan = SamplingPlan()
 

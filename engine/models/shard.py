@@ -1,0 +1,78 @@
+"""Tensor parallelism: which part of a model one rank holds, and how ranks combine their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from engine.models.errors import ModelError
+
+if TYPE_CHECKING:  # specifications are read where PyTorch is not loaded
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Indices [start, stop) of a dimension of `total`: what one rank holds of it."""
+
+    total: int
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, total: int) -> Span:
+        return cls(total, 0, total)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size` ranks that hold a model together."""
+
+    rank: int = 0
+    size: int = 1
+
+    def span(self, name: str, total: int, *, width: int = 1, replicate: bool = False) -> Span:
+        """This rank's part of `total` units of `width` channels each, in channels; all ranks' parts are equally long.
+
+        `replicate`: fewer units than ranks are allowed, and several ranks hold the same one. ModelError calls the
+        units `name` where they cannot be divided.
+        """
+        if total % self.size == 0:
+            start, count = self.rank * total // self.size, total // self.size
+        elif replicate and self.size % total == 0:
+            start, count = self.rank * total // self.size, 1
+        else:
+            raise ModelError(f"{name!r} ({total}) cannot be divided among {self.size} ranks")
+        return Span(total * width, start * width, (start + count) * width)
+
+    def padded_span(self, total: int) -> tuple[Span, int]:
+        """This rank's part of `total` rows and how many it has memory for; the last ranks may hold fewer, or none."""
+        num_rows = -(-total // self.size)
+        start = min(self.rank * num_rows, total)
+        return Span(total, start, min(start + num_rows, total)), num_rows
+
+
+SINGLE = Shard()
+
+
+class Communicator(Protocol):
+    """How the ranks of one model meet. Every rank makes the same calls in the same order."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, which have one shape; it may take x's memory."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [T, n] of each rank → [T, size · n], in the order of ranks."""
+
+
+class SingleRank:
+    """The communicator of a model that one rank holds."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x

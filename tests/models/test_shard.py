@@ -1,0 +1,191 @@
+"""Tensor parallelism: ranks that each hold a part of the model compute what one rank computes."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.check_models import decode, make_checkpoint, make_prompts
+from engine.models.errors import ModelError
+from engine.models.families import read_spec
+from engine.models.formats.floats import FLOATS
+from engine.models.layers import Embedding, LMHead, RMSNorm, Scope
+from engine.models.shard import Shard, Span
+from engine.models.weights import checkpoint_tensors, load_model
+
+NUM_TOKENS = 8
+
+
+class Meeting:
+    """Where ranks that run in threads of one process exchange tensors."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size)
+        self.tensors = [None] * size
+
+    def exchange(self, rank, x):
+        self.tensors[rank] = x.clone()
+        self.barrier.wait()
+        tensors = list(self.tensors)
+        self.barrier.wait()  # nobody writes the next one before all have read
+        return tensors
+
+
+class ThreadCommunicator:
+    def __init__(self, rank, meeting):
+        self.rank, self.meeting = rank, meeting
+
+    def all_reduce(self, x):
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x):
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+
+
+def on_ranks(size, work):
+    """work(shard, communicator) of every rank, in threads → their results."""
+    meeting = Meeting(size)
+
+    def run(rank):
+        try:
+            return work(Shard(rank, size), ThreadCommunicator(rank, meeting))
+        except BaseException:
+            meeting.barrier.abort()  # or the others would wait for ever
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def load(folder, **options):
+    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    return load_model(folder, read_spec(folder), **options)
+
+
+def logits(decoded):
+    return torch.cat([each.logits for each in decoded])
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama-biases", 2),
+        ("llama-gqa4-llama3", 2),  # one KV head, which both ranks hold
+        ("mistral-window", 2),
+        ("mistral-window", 4),  # two KV heads, each on two ranks
+        ("qwen2", 2),
+        ("qwen2-window", 4),
+        ("qwen3-window", 2),
+        ("qwen3", 4),
+    ],
+)
+def test_ranks_equal_one_rank(tmp_path, name, size):
+    make_checkpoint(name, tmp_path)
+    prompts = make_prompts()
+    expected = decode(load(tmp_path), prompts, NUM_TOKENS, chunk=11)
+    forced = [each.token_ids for each in expected]
+
+    def work(shard, communicator):
+        model = load(tmp_path, shard=shard, communicator=communicator)
+        model.pack_weights()
+        return logits(decode(model, prompts, NUM_TOKENS, chunk=11, forced=forced))
+
+    for got in on_ranks(size, work):
+        assert (got - logits(expected)).abs().max() <= 3e-5
+
+
+def test_a_rank_holds_its_part_only(tmp_path):
+    """Of the matrices half, of KV heads at least one, of everything else all."""
+    make_checkpoint("qwen2", tmp_path)
+    whole, half = load(tmp_path), load(tmp_path, shard=Shard(1, 2))
+    attention = half.layers[0].attention
+    assert (attention.spec.num_heads, attention.spec.num_kv_heads) == (2, 1)
+    assert half.spec.layers[0].mixer == attention.spec
+    assert half.spec.layers[0].mlp.intermediate_size == whole.spec.layers[0].mlp.intermediate_size // 2
+    assert half.lm_head.weight is half.embed_tokens.weight
+    matrices = [sum(p.numel() for p in model.parameters() if p.dim() == 2) for model in (whole, half)]
+    assert matrices[0] == 2 * matrices[1]
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, tensor in checkpoint_tensors(half).items():
+        if name != "lm_head.weight":  # tied
+            assert torch.equal(tensor.memory, stored[name][tensor.index]), name
+
+
+def test_ranks_divide_every_tensor_without_a_gap(tmp_path):
+    make_checkpoint("llama-biases", tmp_path)
+    ranks = [checkpoint_tensors(load(tmp_path, shard=Shard(rank, 4))) for rank in range(4)]
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert all(set(rank) == names for rank in ranks)
+    for name in names:
+        read = torch.zeros(ranks[0][name].shape, dtype=torch.int32)
+        for rank in ranks:
+            read[rank[name].index] += 1
+        copies = {"norm": 4, "k_proj": 2, "v_proj": 2}  # two KV heads on four ranks
+        assert read.eq(next((n for part, n in copies.items() if part in name), 1)).all(), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_vocabulary_that_ranks_cannot_divide(size):
+    """Nine tokens on four ranks: three, three, three and none."""
+    table, head, norm = torch.randn(9, 8), torch.randn(9, 8), torch.randn(8)
+    ids, hidden = torch.tensor([0, 8, 3, 5, 3]), torch.randn(5, 8)
+
+    def work(shard, communicator):
+        scope = Scope(torch.float32, torch.device("cpu"), FLOATS, shard, communicator)
+        modules = Embedding(scope / "in", 9, 8), LMHead(scope, 9, 8), RMSNorm(scope / "norm", 8, 1e-6)
+        for module, value in zip(modules, (table, head, norm), strict=True):
+            module.weight.fill_(torch.nan)  # what memory may hold where no row is
+            for tensor in module.tensors():
+                tensor.memory.copy_(value[tensor.index])
+        buffer = torch.empty(5, 9)
+        assert modules[1].after_norm(hidden, modules[2], buffer) is buffer
+        assert torch.equal(modules[1].after_norm(hidden, modules[2]), buffer)
+        return modules[0](ids), buffer
+
+    want = torch.nn.functional.rms_norm(hidden, (8,), norm, 1e-6) @ head.T
+    for embedded, got in on_ranks(size, work):
+        assert torch.equal(embedded, table[ids])
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_kv_scales_of_a_ranks_heads(tmp_path):
+    make_checkpoint("qwen2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    scales = {
+        "model.layers.0.self_attn.k_scale": torch.tensor([2.0, 3.0]),
+        "layers.1.self_attn.v_scale": torch.tensor(4.0),
+    }
+    save_file(load_file(file) | scales, file)
+    first, second = (load(tmp_path, shard=Shard(rank, 2)) for rank in range(2))
+    assert [model.layers[0].attention.kv_scale.tolist() for model in (first, second)] == [[[2], [1]], [[3], [1]]]
+    assert second.layers[1].attention.kv_scale.tolist() == [[1], [4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 3, r"'num_attention_heads' \(4\) cannot be divided among 3 ranks"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}, 4, r"'num_key_value_heads' \(6\)"),
+        ({"intermediate_size": 191}, 2, r"'intermediate_size' \(191\) cannot be divided among 2 ranks"),
+    ],
+)
+def test_what_cannot_be_divided(tmp_path, changes, size, message):
+    make_checkpoint("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, shard=Shard(0, size))
+
+
+def test_spans():
+    assert [Shard(rank, 2).span("heads", 4, width=3) for rank in range(2)] == [Span(12, 0, 6), Span(12, 6, 12)]
+    copies = [Shard(rank, 4).span("heads", 2, width=3, replicate=True) for rank in range(4)]
+    assert copies == [Span(6, 0, 3), Span(6, 0, 3), Span(6, 3, 6), Span(6, 3, 6)]
+    assert [Shard(rank, 3).padded_span(7) for rank in range(3)] == [
+        (Span(7, 0, 3), 3),
+        (Span(7, 3, 6), 3),
+        (Span(7, 6, 7), 3),
+    ]
