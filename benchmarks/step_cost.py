@@ -68,7 +68,7 @@ class NoDevice(ModelRunner):
     """A runner that does all but the forward pass."""
 
     def __init__(self, spec: ModelSpec, options: RunnerOptions) -> None:
-        super().__init__(SimpleNamespace(norm=None), spec, options)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(norm=None, spec=spec), spec, options)  # type: ignore[arg-type]
         self.logits = torch.zeros(options.max_num_seqs, 1)
         self.tokens = torch.arange(options.max_num_seqs) + 1000
         self.num_blocks = options.max_num_seqs * options.max_model_len // options.block_size

@@ -54,8 +54,9 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     max_model_len: int
-    cache_groups: Sequence[CacheGroup]
 
+    @property
+    def cache_groups(self) -> Sequence[CacheGroup]: ...
     @property
     def device_name(self) -> str: ...
     @property

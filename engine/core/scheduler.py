@@ -86,7 +86,8 @@ class Scheduler:
     @property
     def num_cache_tokens(self) -> int:
         """How many tokens the KV cache holds, in sequences of `max_model_len`."""
-        return int(self.blocks.num_blocks / self.blocks.most_held(self.max_model_len) * self.max_model_len)
+        num_tokens = -(-self.max_model_len // self.blocks.block_size) * self.blocks.block_size
+        return self.blocks.num_blocks * num_tokens // self.blocks.most_held(num_tokens)
 
     def check_new(self, request: Request) -> None:
         """ValueError when its id is in use, or when it can never be run. Sets how long it may get."""

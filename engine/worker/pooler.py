@@ -52,7 +52,7 @@ class Pooler:
         averaged = [i for i in indices if _means(all_rows[i])]
         if averaged:
             first = packed.context_lens[averaged] == lengths[averaged]
-            self._add(hidden, ends[averaged], lengths[averaged], members.indices[averaged], first)
+            self._add(hidden, ends[averaged], lengths[averaged], members.row_indices[averaged], first)
         complete = [i for i in indices if i not in members.batch.partial]
         if not complete:
             return None
@@ -62,7 +62,7 @@ class Pooler:
         if last:
             parts.append(self._norm(hidden[self._ints(ends[last] - 1)]).float())
         if means:
-            rows, counts = self._ints(members.indices[means]), self._ints(packed.context_lens[means])
+            rows, counts = self._ints(members.row_indices[means]), self._ints(packed.context_lens[means])
             parts.append(self._sums[rows] / counts.unsqueeze(1))
         return self._finish(last + means, [all_rows[i] for i in last + means], torch.cat(parts))
 

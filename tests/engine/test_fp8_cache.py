@@ -16,7 +16,7 @@ from engine.llm import LLM
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.options import runner_options
-from engine.worker.kv_cache import KVCacheShape, e4m3_scales
+from engine.worker.kv_cache import KVCacheLayout, e4m3_scales
 from engine.worker.model_runner import ModelRunner
 from engine.worker.startup import build_runner
 
@@ -62,7 +62,9 @@ def test_it_is_the_same_cache_however_it_is_filled(tiny_model: Path, settings: d
 
 def test_the_same_memory_holds_more(tiny_model: Path) -> None:
     spec = read_spec(tiny_model)
-    bfloat16, e4m3 = (KVCacheShape.of(spec, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+    bfloat16, e4m3 = (
+        KVCacheLayout.of([0] * spec.num_layers, 2, 16, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    )
     assert bfloat16.block_bytes == 2 * e4m3.block_bytes
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 2**20, "max_model_len": 64}
     assert (

@@ -4,8 +4,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.batch import SchedulerOutput, StepResult
+from engine.core.cache_groups import FULL, CacheGroup
 from engine.models.spec import ModelSpec
 from engine.worker.options import RunnerOptions
 

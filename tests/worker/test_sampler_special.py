@@ -37,9 +37,9 @@ class Sampling:
     """The sampling half of a model runner: requests come and go, logits are made up."""
 
     def __init__(self) -> None:
-        self.batch = InputBatch(ROWS, MAX_LEN // BLOCK, MAX_LEN, CPU, pin_memory=False)
-        self.step = StepTensors.allocate(ROWS, 1024, CPU)
-        self.sampler = Sampler(self.batch, self.step, EOS, VOCAB)
+        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU, pin_memory=False)
+        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU)
+        self.sampler = Sampler(self.batch, self.step, EOS, VOCAB, MAX_LEN)
         self.number = 0
 
     def run(
@@ -54,7 +54,7 @@ class Sampling:
         """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
         self.number += 1
         admissions = [
-            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, list(range(8)))
+            NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, [list(range(8))])
             for name, (tokens, num_prompt, params, seed) in admitted.items()
         ]
         num_tokens = {name: lengths[name] if name in admitted else 1 for name in logits}

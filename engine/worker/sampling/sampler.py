@@ -80,7 +80,9 @@ class Sampler:
     3. `sample_groups`: for those that processors are for, from copies of their logits.
     """
 
-    def __init__(self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int, max_len: int) -> None:
+    def __init__(
+        self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int, max_len: int
+    ) -> None:
         """max_len: of a sequence, in tokens."""
         self._batch, self._step = batch, step
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
