@@ -25,8 +25,8 @@ VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
 CPU = torch.device("cpu")
 
 
-def step_of(number: int, admitted: list[NewRequest], shares: ScheduledBatch, removed: list[str]) -> SchedulerOutput:
-    return SchedulerOutput(number, admitted, shares, {}, removed)
+def step_of(number: int, admitted: list[NewRequest], batch: ScheduledBatch, removed: list[str]) -> SchedulerOutput:
+    return SchedulerOutput(number, admitted, batch, {}, removed)
 
 
 def freeing(*removed: str) -> SchedulerOutput:
@@ -120,8 +120,8 @@ def params_of(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("world", range(12))
-def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
-    """Requests come, go, are preempted and come back; each token is what the loops say of this request alone."""
+def test_tokens_are_those_of_the_request_alone(world: int) -> None:
+    """Requests come, go, are preempted and come back; each token is what plain loops give for this request alone."""
     rng = random.Random(world)
     sampling = Sampling()
     requests: dict[str, tuple[list[int], int, SamplingParams, int]] = {}
