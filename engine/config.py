@@ -103,8 +103,8 @@ class EngineConfig:
     max_logprobs: int = flag(
         20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
     )
-    debug_checks: bool = flag(False, "check the scheduler's invariants after every step: slow, to find a defect")
     disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
+    debug_checks: bool = flag(False, "verify the scheduler's bookkeeping after every step: slow, to find bugs")
 
     def __post_init__(self) -> None:
         check(self)

@@ -105,11 +105,11 @@ class Engine:
             self.runner.cache_groups,
         )
         self.in_flight: Handle | None = None
+        self._debug_checks = config.debug_checks
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._name = config.served_model_name[0] if config.served_model_name else folder.name
-        self._debug_checks = config.debug_checks
 
     def summary(self) -> str:
         """What was started, in one line."""

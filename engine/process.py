@@ -120,8 +120,6 @@ def main(build: Callable[..., Any] = Engine) -> None:
         engine = answer[0]
         if engine is None:
             sys.exit(1)
-        gc.collect()
-        gc.freeze()  # what is loaded by now stays: garbage collection looks at requests only
         try:
             EngineLoop(engine, commands, events).run()
         except Exception:
@@ -141,6 +139,8 @@ def _start(start: Start, build: Callable[..., Any]) -> tuple[Any, Event]:
         if isinstance(error, (ConfigError, EngineError, ModelError)):
             return None, Failed(str(error))
         return None, Failed(f"{type(error).__name__}: {error} (QUIRE_LOG_LEVEL=debug shows where)")
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: garbage collection looks at requests only
     runner = engine.runner
     ready = Ready(runner.num_blocks, runner.block_size, runner.max_model_len, engine.stats(), engine.summary())
     return engine, ready

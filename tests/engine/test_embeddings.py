@@ -118,7 +118,7 @@ def test_steps_with_embeddings_take_no_cuda_graph(tiny_model: Path, monkeypatch:
             raise RuntimeError("a graph")
 
     engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256), progress=False)
-    monkeypatch.setattr(engine.runner, "_graphs", Graphs())
+    monkeypatch.setattr(engine.runner, "graphs", Graphs())
     engine.add_request(EngineRequest("embed", [1], UNSAMPLED, pooling=PoolingParams()))
     (output,) = [*engine.step(), *engine.step()]
     assert output.embedding is not None

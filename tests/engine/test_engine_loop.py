@@ -49,6 +49,19 @@ def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
 
 
+def test_debug_checks_find_broken_bookkeeping(tiny_model: Path) -> None:
+    for debug_checks in (False, True):
+        engine = make_engine(tiny_model, debug_checks=debug_checks)
+        engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=9)))
+        engine.step()
+        engine.scheduler.running[0].num_slots += 1  # more than its blocks have
+        if debug_checks:
+            with pytest.raises(AssertionError):
+                engine.step()
+        else:
+            engine.step()
+
+
 def test_one_step_ahead(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
     engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
@@ -59,6 +72,13 @@ def test_one_step_ahead(tiny_model: Path) -> None:
     assert last.finish_reason == "length"
     assert engine.in_flight is None
     assert not engine.has_work()
+
+
+def test_a_specification_that_was_read_is_not_read_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(tiny_model)
+    monkeypatch.setattr("engine.engine.read_spec", lambda folder: pytest.fail("read again"))
+    config = EngineConfig(model=str(tiny_model), device="cpu")
+    assert Engine(config, spec=spec, build_runner=FakeRunner.build, progress=False).spec == spec
 
 
 def test_end_of_text_from_the_front_end_counts(tiny_model: Path) -> None:

@@ -1,5 +1,6 @@
 """The loop of the engine process, over in-process sockets and a runner that needs no device."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.messages import Abort, Add, Command, Shutdown, Step, decode_event, encode
-from engine.process import EngineLoop
+from engine.messages import Abort, Add, Command, Ready, Shutdown, Start, Step, decode_event, encode
+from engine.process import EngineLoop, _start
 from tests.support.fake_runner import FakeRunner, next_token
 
 
@@ -145,3 +146,18 @@ def test_failed_step_tells_every_request(tiny_model: Path) -> None:
             pass
         assert finished == {str(i): "error" for i in range(6)}
     assert [str(error) for error in errors] == ["the fake device is on fire"]
+
+
+def test_the_engine_process_spares_the_garbage_collector_what_stays(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), device="cpu")
+
+    def build(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Engine:
+        return Engine(config, eos_token_ids=eos_token_ids, build_runner=FakeRunner.build, progress=False)
+
+    try:
+        engine, event = _start(Start(config, ()), build)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert isinstance(event, Ready)
+    engine.close()

@@ -1,4 +1,4 @@
-"""Penalties, bans and rare samplers through the whole engine: the same answer whoever else is there."""
+"""Penalties, bans and rare samplers through the whole engine: the same answer whatever else is in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars in the engine's loop: who obeys, who is left alone, and what happens when something goes wrong."""
+"""Grammars in the engine's loop: guided answers obey, others do not change, and errors end their own request only."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Loop:
             for output in self.engine.step():
                 self.outputs[output.request_id].append(output)
         self.engine.scheduler.check()
-        return {name: [t for output in news for t in output.new_token_ids] for name, news in self.outputs.items()}
+        return {name: [t for output in own for t in output.new_token_ids] for name, own in self.outputs.items()}
 
     def text(self, request_id: str) -> str:
         assert self.input_processor.tokenizer is not None
@@ -94,7 +94,7 @@ def obeys(asked: dict[str, Any], text: str) -> bool:
     "settings",
     [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"num_gpu_blocks_override": 256, "block_size": 4}],
 )
-def test_those_who_ask_obey_and_the_others_do_not_notice(tiny_model: Path, settings: dict[str, Any]) -> None:
+def test_guided_answers_obey_and_others_do_not_change(tiny_model: Path, settings: dict[str, Any]) -> None:
     plain = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True, logprobs=1) for i in range(4)]
     alone = Loop(tiny_model)
     for i, sampling in enumerate(plain):
@@ -127,10 +127,10 @@ def test_those_who_ask_obey_and_the_others_do_not_notice(tiny_model: Path, setti
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 256, "block_size": 4}]
 )
-def test_who_is_late_gets_the_same_answer_later(
+def test_deferred_requests_get_the_same_answers_later(
     tiny_model: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where masks take longer than the device, those who have none yet wait, and nobody else does."""
+    """Where masks take longer than the device, requests without a mask are deferred, and no others are."""
 
     def run(**settings: Any) -> tuple[dict[str, list[int]], int, int]:
         loop = Loop(tiny_model, **settings)
@@ -146,24 +146,24 @@ def test_who_is_late_gets_the_same_answer_later(
         return loop.run(), steps, loop.engine.stats().num_preemptions
 
     expected, steps, _ = run()
-    late = []
+    deferred = []
     fill = grammar_manager.GrammarManager.fill
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         found = fill(*args, **kwargs)
-        late.extend(found[0])
+        deferred.extend(found[0])
         return found
 
     monkeypatch.setattr(grammar_manager, "LEAST", 1)
     monkeypatch.setattr(grammar_manager._Filler, "number_in", lambda filler, seconds: 0)
     monkeypatch.setattr(grammar_manager.GrammarManager, "fill", watched)
-    tokens, steps_when_late, num_preemptions = run(**settings)
+    tokens, steps_when_deferred, num_preemptions = run(**settings)
     assert tokens == expected
-    assert len(late) > 100
+    assert len(deferred) > 100
     if settings:
         assert num_preemptions > 0
     else:
-        assert steps_when_late == steps, "the others waited"
+        assert steps_when_deferred == steps, "other requests waited"
 
 
 def test_the_same_answer_in_any_company(tiny_model: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_same_answer_in_any_company(tiny_model: Path) -> None:
         for i, asked in enumerate(ASKED):
             loop.add(str(i), params(**asked, seed=i, presence_penalty=0.5, logprobs=2))
     assert alone.run() == together.run()
-    logprobs = [found for news in together.outputs["3"] for found in news.logprobs or ()]
+    logprobs = [found for output in together.outputs["3"] for found in output.logprobs or ()]
     assert any(found.rank > 20 for found in logprobs), "they are the model's own, whatever the grammar says"
 
 

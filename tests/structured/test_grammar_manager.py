@@ -32,7 +32,7 @@ def allowed(row: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_masks_are_the_same_whoever_fills_them(
+def test_masks_are_the_same_by_either_method(
     compiler: Compiler, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_manager, "FEW", 4)
@@ -41,11 +41,11 @@ def test_masks_are_the_same_whoever_fills_them(
     names = [f"request-{i}" for i in range(12)]
     many, rng = follow(compiler, names), random.Random(0)
     alone = [follow(compiler, names) for _ in names]  # of each, one is asked: fewer than are filled by several threads
-    ways = set()
+    methods = set()
     for _ in range(40):
         masks = np.zeros((len(names), WORDS), dtype=np.int32)
         assert many.fill(names, masks) == ([], {})
-        ways.add((many._fill._alone.seconds > 0, many._fill._together.seconds > 0))
+        methods.add((many._fill._alone.seconds > 0, many._fill._together.seconds > 0))
         for i, name in enumerate(names):
             single = np.zeros((1, WORDS), dtype=np.int32)
             assert alone[i].fill([name], single) == ([], {})
@@ -53,10 +53,10 @@ def test_masks_are_the_same_whoever_fills_them(
             token = rng.choice(allowed(masks[i]))
             many.advance(name, [token])
             alone[i].advance(name, [token])
-    assert ways == {(True, False), (True, True)}, "both ways were tried"
+    assert methods == {(True, False), (True, True)}, "both methods were tried"
 
 
-def test_the_slower_way_is_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slower_method_is_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_manager, "FEW", 4)
     names = [str(i) for i in range(4)]
     followed = follow(compiler, names)
@@ -89,8 +89,8 @@ def test_requests_not_followed_may_have_all_tokens_and_errors_are_reported(compi
     followed = follow(compiler, names)
     followed.advance("bad", [ord("!")])
     masks = np.zeros((3, WORDS), dtype=np.int32)
-    late, errors = followed.fill(["stranger", *names], masks)
-    assert late == []
+    late_rows, errors = followed.fill(["stranger", *names], masks)
+    assert late_rows == []
     assert masks[0].tolist() == [-1] * WORDS
     assert allowed(masks[1]) == list(range(ord("a"), ord("k") + 1))
     assert list(errors) == ["bad"]
@@ -110,21 +110,21 @@ def test_by_a_deadline_masks_are_filled_round_robin(compiler: Compiler, monkeypa
     for _ in range(8):
         monkeypatch.setattr(followed._fill, "_until_trial", 1000)
         followed._fill._alone.seconds = 0.001
-        late, _ = followed.fill(names, masks, by_deadline=True)
-        assert len(late) == 16 - int(0.0144 * 0.9**2 / 0.001)
-        for i in late:
+        late_rows, _ = followed.fill(names, masks, by_deadline=True)
+        assert len(late_rows) == 16 - int(0.0144 * 0.9**2 / 0.001)
+        for i in late_rows:
             seen[i] += 1
-    assert max(seen) - min(seen) <= 1, "everybody waits in turn"
+    assert max(seen) - min(seen) <= 1, "all wait equally often"
     for _ in range(100):
         followed.learn_deadline(missed=True, seconds_left=0.0)
-    late, _ = followed.fill(names, masks, by_deadline=True)
-    assert len(late) == 12, "some are filled, however little time there is"
+    late_rows, _ = followed.fill(names, masks, by_deadline=True)
+    assert len(late_rows) == 12, "some are filled, however little time there is"
     assert followed.fill(names, masks) == ([], {}), "without a deadline all are"
     followed._seconds_spent = 0.004
     followed.learn_deadline(missed=False, seconds_left=0.0126)
     followed._fill._alone.seconds = 0.001
-    late, _ = followed.fill(names, masks, by_deadline=True)
-    assert len(late) == 2, "the device was busy for long enough for 10 more"
+    late_rows, _ = followed.fill(names, masks, by_deadline=True)
+    assert len(late_rows) == 2, "the device was busy for long enough for 10 more"
     followed._seconds_spent = 0.014
     followed.learn_deadline(missed=False, seconds_left=0.01)
     followed._fill._alone.seconds = 0.001

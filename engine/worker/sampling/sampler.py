@@ -86,8 +86,8 @@ class Sampler:
         """max_len: of a sequence, in tokens."""
         self._batch, self._step = batch, step
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        # The CPU writes masks, and the device reads them where they are. Whoever fills them has read the step before, so
-        # the device is done with that step's.
+        # The CPU writes masks, and the device reads them from the CPU's memory. The step before has been read by then, so
+        # the device is done with the masks of that step.
         self.masks = torch.empty(
             batch.num_rows, -(-vocab_size // 32), dtype=torch.int32, pin_memory=batch.pin_memory
         ).fill_(-1)

@@ -11,22 +11,22 @@ import torch
 
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.engine_request import EngineRequest
+from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.worker.input_batch import InputBatch
-from engine.worker.sampling import filters
 from engine.worker.sampling.processors import PROCESSORS, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
 from kernels import reference
 from kernels.layout import StepTensors
-from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, next_token, repetitions
+from tests.support.slow_sampler import next_token
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
 CPU = torch.device("cpu")
 
 
-def step_of(number: int, admitted: list[NewRequest], shares: ScheduledBatch, removed: list[str]) -> SchedulerOutput:
-    return SchedulerOutput(number, admitted, shares, {}, removed)
+def step_of(number: int, admitted: list[NewRequest], batch: ScheduledBatch, removed: list[str]) -> SchedulerOutput:
+    return SchedulerOutput(number, admitted, batch, {}, removed)
 
 
 def freeing(*removed: str) -> SchedulerOutput:
@@ -40,7 +40,7 @@ class Sampling:
         self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU, pin_memory=False)
         self.step = StepTensors.allocate(ROWS, 1024, 1, CPU)
         self.sampler = Sampler(self.batch, self.step, EOS, VOCAB, MAX_LEN)
-        self.number = 0
+        self.number, self.last = 0, ScheduledBatch([], [], 0, 0, [])
 
     def run(
         self,
@@ -61,9 +61,10 @@ class Sampling:
         names = sorted(logits, key=lambda name: num_tokens[name] > 1)
         partial = [i for i, name in enumerate(names) if name in chunks]
         sizes = [num_tokens[name] for name in names]
-        output = step_of(
-            self.number, admissions, ScheduledBatch(names, sizes, sum(sizes), sizes.count(1), partial), removed
-        )
+        batch = ScheduledBatch(names, sizes, sum(sizes), sizes.count(1), partial)
+        if not admitted and not removed and self.last.request_ids == names and self.last.num_tokens == sizes:
+            batch = self.last  # as the scheduler does
+        output, self.last = step_of(self.number, admissions, batch, removed), batch
         self.apply(output)
         packed = self.batch.pack(output)
         reference.prepare_step(
@@ -119,8 +120,8 @@ def params_of(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("world", range(12))
-def test_whatever_is_asked_is_done_whoever_else_is_there(world: int) -> None:
-    """Requests come, go, are preempted and come back; each token is what the loops say of this request alone."""
+def test_tokens_are_those_of_the_request_alone(world: int) -> None:
+    """Requests come, go, are preempted and come back; each token is what plain loops give for this request alone."""
     rng = random.Random(world)
     sampling = Sampling()
     requests: dict[str, tuple[list[int], int, SamplingParams, int]] = {}
@@ -209,129 +210,22 @@ def test_bans_that_leave_nothing_give_way_to_what_is_allowed() -> None:
     assert Sampling().run({"a": logits}, {"a": 1}, {"a": ([3], 1, params, 0)}, []) == {"a": 9}
 
 
-# ---- the filters alone, with many rows and hard cases ----
+def test_min_tokens_needs_a_processor_only_until_it_is_reached() -> None:
+    sampling = Sampling()
+    params = SamplingParams(temperature=0, min_tokens=3, max_tokens=20)
+    logits = [0.0] * VOCAB
+    logits[EOS[0]] = 1.0
+    sampling.run({"a": logits}, {"a": 2}, {"a": ([1, 2], 2, params, 0)}, [])
+    tokens, plans = [], []
+    for length in range(3, 7):  # tokens in the context, two of them the prompt
+        tokens.append(sampling.run({"a": logits}, {"a": length}, {}, [])["a"])
+        plans.append(sampling.sampler._plan)
+    assert tokens == [0, 0, EOS[0], EOS[0]]
+    assert plans[0] is plans[1] is not plans[2] is plans[3], "a plan holds until then"
+    assert not sampling.groups()
 
 
-def rows_of(rng: random.Random, n: int) -> list[list[float]]:
-    return torch.tensor([[rng.gauss(0, 2) for _ in range(VOCAB)] for _ in range(n)]).tolist()
-
-
-def test_penalties() -> None:
-    rng = random.Random(1)
-    lengths = [1, 2, 17, 40, 40]
-    prompts = [1, 1, 5, 39, 40]
-    history = [[rng.randrange(20) for _ in range(40)] for _ in lengths]
-    each = [
-        SamplingParams(
-            repetition_penalty=rng.uniform(0.5, 2), frequency_penalty=rng.uniform(-2, 2), presence_penalty=0.5
-        )
-        for _ in lengths
-    ]
-    rows = rows_of(rng, len(lengths))
-    logits = torch.tensor(rows)
-    columns = [
-        torch.tensor([getattr(p, name) for p in each])
-        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    ]
-    filters.penalize(logits, torch.tensor(history), torch.tensor(lengths), torch.tensor(prompts), *columns)
-    for i, params in enumerate(each):
-        want = edited_logits(rows[i], history[i][: lengths[i]], prompts[i], params, ())
-        assert logits[i].tolist() == pytest.approx(want, abs=1e-5)
-
-
-@pytest.mark.parametrize("elements", [1 << 26, 50 * 120])
-def test_dry(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "DRY_ELEMENTS", elements)
-    rng = random.Random(2)
-    texts = [[3], [3, 3], [1] * 120, [1, 2, 3, 4] * 30, [5, 1, 2, 9, 5, 1, 2], [1, 2, 0, 1, 2, 0, 1, 2]]
-    texts += [[rng.randrange(3) for _ in range(rng.randrange(2, 120))] for _ in range(40)]
-    lengths = [len(text) for text in texts]
-    history = torch.tensor([text + [rng.randrange(3) for _ in range(120 - len(text))] for text in texts])
-    breakers = torch.zeros(len(texts), VOCAB, dtype=torch.bool)
-    sets: list[set[int]] = [set(rng.sample(range(4), rng.randrange(3))) for _ in texts]
-    for i, tokens in enumerate(sets):
-        breakers[i, list(tokens)] = True
-    longest = filters._longest_repetitions(history, torch.tensor(lengths), breakers)
-    for i, text in enumerate(texts):
-        found = {t: int(x) for t, x in enumerate(longest[i]) if x}
-        assert found == repetitions(text, sets[i])
-    rows = rows_of(rng, len(texts))
-    logits = torch.tensor(rows)
-    ones = torch.ones(len(texts))
-    filters.dont_repeat(logits, history, torch.tensor(lengths), breakers, ones * 0.8, ones * 1.2, ones * 2)
-    for i, text in enumerate(texts):
-        params = SamplingParams(
-            dry_multiplier=0.8, dry_base=1.2, dry_allowed_length=2, dry_sequence_breakers=list(sets[i])
-        )
-        assert logits[i].tolist() == pytest.approx(edited_logits(rows[i], text, len(text), params, ()), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(top_n_sigma=1.0),
-        SamplingParams(typical_p=0.3),
-        SamplingParams(typical_p=0.9, temperature=2.0),
-        SamplingParams(xtc_probability=1.0, xtc_threshold=0.05),
-        SamplingParams(xtc_probability=1.0, xtc_threshold=0.6),
-        SamplingParams(xtc_probability=1.0, xtc_threshold=0.1, top_p=0.6, min_p=0.1, temperature=0.8),
-        SamplingParams(typical_p=0.5, xtc_probability=0.5, xtc_threshold=0.1, top_k=20),
-    ],
-)
-@pytest.mark.parametrize("banned", [0, VOCAB - 3, VOCAB - 1])
-def test_filters_keep_the_same_tokens(params: SamplingParams, banned: int) -> None:
-    """With most tokens banned too, and down to a single one."""
-    rng = random.Random(3)
-    for row in rows_of(rng, 20):
-        for t in rng.sample(range(VOCAB), banned):
-            row[t] = -float("inf")
-        seed, position = rng.getrandbits(63), rng.randrange(1000)
-        logits = torch.tensor([row])
-        column = {name: torch.tensor([float(getattr(params, name))]) for name in SamplingParams.__slots__ if name in (
-            "temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")}  # fmt: skip
-        if params.top_n_sigma:
-            filters.keep_top_n_sigma(logits, column["top_n_sigma"])
-        temperature = column["temperature"]
-        top_k = torch.tensor([params.top_k], dtype=torch.int32)
-        filters.keep_nucleus(logits, temperature, top_k, column["top_p"], column["min_p"])
-        filters.keep_typical(logits, temperature, column["typical_p"])
-        filters.exclude_top_choices(
-            logits, temperature, column["xtc_threshold"], column["xtc_probability"], torch.tensor([seed]),
-            torch.tensor([position]),
-        )  # fmt: skip
-        assert logits[0].tolist() == filtered_logits(row, params, coin_of(seed, position))
-
-
-def test_xtc_tosses_its_coin_as_often_as_asked() -> None:
-    n = 4000
-    logits = torch.zeros(n, 4)
-    logits[:, 0] = 1.0
-    ones = torch.ones(n)
-    filters.exclude_top_choices(logits, ones, ones * 0.1, ones * 0.3, torch.full((n,), 7), torch.arange(n))
-    assert (logits[:, 0] == -float("inf")).float().mean() == pytest.approx(0.3, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"presence_penalty": 2.5}, r"presence_penalty must be in \[-2, 2\], got 2.5"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty must be in"),
-        ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 100\], got 0"),
-        ({"logit_bias": {3: 101}}, r"logit_bias must be token ids with numbers in \[-100, 100\], got {3: 101}"),
-        ({"logit_bias": {"3": 1}}, "logit_bias must be token ids"),
-        ({"allowed_token_ids": []}, r"allowed_token_ids must be at least one token id, got \[\]"),
-        ({"bad_words": ["a", ""]}, "bad_words must be texts or lists of token ids, of 1 to 100, got ''"),
-        ({"logit_bias": dict.fromkeys(range(5000), 1)}, "logit_bias must be at most 1024 entries, got '5000'"),
-        ({"typical_p": 0}, r"typical_p must be in \(0, 1\], got 0"),
-        ({"top_n_sigma": -2}, r"top_n_sigma must be in \[-1, 100\]"),
-        ({"dry_base": 0.5}, r"dry_base must be in \[1, 100\]"),
-        ({"dry_allowed_length": 0}, "dry_allowed_length must be an integer from 1 to 1000"),
-        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers must be non-empty texts or token ids"),
-        ({"xtc_threshold": 2}, r"xtc_threshold must be in \[0, 1\]"),
-        ({"xtc_probability": True}, r"xtc_probability must be in \[0, 1\]"),
-    ],
-)
-def test_values_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**fields)
+def test_a_processor_says_what_needs_it() -> None:
     assert Penalties.needed(replace(SamplingParams(), presence_penalty=2))
+    assert not any(processor.needed(SamplingParams()) for processor in PROCESSORS)
+    assert not any(processor.needed(UNSAMPLED) for processor in PROCESSORS)
