@@ -47,21 +47,25 @@ class Case:
             kv = kv / scale.view(2, 1, -1, 1, 1)
         return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32), scale)
 
+    def forget(self, oldest):
+        """NaN in the blocks of each sequence that lie wholly before its oldest key in use."""
+        kv, page = self.kv.float(), self.kv.shape[3]
+        for row, first in zip(self.rows.tolist(), oldest, strict=True):
+            released = self.block_tables[row, : max(first, 0) // page]
+            kv[:, released.long()] = NAN
+        self.kv = kv.to(self.kv.dtype)
+        return self
+
     def exact(self):
-        """The keys and values as float64, for the twin."""
+        """The keys and values as float64, for the reference implementation."""
         kv = self.kv.double()
         return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
 
-    def decode(self, query, num_programs, max_seqs=9, cuts=None, **options):
+    def decode(self, query, num_programs, max_seqs=9, cuts=None, plan_window=0, **options):
         shape = (
-            max_seqs,
-            query.shape[1],
-            self.kv.shape[2],
-            query.shape[2],
-            torch.device("cpu"),
-            num_programs,
-            self.kv.dtype,
-        )
+            max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs, self.kv.dtype,
+            plan_window,
+        )  # fmt: skip
         plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
         reference.plan_decode(self.context_lens, self.rows, expected)
@@ -130,6 +134,37 @@ def test_decode_options(kind):
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("max_seqs", [2, 9, 40], ids=["tiles of 32", "tiles of 64", "tiles of 64 or 128"])
+@pytest.mark.parametrize("window", [1, 37, 64, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
+def test_a_plan_with_a_window_needs_nothing_before_it(window, dtype, max_seqs, request):
+    """Contexts shorter and longer than the window, which is cut by tiles, blocks and programs or fits them."""
+    if dtype == E4M3:
+        request.getfixturevalue("exact_float8")
+    lens = [700, 1] if max_seqs == 2 else [1, 700, 64, 0, 36, 37, 38, 201, 130]
+    case = Case.make(lens, 2, 16, 32, dtype).forget([n - window for n in lens])
+    query = torch.randn(len(lens), 8, 32)
+    out, expected = case.decode(query, 23, max_seqs, plan_window=window, scale=0.2, window=window)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_plan_counts_only_tiles_inside_the_window():
+    lens = torch.tensor([32_768] * 8, dtype=torch.int32)
+    rows = torch.arange(8, dtype=torch.int32)
+    for window, tiles in ((0, 8 * 512), (4096, 8 * 64), (4000, 8 * 63)):
+        plan = DecodePlan.allocate(8, 8, 1, 128, torch.device("cpu"), 64, window=window)
+        attention_decode.plan_decode(lens, rows, plan)
+        assert int(plan.work[:, 0].sum()) == tiles
+        assert int(plan.work[:, 0].max()) == -(-tiles // 64)
+
+
+def test_a_plan_with_a_window_is_for_that_window():
+    case = Case.make([50, 3], 2, 16, 16)
+    for window in (0, 30):
+        with pytest.raises(AssertionError):
+            case.decode(torch.randn(2, 4, 16), 3, plan_window=20, scale=1.0, window=window)
+
+
 @pytest.mark.parametrize(
     ("num_programs", "fan_in", "min_tiles"),
     [
@@ -185,6 +220,15 @@ def test_prefill_options(kind):
     case = Case.make(lens, 2, 16, 32)
     start = chunks(lens, query_lens)
     out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 37, 64, 200])
+def test_prefill_needs_nothing_before_the_window(window):
+    lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 20, 2]
+    case = Case.make(lens, 2, 16, 32).forget([n - q + 1 - window for n, q in zip(lens, query_lens, strict=True)])
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, window=window)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
