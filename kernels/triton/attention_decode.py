@@ -1,9 +1,10 @@
 """Paged attention for sequences of one query token (decode), in Triton: GQA-packed, split over the KV by a balanced work map.
 
 The work is a line of tiles: for each sequence, for each KV head, the tiles of TILE keys that the context, or its window,
-touches. A fixed number of programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context does not hold up the rest.
-A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves partial results, and the last
-program to arrive merges them. Which program starts where is computed on the device once per step and serves every layer.
+touches. A fixed number of programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context
+does not hold up the rest. A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves
+partial results, and the last program to arrive merges them. Which program starts where is computed on the device once per step
+and serves every layer.
 Nothing here depends on the longest context and every buffer is static, so a CUDA graph can hold it.
 
 Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
