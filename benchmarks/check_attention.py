@@ -143,23 +143,26 @@ class Shape:
 
         query = random(len(contexts))
         want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **self.options)  # type: ignore[arg-type]
+        window = int(self.options.get("window", 0))
         plans: list[tuple[str, int, dict[str, Any]]] = [
             ("decode for latency", 16, {"tile": 32, "num_warps": 1, "min_tiles": 1}),
             ("decode for few", 16, {}),
             ("decode for bandwidth", 64, {}),
             ("decode merging once", 16, {"fan_in": 0}),
         ]
+        if window:
+            plans.append(("decode with a plan of the whole context", 16, {"window": 0}))
         for name, max_seqs, cuts in plans:
             plan = None
             if query.is_cuda:
                 plan = kernels.DecodePlan.allocate(
-                    max_seqs, heads, NUM_KV_HEADS, self.head_dim, query.device, kv_dtype=self.kv_dtype
+                    max_seqs, heads, NUM_KV_HEADS, self.head_dim, query.device, kv_dtype=self.kv_dtype, window=window
                 )
                 plan = replace(plan, **cuts)
                 kernels.plan_decode(paged.context_lens, paged.rows, plan)
                 torch.cuda.synchronize()
             elif cuts:
-                continue  # the twin knows no plan
+                continue  # a CPU has no plans
             out = torch.full_like(query, float("nan"))
             decode = partial(kernels.paged_attention_decode, query, *here, paged.context_lens, **options)  # type: ignore[arg-type]
             yield name, (partial(decode, plan=plan, out=out), want)

@@ -45,6 +45,10 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
 
 def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, R]:
     """`operation`, a reference implementation, as the backend for devices of this type has it."""
+    if device_type not in BACKENDS:
+        raise NotImplementedError(
+            f"there are no kernels for devices of type {device_type!r}, only for {', '.join(BACKENDS)}"
+        )
     name = operation.__name__
     for module, names in BACKENDS[device_type].items():
         if name in names:

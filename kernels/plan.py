@@ -13,24 +13,29 @@ FEW_SEQS = (2, 16)  # decode steps of up to so many sequences have plans of thei
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The work map of a step and the workspace its layers share. `P` programs, `G` query heads for each KV head."""
+    """The work map of a step and the workspace of its layers. `P` programs, `G` query heads for each KV head.
+
+    The work is a line of tiles of `tile` keys: for each sequence, for each KV head, those that the context or, with a window,
+    its newest `window` keys touch. A layer without that window must not use the plan.
+    """
 
     tile: int  # keys in a tile
+    window: int  # keys that a query sees, its own included; 0: all
     num_warps: int
     num_stages: int
     num_kv_heads: int
-    work: Tensor  # [P, 8] int32, for each program: its tiles, the tiles of a full share, the sequence it starts in, the tile
-    # inside it (head * tiles + tile), that sequence's context length, its row; two unused
+    # [P, 8] int32, for each program: its tiles, the most tiles of any program, the sequence it starts in, where in that
+    # sequence's part of the line, that sequence's context length, its row; two unused
+    work: Tensor
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
     group_arrivals: (
         Tensor  # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them
     )
-    min_tiles: int = 2  # of a share: below, merging costs more than it spreads
-    fan_in: int = (
-        8  # neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none
-    )
+    min_tiles: int = 2  # of a program: below, merging costs more than it spreads
+    # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.
+    fan_in: int = 8
 
     @property
     def max_seqs(self) -> int:
@@ -46,6 +51,7 @@ class DecodePlan:
         device: torch.device,
         num_programs: int = 0,
         kv_dtype: torch.dtype = torch.bfloat16,
+        window: int = 0,
     ) -> DecodePlan:
         """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy.
 
@@ -72,6 +78,7 @@ class DecodePlan:
 
         return cls(
             tile=tile,
+            window=window,
             num_warps=num_warps,
             num_stages=num_stages,
             min_tiles=min_tiles,

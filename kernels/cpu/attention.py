@@ -34,22 +34,29 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
 
-    Those of an e4m3 cache are made `dtype`, times their scales.
+    A head's piece of a block must be contiguous, and blocks a multiple of that apart. Those of an e4m3 cache are made `dtype`,
+    times their scales.
     """
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+    piece = block_size * head_dim
+    apart = key_cache.stride(0) // piece
+    assert key_cache.stride() == value_cache.stride() == (apart * piece, piece, head_dim, 1)
     head_ids = torch.arange(heads.start, heads.stop, dtype=blocks.dtype).unsqueeze(1)
-    pieces = (blocks.flatten() * num_kv_heads + head_ids).flatten()  # (block, head) pairs, head-major
+    wanted = (blocks.flatten() * apart + head_ids).flatten()  # the pieces of (block, head) pairs, head-major
     shape = (len(heads), len(blocks), -1, head_dim)
-    if kv_scale is not None:
-        key, value = (
-            cache.view(torch.uint8).view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
-            .view(torch.float8_e4m3fn).float().mul_(scale[heads.start : heads.stop].view(-1, 1, 1, 1)).to(dtype)
-            for cache, scale in zip((key_cache, value_cache), kv_scale, strict=True)
-        )  # fmt: skip
-        return key, value
-    key = key_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
-    value = value_cache.view(-1, block_size * head_dim).index_select(0, pieces).view(shape)
+
+    def gathered(cache: Tensor) -> Tensor:
+        pieces = cache.as_strided(((num_blocks - 1) * apart + num_kv_heads, piece), (piece, 1))
+        return pieces.index_select(0, wanted).view(shape)
+
+    if kv_scale is None:
+        return gathered(key_cache), gathered(value_cache)
+    key, value = (
+        gathered(cache.view(torch.uint8)).view(torch.float8_e4m3fn).float()
+        .mul_(scale[heads.start : heads.stop].view(-1, 1, 1, 1)).to(dtype)
+        for cache, scale in zip((key_cache, value_cache), kv_scale, strict=True)
+    )  # fmt: skip
     return key, value
 
 

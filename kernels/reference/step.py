@@ -53,21 +53,23 @@ def prepare_step(
 
 
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
-    """Write the work map of a step's decoding sequences into `plan`: context_lens, rows [B] int32.
+    """Write the work map of a step's decoding sequences into `plan`: context_lens, rows [B] int32. See `DecodePlan`.
 
     On a GPU at least one kernel that was launched without programmatic dependent launch must stand between this and the
     first attention: attention reads the map, the lengths, the rows and the block tables ahead of the kernel before it.
     """
     num_programs = len(plan.work)
-    tiles = (context_lens.long() + plan.tile - 1) // plan.tile * plan.num_kv_heads
+    lens = context_lens.long()
+    first_tile = (lens - plan.window).clamp(min=0) // plan.tile if plan.window else 0
+    tiles = ((lens + plan.tile - 1) // plan.tile - first_tile) * plan.num_kv_heads
     ends = tiles.cumsum(0)
     total = int(tiles.sum())
-    share = max(-(-total // num_programs), plan.min_tiles)
-    first = torch.arange(num_programs) * share
+    per_program = max(-(-total // num_programs), plan.min_tiles)
+    first = torch.arange(num_programs) * per_program
     seq = torch.searchsorted(ends, first, right=True)
     last = seq.clamp(max=len(rows) - 1)
     columns = (
-        (total - first).clamp(min=0, max=share), torch.full_like(first, share), last,
+        (total - first).clamp(min=0, max=per_program), torch.full_like(first, per_program), last,
         first - torch.cat([ends.new_zeros(1), ends])[seq], context_lens[last], rows[last],
     )  # fmt: skip
     plan.work[:, : len(columns)] = torch.stack([c.int() for c in columns], 1)

@@ -1,9 +1,10 @@
 """Paged attention for sequences of one query token (decode), in Triton: GQA-packed, split over the KV by a balanced work map.
 
-The work is a line of tiles: for each sequence, for each KV head, ceil(context / TILE) tiles of TILE keys. A fixed number of
-programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context does not hold up the rest.
-A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves partial results, and the last
-program to arrive merges them. Which program starts where is computed on the device once per step and serves every layer.
+The work is a line of tiles: for each sequence, for each KV head, the tiles of TILE keys that the context, or its window,
+touches. A fixed number of programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context
+does not hold up the rest. A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves
+partial results, and the last program to arrive merges them. Which program starts where is computed on the device once per step
+and serves every layer.
 Nothing here depends on the longest context and every buffer is static, so a CUDA graph can hold it.
 
 Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
@@ -25,8 +26,8 @@ from kernels.triton.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_ca
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])
 def _plan_kernel(
     context_lens, rows, work, num_seqs,
-    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -35,15 +36,17 @@ def _plan_kernel(
     b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens + b, mask=b < num_seqs, other=0)
     tiles = tl.cdiv(lens, TILE) * NUM_KV_HEADS
+    if WINDOW > 0:  # less those before the one that holds the window's oldest key
+        tiles -= tl.maximum(lens - WINDOW, 0) // TILE * NUM_KV_HEADS
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_TILES)
-    first = program * share
+    per_program = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_TILES)
+    first = program * per_program
     passed = ends <= first
     seq = tl.minimum(tl.sum(passed.to(tl.int32), 0), num_seqs - 1)
     entry = work + program * 8
-    tl.store(entry, tl.maximum(tl.minimum(share, total - first), 0))
-    tl.store(entry + 1, share)
+    tl.store(entry, tl.maximum(tl.minimum(per_program, total - first), 0))
+    tl.store(entry + 1, per_program)
     tl.store(entry + 2, seq)
     tl.store(entry + 3, first - tl.max(tl.where(passed, ends, 0), 0))
     tl.store(entry + 4, tl.load(context_lens + seq))
@@ -55,22 +58,22 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     num_programs = len(plan.work)
     _plan_kernel[(num_programs,)](
         context_lens, rows, plan.work, len(context_lens),
-        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, MIN_TILES=plan.min_tiles,
+        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, MIN_TILES=plan.min_tiles,
         BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_tile(
-    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, scale, stride_block, stride_token,
+    tile, q, acc, m, l, key_base, value_base, table, oldest, context_len, slopes, scale, stride_block, stride_token,
     TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into the running (acc, m, l). Unmasked tiles lie wholly inside the context and the window."""
     k, v = load_kv_tile(
-        key_base, value_base, table, tile * TILE, context_len, stride_block, stride_token, q.dtype,
-        TILE, PAGE, HEAD_DIM, D_PAD, PAIRS, MASKED,
+        key_base, value_base, table, tile * TILE, oldest, context_len, stride_block, stride_token, q.dtype,
+        TILE, PAGE, HEAD_DIM, D_PAD, PAIRS, WINDOW, MASKED,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFT_CAP > 0:
@@ -82,14 +85,14 @@ def _attend_tile(
     if MASKED:
         keep = positions < context_len
         if WINDOW > 0:
-            keep &= positions > context_len - 1 - WINDOW
+            keep &= positions >= oldest
         s = tl.where(keep[None, :], s, -float("inf"))
     return fold(s, v, acc, m, l, PRECISION)
 
 
 @triton.jit
 def _merged(
-    partial_out, partial_stats, first_program, origin, step, count, pair_start, share,
+    partial_out, partial_stats, first_program, origin, step, count, pair_start, per_program,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """The sum (acc [G2, D_PAD], m, l [G2]) of `count` partial results of one (sequence, KV head) pair: those that the programs
@@ -104,7 +107,7 @@ def _merged(
     for first in range(0, count, CHUNK):
         some = first + tl.arange(0, CHUNK)
         programs = tl.maximum(origin + some * step, first_program)
-        parts = (programs * 2 + tl.where(programs * share >= pair_start, 0, 1))[:, None]
+        parts = (programs * 2 + tl.where(programs * per_program >= pair_start, 0, 1))[:, None]
         valid = (some < count)[:, None] & (g < GROUP)[None, :]
         at = partial_stats + parts * 2 * GROUP + g[None, :]
         some_m = tl.load(at, mask=valid, other=-float("inf"), cache_modifier=".cg")
@@ -125,7 +128,7 @@ def _merged(
 
 @triton.jit
 def _arrive(
-    partial_out, partial_stats, counter, group_counters, out, program, pair_start, num_tiles, share,
+    partial_out, partial_stats, counter, group_counters, out, program, pair_start, num_tiles, per_program,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
     """Count that `program` has left its partial result of a pair. The last program to do so merges all into out [GROUP, D].
@@ -135,8 +138,8 @@ def _arrive(
     g = tl.arange(0, triton.next_power_of_2(GROUP))
     d = tl.arange(0, D_PAD)
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    first_program = pair_start // share
-    last_program = (pair_start + num_tiles - 1) // share
+    first_program = pair_start // per_program
+    last_program = (pair_start + num_tiles - 1) // per_program
     origin = first_program
     step = 1
     awaited = last_program - first_program + 1
@@ -145,12 +148,22 @@ def _arrive(
         if awaited > 2 * FAN_IN:
             first = tl.maximum(program // FAN_IN * FAN_IN, first_program)
             neighbours = tl.minimum(program // FAN_IN * FAN_IN + FAN_IN - 1, last_program) - first + 1
-            part = first * 2 + tl.where(first * share >= pair_start, 0, 1)
+            part = first * 2 + tl.where(first * per_program >= pair_start, 0, 1)
             complete = tl.atomic_add(group_counters + part, 1, sem="acq_rel", scope="gpu") == neighbours - 1
             if complete:
                 tl.debug_barrier()
                 acc, m, l = _merged(
-                    partial_out, partial_stats, first, first, 1, neighbours, pair_start, share, GROUP, HEAD_DIM, D_PAD
+                    partial_out,
+                    partial_stats,
+                    first,
+                    first,
+                    1,
+                    neighbours,
+                    pair_start,
+                    per_program,
+                    GROUP,
+                    HEAD_DIM,
+                    D_PAD,
                 )
                 tl.debug_barrier()  # all is read that is now written over
                 tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
@@ -166,7 +179,7 @@ def _arrive(
         if before == awaited - 1:
             tl.debug_barrier()
             acc, m, l = _merged(
-                partial_out, partial_stats, first_program, origin, step, awaited, pair_start, share,
+                partial_out, partial_stats, first_program, origin, step, awaited, pair_start, per_program,
                 GROUP, HEAD_DIM, D_PAD,
             )  # fmt: skip
             acc = acc / tl.where(l > 0, l, 1.0)[:, None]
@@ -182,20 +195,20 @@ def _decode_kernel(
     work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PLAN_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The work map, the lengths, the rows and the block tables are older than the kernel before this one (see `plan_decode`),
     # so they may be read before the wait. The queries and the newest keys and values may not.
     program = tl.program_id(0)
     entry = work + program * 8
     left = tl.load(entry)
-    share = tl.load(entry + 1)
+    per_program = tl.load(entry + 1)
     seq = tl.load(entry + 2)
     inner = tl.load(entry + 3)
     context_len = tl.load(entry + 4)
     row = tl.load(entry + 5)
-    at_tile = program * share
+    at_tile = program * per_program
     end = at_tile + left
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D_PAD)
@@ -213,7 +226,10 @@ def _decode_kernel(
                 tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=q_mask)
 
     while at_tile < end:
-        num_tiles = tl.cdiv(context_len, TILE)
+        first_tile = 0
+        if PLAN_WINDOW > 0:
+            first_tile = tl.maximum(context_len - PLAN_WINDOW, 0) // TILE
+        num_tiles = tl.cdiv(context_len, TILE) - first_tile
         if num_tiles == 0:
             seq += 1
             context_len = tl.load(context_lens + seq)
@@ -222,7 +238,8 @@ def _decode_kernel(
             head = inner // num_tiles
             first = inner - head * num_tiles
             count = tl.minimum(num_tiles - first, end - at_tile)
-            last = first + count
+            begin = first_tile + first
+            last = begin + count
 
             table = block_tables + row.to(tl.int64) * stride_table
             key_base = key_cache + head.to(tl.int64) * stride_head
@@ -241,19 +258,21 @@ def _decode_kernel(
             m = tl.full([G_PAD], -float("inf"), tl.float32)
             l = tl.zeros([G_PAD], tl.float32)
 
-            # Tiles [first, whole) need no mask; a window makes every tile masked and skips those before it.
+            # Tiles [begin, whole) need no mask; a window makes every tile masked and skips those before it.
             whole = tl.minimum(last, context_len // TILE)
+            oldest = 0
             if WINDOW > 0:
-                whole = tl.minimum(last, tl.maximum(first, tl.maximum(context_len - WINDOW, 0) // TILE))
+                oldest = tl.maximum(context_len - WINDOW, 0)
+                whole = tl.minimum(last, tl.maximum(begin, oldest // TILE))
             else:
-                for tile in tl.range(first, whole, num_stages=STAGES):
+                for tile in tl.range(begin, whole, num_stages=STAGES):
                     acc, m, l = _attend_tile(
-                        tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, score_scale,
+                        tile, q, acc, m, l, key_base, value_base, table, oldest, context_len, slopes, score_scale,
                         stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
                     )  # fmt: skip
-            for tile in tl.range(tl.maximum(first, whole), last, num_stages=STAGES if WINDOW > 0 else 1):
+            for tile in tl.range(tl.maximum(begin, whole), last, num_stages=STAGES if WINDOW > 0 else 1):
                 acc, m, l = _attend_tile(
-                    tile, q, acc, m, l, key_base, value_base, table, context_len, slopes, score_scale,
+                    tile, q, acc, m, l, key_base, value_base, table, oldest, context_len, slopes, score_scale,
                     stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
                 )  # fmt: skip
 
@@ -265,7 +284,7 @@ def _decode_kernel(
                 tl.store(out_at, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=q_mask)
             else:
                 pair_start = at_tile - first
-                slot = tl.where(program * share >= pair_start, 0, 1)
+                slot = tl.where(program * per_program >= pair_start, 0, 1)
                 part = program * 2 + slot
                 tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
                 tl.store(partial_stats + part * 2 * GROUP + g, m, mask=head_mask)
@@ -273,7 +292,7 @@ def _decode_kernel(
                 tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
                 _arrive(
                     partial_out, partial_stats, arrivals + seq * NUM_KV_HEADS + head, group_arrivals,
-                    out + seq * stride_ot + head * GROUP * HEAD_DIM, program, pair_start, num_tiles, share,
+                    out + seq * stride_ot + head * GROUP * HEAD_DIM, program, pair_start, num_tiles, per_program,
                     GROUP, HEAD_DIM, D_PAD, FAN_IN,
                 )  # fmt: skip
             at_tile += count
@@ -304,7 +323,8 @@ def paged_attention_decode(
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
 
-    `plan` must have been updated with these `context_lens`; without one it is made here, which costs an allocation.
+    `plan` must have been updated with these `context_lens`, and its window be this one, or 0, which leaves programs whose
+    tiles lie before the window idle. Without a plan one is made here, which costs an allocation.
     """
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
@@ -312,9 +332,12 @@ def paged_attention_decode(
         out = torch.empty_like(query)
     launch_options = pdl_options(query.device)
     if plan is None:
-        plan = DecodePlan.allocate(num_seqs, num_heads, num_kv_heads, head_dim, query.device, kv_dtype=key_cache.dtype)
+        plan = DecodePlan.allocate(
+            num_seqs, num_heads, num_kv_heads, head_dim, query.device, kv_dtype=key_cache.dtype, window=window
+        )
         plan_decode(context_lens, rows, plan)
         launch_options = {"PDL": False}  # the map is made by the kernel right before this one
+    assert plan.window in (0, window)
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
@@ -327,8 +350,8 @@ def paged_attention_decode(
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
-        TILE=plan.tile, PAGE=page, WINDOW=window, SOFT_CAP=soft_cap, ALIBI=alibi_slopes is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        TILE=plan.tile, PAGE=page, WINDOW=window, PLAN_WINDOW=plan.window, SOFT_CAP=soft_cap,
+        ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=plan.num_stages, FAN_IN=plan.fan_in, num_warps=plan.num_warps,
         **launch_options,
     )  # fmt: skip

@@ -28,14 +28,14 @@ else:
 
 @triton.jit
 def _attend_tile(
-    start, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block, stride_token,
+    start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block, stride_token,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
     k, v = load_kv_tile(
-        key_base, value_base, table, start, context_len, stride_block, stride_token, q.dtype,
-        BLOCK_N, PAGE, HEAD_DIM, D_PAD, False, MASKED,
+        key_base, value_base, table, start, oldest, context_len, stride_block, stride_token, q.dtype,
+        BLOCK_N, PAGE, HEAD_DIM, D_PAD, False, WINDOW, MASKED,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFT_CAP > 0:
@@ -94,10 +94,10 @@ def _prefill_kernel(
     first_pos = context_len - query_len + first_query
     last_pos = tl.minimum(first_pos + TILE_Q, context_len) - 1
     query_pos = tl.minimum(context_len - query_len + query_index, context_len - 1)
-    begin = 0
+    oldest = 0
     whole_begin = 0
-    if WINDOW > 0:  # keys before `begin` are seen by no row, those from `whole_begin` by every row's window
-        begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:  # keys before `oldest` are seen by no row, those from `whole_begin` by every row's window
+        oldest = tl.maximum(first_pos - WINDOW + 1, 0)
         whole_begin = tl.cdiv(tl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
     whole_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, whole_begin)
 
@@ -105,19 +105,19 @@ def _prefill_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW > 0:
-        for at in tl.range(begin, tl.minimum(whole_begin, last_pos + 1), BLOCK_N, num_stages=1):
+        for at in tl.range(oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, last_pos + 1), BLOCK_N, num_stages=1):
             acc, m, l = _attend_tile(
-                at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
+                at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
                 stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
             )  # fmt: skip
     for at in tl.range(whole_begin, whole_end, BLOCK_N, num_stages=STAGES):
         acc, m, l = _attend_tile(
-            at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
+            at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
         )  # fmt: skip
     for at in tl.range(whole_end, last_pos + 1, BLOCK_N, num_stages=1):
         acc, m, l = _attend_tile(
-            at, q, acc, m, l, key_base, value_base, table, context_len, query_pos, slopes, scale, stride_block,
+            at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
         )  # fmt: skip
     acc = whole_sum(acc)

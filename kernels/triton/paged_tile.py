@@ -16,25 +16,28 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def load_kv_tile(
-    key_base, value_base, table, start, context_len, stride_block, stride_token, DTYPE: tl.constexpr,
+    key_base, value_base, table, start, oldest, context_len, stride_block, stride_token, DTYPE: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """K transposed [D_PAD, TILE] and the parts of V [TILE, D_PAD], in DTYPE, of keys [start, start + TILE) of a sequence
     and KV head, without the scales of an e4m3 cache.
 
-    Unmasked, every key must lie inside the context. Masked, slots beyond it are read as 0, whatever they hold.
+    Unmasked, every key must lie inside the context and, with a WINDOW, not before `oldest`. Masked, keys elsewhere are read
+    as 0, whatever their slots hold, and without a look at their entries of the block table.
     """
     positions = start + tl.arange(0, TILE)
+    inside = positions < context_len
+    if WINDOW > 0:
+        inside &= positions >= oldest
     d = tl.arange(0, D_PAD)
     if PAGE % TILE == 0:  # the tile lies in one block
         block = tl.load(table + start // PAGE).to(tl.int64)
     elif MASKED:
-        block = tl.load(table + positions // PAGE, mask=positions < context_len, other=0).to(tl.int64)
+        block = tl.load(table + positions // PAGE, mask=inside, other=0).to(tl.int64)
     else:
         block = tl.load(table + positions // PAGE).to(tl.int64)
     offsets = block * stride_block + (positions % PAGE) * stride_token
-    inside = positions < context_len
     k = _load(key_base + offsets[None, :] + d[:, None], inside[None, :], d[:, None], HEAD_DIM, D_PAD, MASKED).to(DTYPE)
     if PAIRS:
         pair_base = value_base.to(tl.pointer_type(tl.int16), bitcast=True)

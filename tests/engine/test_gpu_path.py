@@ -6,6 +6,7 @@ run again.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
@@ -79,7 +81,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     empty, event = torch.empty, SimpleNamespace(record=lambda: None, synchronize=lambda: None, query=lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module, names in kernels.BACKENDS["cuda"].items():
+        for name in names:
+            monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")

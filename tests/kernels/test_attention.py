@@ -1,228 +1,213 @@
-"""The paged attention kernels in Triton's interpreter, against their torch twins in float64."""
+"""Attention on a CPU, the reference implementation and the fast one, against a loop over tokens in float64."""
 
-import dataclasses
-import random
-from dataclasses import dataclass
+import math
+from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import reference
-from kernels.plan import DecodePlan, make_prefill_tiles
-from kernels.triton import attention_decode, attention_prefill
+from kernels.cpu import attention as cpu
+from tests.support.paged import as_a_layer_of_one_tensor
 
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
-E4M3 = torch.float8_e4m3fn
 
 
-@dataclass
-class Case:
-    kv: Tensor
-    block_tables: Tensor
-    rows: Tensor
-    context_lens: Tensor
-    kv_scale: Tensor | None = None
+class Paged:
+    """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN, every unused table entry 2^30."""
 
-    @classmethod
-    def make(cls, lens, num_kv_heads, page, head_dim, dtype=torch.float32, seed=0):
-        """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN."""
-        torch.manual_seed(seed)
-        counts = [-(-n // page) for n in lens]
-        num_blocks = sum(counts) + 3
-        ids = random.Random(seed).sample(range(num_blocks), sum(counts))
-        num_rows = len(lens) + 2
-        tables = torch.full((num_rows, max(counts) + 1), 2**30, dtype=torch.int32)
-        rows = torch.randperm(num_rows)[: len(lens)].int()
-        kv = torch.full((2, num_blocks, num_kv_heads, page, head_dim), NAN)
-        for row, n, count in zip(rows.tolist(), lens, counts, strict=True):
-            mine, ids = ids[:count], ids[count:]
-            tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
-            for i, block in enumerate(mine):
-                used = min(page, n - i * page)
-                kv[:, block, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
-        scale = None
-        if dtype == E4M3:
-            scale = torch.rand(2, num_kv_heads) + 0.01
-            kv = kv / scale.view(2, 1, -1, 1, 1)
-        return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32), scale)
+    def __init__(self, lens, num_kv_heads=2, block_size=4, head_dim=20, dtype=torch.float64):
+        counts = [-(-n // block_size) for n in lens]
+        num_blocks = sum(counts) + 2
+        free = torch.randperm(num_blocks).tolist()
+        self.block_tables = torch.full((len(lens) + 3, max(counts) + 1), 2**30, dtype=torch.int32)
+        self.rows = torch.randperm(len(lens) + 3)[: len(lens)].int()
+        self.context_lens = torch.tensor(lens, dtype=torch.int32)
+        self.caches = torch.full((2, num_blocks, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
+        self.contexts = torch.randn(2, sum(lens), num_kv_heads, head_dim, dtype=dtype).split(lens, 1)
+        for row, n, count, kv in zip(self.rows.tolist(), lens, counts, self.contexts, strict=True):
+            blocks = [free.pop() for _ in range(count)]
+            self.block_tables[row, :count] = torch.tensor(blocks, dtype=torch.int32)
+            for i in range(n):
+                self.caches[:, blocks[i // block_size], :, i % block_size] = kv[:, i]
 
-    def exact(self):
-        """The keys and values as float64, for the twin."""
-        kv = self.kv.double()
-        return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
-
-    def decode(self, query, num_programs, max_seqs=9, cuts=None, **options):
-        shape = (
-            max_seqs,
-            query.shape[1],
-            self.kv.shape[2],
-            query.shape[2],
-            torch.device("cpu"),
-            num_programs,
-            self.kv.dtype,
-        )
-        plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
-        attention_decode.plan_decode(self.context_lens, self.rows, plan)
-        reference.plan_decode(self.context_lens, self.rows, expected)
-        busy = expected.work[:, 0] > 0
-        assert plan.work[:, :2].equal(expected.work[:, :2])
-        assert plan.work[busy].equal(expected.work[busy])
-        out = torch.full_like(query, NAN)
-        for _ in range(2):  # the second run finds the workspace as the first left it
-            attention_decode.paged_attention_decode(
-                query,
-                self.kv[0],
-                self.kv[1],
-                self.block_tables,
-                self.rows,
-                self.context_lens,
-                plan=plan,
-                kv_scale=self.kv_scale,
-                out=out,
-                **options,
-            )
-        assert not plan.arrivals.any()
-        assert not plan.group_arrivals.any()
-        return out, reference.paged_attention_decode(
-            query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
-        )
-
-    def prefill(self, query, query_start, **options):
-        out = torch.full_like(query, 7.0)
-        args = (self.block_tables, self.rows, query_start, self.context_lens)
-        attention_prefill.paged_attention_prefill(
-            query, self.kv[0], self.kv[1], *args, kv_scale=self.kv_scale, out=out, **options
-        )
-        expected = torch.full_like(query, 7.0).double()
-        reference.paged_attention_prefill(query.double(), *self.exact(), *args, out=expected, **options)
-        return out, expected
+    def attend(self, sequence, query, position, scale, window, soft_cap, slopes):
+        """One token of one sequence, query [H, D] at `position`, the slow and sure way."""
+        out = torch.zeros_like(query, dtype=torch.float64)
+        key, value = self.contexts[sequence].double()
+        first = max(position - window + 1, 0) if window else 0
+        for head in range(len(query)):
+            kv_head = head * key.shape[1] // len(query)
+            scores = []
+            for i in range(first, position + 1):
+                score = float(key[i, kv_head] @ query[head].double()) * scale
+                score = soft_cap * math.tanh(score / soft_cap) if soft_cap else score
+                scores.append(score - (float(slopes[head]) * (position - i) if slopes is not None else 0))
+            weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+            for i, weight in enumerate(weights.tolist(), first):
+                out[head] += weight * value[i, kv_head]
+        return out
 
 
-def options(kind, num_heads):
-    return {
-        "causal": {},
-        "window": {"window": 37},
-        "soft_cap": {"soft_cap": 3.0},
-        "alibi": {"alibi_slopes": torch.rand(num_heads)},
-        "window+alibi+soft_cap": {"window": 100, "soft_cap": 3.0, "alibi_slopes": torch.rand(num_heads)},
-    }[kind]
+def feature_names(options):
+    return "+".join(options) or "causal"
 
 
-SHAPES = [(1, 64, 16), (4, 64, 16), (8, 128, 64), (3, 80, 16), (7, 16, 8), (2, 256, 16), (4, 32, 64)]
+FEATURES = [
+    {},
+    {"window": 9},
+    {"soft_cap": 2.0},
+    {"alibi_slopes": torch.rand(6) + 0.1},
+    {"window": 9, "soft_cap": 2.0, "alibi_slopes": torch.rand(6) + 0.1},
+]
 
 
-@pytest.mark.parametrize("max_seqs", [9, 40], ids=["for latency", "for bandwidth"])
-@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_decode_shapes(group, head_dim, page, max_seqs):
-    lens = [1, 300, 64, 130, 0, 17, 0, 128]
-    case = Case.make(lens, 2, page, head_dim)
-    query = torch.randn(len(lens), 2 * group, head_dim)
-    out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+def slow(paged, queries, options):
+    """queries: (sequence, position, query [H, D]) -> [len(queries), H, D]."""
+    window, soft_cap = options.get("window", 0), options.get("soft_cap", 0.0)
+    return torch.stack(
+        [paged.attend(i, q, at, 0.3, window, soft_cap, options.get("alibi_slopes")) for i, at, q in queries]
+    )
 
 
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_decode_options(kind):
-    lens = [1, 300, 64, 36, 37, 38, 200]
-    case = Case.make(lens, 2, 16, 64)
-    out, expected = case.decode(torch.randn(len(lens), 8, 64), 7, scale=0.2, **options(kind, 8))
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+BOTH = pytest.mark.parametrize("module", [reference, cpu], ids=["reference", "cpu"])
 
 
-@pytest.mark.parametrize(
-    ("num_programs", "fan_in", "min_tiles"),
-    [
-        (1, 0, 2), (2, 0, 2), (3, 0, 1), (16, 0, 2), (61, 0, 1), (61, 2, 2), (61, 4, 2), (16, 1, 2), (61, 2, 1), (5, 0, 8),
-    ],
-)  # fmt: skip
-def test_decode_is_the_same_however_it_is_split(num_programs, fan_in, min_tiles):
-    lens = [1500, 1, 0, 64, 700, 250, 33, 90, 0]
-    case = Case.make(lens, 2, 16, 16)
-    cuts = {"fan_in": fan_in, "min_tiles": min_tiles}
-    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, cuts=cuts, scale=0.25)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+@pytest.fixture(params=["reference", "cpu, by head", "cpu, small groups", "cpu, large groups"])
+def decode_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    if request.param == "reference":
+        return reference
+    elements = {"cpu, by head": 1, "cpu, small groups": 200, "cpu, large groups": 1 << 20}
+    monkeypatch.setattr(cpu, "GATHER_ELEMENTS", elements[request.param])
+    return cpu
 
 
-def test_decode_of_nothing():
-    case = Case.make([0, 0], 2, 16, 16)
-    out, _ = case.decode(torch.randn(2, 4, 16), 3, scale=0.25)
-    assert not out.any()
+@pytest.fixture(params=["reference", "cpu, small tiles", "cpu, large tiles"])
+def prefill_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    if request.param == "reference":
+        return reference
+    monkeypatch.setattr(cpu, "MASK_ELEMENTS", {"cpu, small tiles": 1, "cpu, large tiles": 1 << 22}[request.param])
+    return cpu
 
 
-def test_half_precision():
-    """float16 only: the interpreter multiplies bfloat16 matrices as if their bits were integers."""
-    dtype = torch.float16
-    lens = [200, 65, 3]
-    case = Case.make(lens, 2, 16, 64, dtype)
-    out, expected = case.decode(torch.randn(3, 8, 64, dtype=dtype), 5, scale=0.125)
-    assert (out.double() - expected).norm() / expected.norm() < 1e-2
-    start = torch.tensor([0, 150, 151, 154], dtype=torch.int32)
-    out, expected = case.prefill(torch.randn(154, 8, 64, dtype=dtype), start, scale=0.125)
-    assert (out.double() - expected).norm() / expected.norm() < 1e-2
+@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
+def test_decode_attends_as_a_loop_does(decode_module, options):
+    lens = [1, 37, 0, 8, 33, 38, 40, 3, 4, 17]
+    paged = Paged(lens)
+    query = torch.randn(len(lens), 6, 20, dtype=torch.float64)
+    got = decode_module.paged_attention_decode(
+        query, *paged.caches, paged.block_tables, paged.rows, paged.context_lens, scale=0.3, **options
+    )
+    used = [i for i, n in enumerate(lens) if n]
+    torch.testing.assert_close(got[used], slow(paged, [(i, lens[i] - 1, query[i]) for i in used], options))
+    assert not got[2].any()
 
 
-def chunks(lens, query_lens, first=3):
-    starts = [first]
-    for n in query_lens:
-        starts.append(starts[-1] + n)
-    return torch.tensor(starts, dtype=torch.int32)
+@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
+def test_prefill_attends_as_a_loop_does(prefill_module, options):
+    lens, counts = [5, 40, 0, 40, 23, 1], [5, 1, 2, 33, 20, 1]  # whole prompts, one token, padding, chunks
+    paged = Paged(lens)
+    starts = torch.tensor([2, *counts]).cumsum(0)
+    query = torch.randn(int(starts[-1]) + 3, 6, 20, dtype=torch.float64)
+    out = torch.full_like(query, 7.0)
+    got = prefill_module.paged_attention_prefill(
+        query, *paged.caches, paged.block_tables, paged.rows, starts.int(), paged.context_lens,
+        scale=0.3, out=out, **options,
+    )  # fmt: skip
+    assert got is out
+    assert (out[:2] == 7).all()
+    assert (out[-3:] == 7).all()
+    for i, (n, count) in enumerate(zip(lens, counts, strict=True)):
+        mine = slice(int(starts[i]), int(starts[i + 1]))
+        if n == 0:
+            assert not out[mine].any()
+        else:
+            queries = [(i, n - count + t, q) for t, q in enumerate(query[mine])]
+            torch.testing.assert_close(out[mine], slow(paged, queries, options))
 
 
-@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_prefill_shapes(group, head_dim, page):
-    """Whole prompts, chunks on a context, one-token chunks; tokens before the first chunk are left alone."""
-    lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
-    case = Case.make(lens, 2, page, head_dim)
-    start = chunks(lens, query_lens)
-    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, head_dim), start, scale=head_dim**-0.5)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("options", [FEATURES[0], FEATURES[-1]], ids=feature_names)
+@pytest.mark.parametrize("dtype", DTYPES)
+@BOTH
+def test_attention_in_every_dtype(module, dtype, options):
+    lens = [70, 3, 64]
+    paged = Paged(lens, block_size=16, head_dim=64, dtype=dtype)
+    query = torch.randn(3, 6, 64).to(dtype)
+    tables = (*paged.caches, paged.block_tables, paged.rows)
+    decoded = module.paged_attention_decode(query, *tables, paged.context_lens, scale=0.3, **options)
+    prefilled = module.paged_attention_prefill(
+        query, *tables, torch.arange(4, dtype=torch.int32), paged.context_lens, scale=0.3, **options
+    )
+    want = slow(paged, [(i, n - 1, query[i]) for i, n in enumerate(lens)], options)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for got in (decoded, prefilled):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_prefill_options(kind):
-    lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
-    case = Case.make(lens, 2, 16, 32)
-    start = chunks(lens, query_lens)
-    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
+def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(decode_module, options):
+    lens = [1, 9, 40, 4, 7]
+    paged, scale = Paged(lens, dtype=torch.float32), torch.rand(2, 2) + 0.1
+    whole = (paged.block_tables, paged.rows)
+    caches = (paged.caches / scale.view(2, 1, 2, 1, 1)).to(torch.float8_e4m3fn)
+    held = caches.float() * scale.view(2, 1, 2, 1, 1)
+    query, start = torch.randn(5, 6, 20), torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)
+    for attend, lengths in (
+        (decode_module.paged_attention_decode, (paged.context_lens,)),
+        (decode_module.paged_attention_prefill, (start, paged.context_lens)),
+    ):
+        got = attend(query, *caches, *whole, *lengths, scale=0.3, kv_scale=scale, **options)
+        assert got.equal(attend(query, *held, *whole, *lengths, scale=0.3, **options))
 
 
-PLANS = [pytest.param(9, torch.float16, id="for latency"), pytest.param(40, torch.float32, id="for bandwidth")]
+@BOTH
+@pytest.mark.parametrize("num_keys", [16, 1024])
+def test_what_an_e4m3_cache_costs_attention(module, num_keys):
+    """Relative error of attention over random keys and values: about the 2.6 % that rounding to three bits makes of each."""
+    paged, query = Paged([num_keys], head_dim=64, dtype=torch.float32), torch.randn(1, 8, 64)
+    whole, scale = (paged.block_tables, paged.rows, paged.context_lens), torch.ones(2, 2)
+    caches = paged.caches.to(torch.float8_e4m3fn)
+    want = module.paged_attention_decode(query, *paged.caches, *whole, scale=0.125)
+    got = module.paged_attention_decode(query, *caches, *whole, scale=0.125, kv_scale=scale)
+    assert 0.005 < (got - want).norm() / want.norm() < 0.06
 
 
-@pytest.mark.parametrize(("max_seqs", "dtype"), PLANS)
-@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_decode_of_an_e4m3_cache(group, head_dim, page, max_seqs, dtype, exact_float8):
-    lens = [1, 300, 64, 130, 0, 17, 0, 128]
-    case = Case.make(lens, 2, page, head_dim, E4M3)
-    query = torch.randn(len(lens), 2 * group, head_dim, dtype=dtype)
-    out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
-    atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (3e-3, 3e-3)
-    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
+@BOTH
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn], ids=["float32", "e4m3"])
+def test_a_cache_may_be_a_layer_of_one_tensor(module, kv_dtype):
+    lens = [1, 9, 40, 4, 7]
+    paged = Paged(lens, dtype=torch.float32)
+    scale = torch.ones(2, 2) if kv_dtype == torch.float8_e4m3fn else None
+    query, start = torch.randn(5, 6, 20), torch.arange(6, dtype=torch.int32)
+    contiguous = paged.caches.to(kv_dtype)
+    strided = as_a_layer_of_one_tensor(contiguous)
+    assert not strided[0].is_contiguous()
+    for attend, lengths in (
+        (module.paged_attention_decode, (paged.context_lens,)),
+        (module.paged_attention_prefill, (start, paged.context_lens)),
+    ):
+        whole = (paged.block_tables, paged.rows, *lengths)
+        want = attend(query, *contiguous, *whole, scale=0.3, kv_scale=scale)
+        assert attend(query, *strided, *whole, scale=0.3, kv_scale=scale).equal(want)
 
 
-@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_prefill_of_an_e4m3_cache(group, head_dim, page, exact_float8):
-    lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
-    case = Case.make(lens, 2, page, head_dim, E4M3)
-    start = chunks(lens, query_lens)
-    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, head_dim), start, scale=head_dim**-0.5)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_options_with_an_e4m3_cache(kind, exact_float8):
-    lens, query_lens = [1, 300, 64, 36, 200], [1, 130, 64, 1, 2]
-    case = Case.make(lens, 2, 16, 32, E4M3)
-    out, expected = case.decode(torch.randn(5, 8, 32), 7, 40, scale=0.2, **options(kind, 8))
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    start = chunks(lens, query_lens)
-    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_tiles_cover_every_query_once_longest_first():
-    tiles = make_prefill_tiles([5, 1, 9], [100, 1, 9], 4)
-    assert sorted(tiles) == [(0, 0), (0, 4), (1, 0), (2, 0), (2, 4), (2, 8)]
-    assert tiles[:2] == [(0, 4), (0, 0)]
+@BOTH
+def test_blocks_before_the_window_are_not_read(module):
+    lens, query_lens, window = [37, 5, 20, 33], [1, 3, 20, 9], 9
+    paged = Paged(lens)
+    options = {"scale": 0.3, "window": window}
+    query, decodes = torch.randn(33, 6, 20, dtype=torch.float64), torch.arange(4) * 8
+    start = torch.tensor([0, *query_lens]).cumsum(0).int()
+    whole = (paged.block_tables, paged.rows)
+    want = module.paged_attention_prefill(query, *paged.caches, *whole, start, paged.context_lens, **options)
+    wanted = module.paged_attention_decode(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
+    for row, n, count in zip(paged.rows.tolist(), lens, query_lens, strict=True):
+        paged.block_tables[row, : max(n - count + 1 - window, 0) // 4] = 2**30
+    got = module.paged_attention_prefill(query, *paged.caches, *whole, start, paged.context_lens, **options)
+    assert got.equal(want)
+    for row, n in zip(paged.rows.tolist(), lens, strict=True):
+        paged.block_tables[row, : max(n - window, 0) // 4] = 2**30
+    got = module.paged_attention_decode(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
+    assert got.equal(wanted)

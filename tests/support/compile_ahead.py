@@ -97,7 +97,8 @@ def attention(
     query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
     scale = kv_scale(2, cache)
     tables, slopes = tensor(4, 64, dtype=I32), tensor(num_heads, dtype=F32) if options.pop("alibi", False) else None
-    plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype)
+    window = int(options.get("window", 0))
+    plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window)
     plan_decode(lens, rows, plan)
     paged_attention_decode(
         query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale, plan=plan, out=query,

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from kernels import reference
 from kernels.triton import activation, kv_cache, norm, rotary
+from tests.support.paged import as_a_layer_of_one_tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
@@ -157,6 +158,23 @@ def test_rope_and_store_in_e4m3(dtype, rotary_dim, exact_float8):
     got, expected = caches[0].float(), want[0].float()
     torch.testing.assert_close(got, expected, rtol=0.13, atol=2**-9, equal_nan=True)
     assert ((got != expected) & ~expected.isnan()).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("module", [reference, kv_cache], ids=["reference", "triton"])
+@pytest.mark.parametrize("e4m3", [False, True], ids=["float32", "e4m3"])
+def test_a_cache_may_be_a_layer_of_one_tensor(module, e4m3, exact_float8):
+    step = Step(4, 2, 16)
+    qkv, key, value = step.qkv.contiguous(), *step.qkv.unflatten(1, (8, 16)).split((4, 2, 2), 1)[1:]
+    want, scale = quantised(step) if e4m3 else (step.caches, None)
+    strided = as_a_layer_of_one_tensor(want)
+    module.store_kv(key, value, *strided, step.slots, scale)
+    reference.store_kv(key, value, *want, step.slots, scale)
+    same_bits(strided.contiguous(), want)
+    rope = (reference if module is reference else rotary).rope_and_store
+    options = {"num_heads": 4, "num_kv_heads": 2, "kv_scale": scale}
+    rope(qkv, step.positions, None, *strided, step.slots, **options)
+    reference.rope_and_store(qkv, step.positions, None, *want, step.slots, **options)
+    same_bits(strided.contiguous(), want)
 
 
 def test_slots_beyond_two_to_the_31_elements():

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from kernels import reference
 from kernels.plan import make_prefill_tiles
 from kernels.triton import attention_prefill
+from tests.support.paged import as_a_layer_of_one_tensor
 
 hopper = attention_prefill.hopper
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -36,8 +37,9 @@ SHAPES = [  # query heads for each KV head, KV heads, head_dim, page, dtype
 ]
 
 
+@pytest.mark.parametrize("layer", [False, True], ids=["contiguous", "a layer of one tensor"])
 @pytest.mark.parametrize(("group", "num_kv_heads", "head_dim", "page", "dtype"), SHAPES)
-def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype):
+def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype, layer):
     """Whole prompts and chunks on a context; slots outside the contexts hold NaN, table entries behind them a wrong block."""
     torch.manual_seed(0)
     lens, query_lens = [1, 300, 64, 1300, 17, 3000, 129, 128], [1, 70, 64, 500, 17, 129, 129, 1]
@@ -63,7 +65,8 @@ def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype):
     )
     step = attention_prefill.prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)
     tiles = torch.tensor(make_prefill_tiles(query_lens, lens, step), dtype=torch.int32)
-    cuda = [x.cuda() for x in (query, *kv, tables, rows, starts, context_lens)]
+    on_gpu = as_a_layer_of_one_tensor(kv.cuda()) if layer else kv.cuda()
+    cuda = [query.cuda(), *on_gpu, *(x.cuda() for x in (tables, rows, starts, context_lens))]
     assert hopper.applies(cuda[0], cuda[1], scale)
     first = None
     for _ in range(3):

@@ -1,0 +1,228 @@
+"""The device that a worker computes on: its memory, its queue of work, copies to it, and the capture of graphs.
+
+`find_device` picks one. To support another kind of device, add a class to `DEVICES`, and its kernels to `kernels.BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device's memory."""
+
+    total: int
+    free: int  # that no process holds
+    used: int  # that this process holds, what its allocator keeps for later included
+    peak: int  # the most that this process has held since it began, or since `reset_peak_memory`
+
+
+class Event(Protocol):
+    """A point in a device's queue of work."""
+
+    def query(self) -> bool:
+        """Whether all work queued before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until all work queued before it is done."""
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Queue it again. It reads and writes the tensors that it did when it was captured."""
+
+
+class Device(Protocol):
+    """What the engine asks of a device, beside tensors and kernels."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def name(self) -> str:
+        """For people: "NVIDIA H200"."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it has memory of its own and works off a queue beside the CPU."""
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The CUDA compute capability; None for other devices."""
+
+    @property
+    def supports_fp8_cache(self) -> bool: ...
+
+    def memory(self) -> Memory: ...
+
+    def reset_peak_memory(self) -> None:
+        """Give back memory that is not in use, and measure `Memory.peak` from here on."""
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    def record_event(self) -> Event:
+        """An event after all work queued so far."""
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised CPU tensor that the device can copy from and to without the CPU waiting."""
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor on the device, without waiting for what is queued; on a CPU, itself. It must not be changed any more."""
+
+    def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
+        """A graph of what `work` queues, and what it returned, whose tensors every replay writes again.
+
+        Run `work` once before, so that kernels are compiled. Graphs that share memory must be replayed in the order of their
+        captures, and each result be read before the next replay. Raises `NotImplementedError` if the device captures nothing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """The event of a device that has no queue."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    """The CPU: every call returns when its work is done."""
+
+    torch_device = torch.device("cpu")
+    name = "CPU"
+    is_accelerator = False
+    capability = None
+    supports_fp8_cache = True
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @classmethod
+    def current(cls) -> CpuDevice:
+        return cls()
+
+    def memory(self) -> Memory:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(name) * page for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return Memory(
+            total, free, used=peak, peak=peak
+        )  # Linux tells the peak for free, what is used now only in /proc
+
+    def reset_peak_memory(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return _Done()
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
+        raise NotImplementedError("a CPU captures no graphs")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """An NVIDIA GPU, and the current stream of the calling thread as its queue."""
+
+    index: int
+    is_accelerator = True
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.cuda.is_available()
+
+    @classmethod
+    def current(cls) -> CudaDevice:
+        return cls(torch.cuda.current_device())
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.index)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.index)
+
+    @property
+    def supports_fp8_cache(self) -> bool:
+        return self.capability >= (8, 9)
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.index)
+        used, peak = torch.cuda.memory_reserved(self.index), torch.cuda.max_memory_reserved(self.index)
+        return Memory(total, free, used, peak)
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def record_event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
+        graph = torch.cuda.CUDAGraph()
+        pool = share_memory_with.pool() if isinstance(share_memory_with, torch.cuda.CUDAGraph) else None
+        self.synchronize()
+        with torch.cuda.graph(graph, pool=pool):
+            result = work()
+        return graph, result
+
+
+DEVICES: dict[str, type[CpuDevice] | type[CudaDevice]] = {"cuda": CudaDevice, "cpu": CpuDevice}  # the best one first
+
+
+class DeviceNotFoundError(ValueError):
+    """This machine has no such device, or PyTorch does not see it."""
+
+
+def find_device(name: str) -> Device:
+    """The device of a name in `DEVICES`; "auto": the first of them that is there. Raises `DeviceNotFoundError`."""
+    available = {known: device for known, device in DEVICES.items() if device.is_available()}
+    if name == "auto":
+        return next(iter(available.values())).current()
+    if name not in available:
+        raise DeviceNotFoundError(
+            f"device must be {' or '.join(available)} (PyTorch sees nothing else here), got {name!r}"
+        )
+    return available[name].current()

@@ -1,0 +1,288 @@
+"""The paged attention kernels in Triton's interpreter, against their torch twins in float64."""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.plan import DecodePlan, make_prefill_tiles
+from kernels.triton import attention_decode, attention_prefill
+from tests.support.paged import as_a_layer_of_one_tensor
+
+NAN = float("nan")
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass
+class Case:
+    kv: Tensor
+    block_tables: Tensor
+    rows: Tensor
+    context_lens: Tensor
+    kv_scale: Tensor | None = None
+
+    @classmethod
+    def make(cls, lens, num_kv_heads, page, head_dim, dtype=torch.float32, seed=0):
+        """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN."""
+        torch.manual_seed(seed)
+        counts = [-(-n // page) for n in lens]
+        num_blocks = sum(counts) + 3
+        ids = random.Random(seed).sample(range(num_blocks), sum(counts))
+        num_rows = len(lens) + 2
+        tables = torch.full((num_rows, max(counts) + 1), 2**30, dtype=torch.int32)
+        rows = torch.randperm(num_rows)[: len(lens)].int()
+        kv = torch.full((2, num_blocks, num_kv_heads, page, head_dim), NAN)
+        for row, n, count in zip(rows.tolist(), lens, counts, strict=True):
+            mine, ids = ids[:count], ids[count:]
+            tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
+            for i, block in enumerate(mine):
+                used = min(page, n - i * page)
+                kv[:, block, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
+        scale = None
+        if dtype == E4M3:
+            scale = torch.rand(2, num_kv_heads) + 0.01
+            kv = kv / scale.view(2, 1, -1, 1, 1)
+        return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32), scale)
+
+    def forget(self, oldest):
+        """NaN in the blocks of each sequence that lie wholly before its oldest key in use."""
+        kv, page = self.kv.float(), self.kv.shape[3]
+        for row, first in zip(self.rows.tolist(), oldest, strict=True):
+            released = self.block_tables[row, : max(first, 0) // page]
+            kv[:, released.long()] = NAN
+        self.kv = kv.to(self.kv.dtype)
+        return self
+
+    def exact(self):
+        """The keys and values as float64, for the reference implementation."""
+        kv = self.kv.double()
+        return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
+
+    def decode(self, query, num_programs, max_seqs=9, cuts=None, plan_window=0, **options):
+        shape = (
+            max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs, self.kv.dtype,
+            plan_window,
+        )  # fmt: skip
+        plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
+        attention_decode.plan_decode(self.context_lens, self.rows, plan)
+        reference.plan_decode(self.context_lens, self.rows, expected)
+        busy = expected.work[:, 0] > 0
+        assert plan.work[:, :2].equal(expected.work[:, :2])
+        assert plan.work[busy].equal(expected.work[busy])
+        out = torch.full_like(query, NAN)
+        for _ in range(2):  # the second run finds the workspace as the first left it
+            attention_decode.paged_attention_decode(
+                query,
+                self.kv[0],
+                self.kv[1],
+                self.block_tables,
+                self.rows,
+                self.context_lens,
+                plan=plan,
+                kv_scale=self.kv_scale,
+                out=out,
+                **options,
+            )
+        assert not plan.arrivals.any()
+        assert not plan.group_arrivals.any()
+        return out, reference.paged_attention_decode(
+            query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
+        )
+
+    def prefill(self, query, query_start, **options):
+        out = torch.full_like(query, 7.0)
+        args = (self.block_tables, self.rows, query_start, self.context_lens)
+        attention_prefill.paged_attention_prefill(
+            query, self.kv[0], self.kv[1], *args, kv_scale=self.kv_scale, out=out, **options
+        )
+        expected = torch.full_like(query, 7.0).double()
+        reference.paged_attention_prefill(query.double(), *self.exact(), *args, out=expected, **options)
+        return out, expected
+
+
+def options(kind, num_heads):
+    return {
+        "causal": {},
+        "window": {"window": 37},
+        "soft_cap": {"soft_cap": 3.0},
+        "alibi": {"alibi_slopes": torch.rand(num_heads)},
+        "window+alibi+soft_cap": {"window": 100, "soft_cap": 3.0, "alibi_slopes": torch.rand(num_heads)},
+    }[kind]
+
+
+SHAPES = [(1, 64, 16), (4, 64, 16), (8, 128, 64), (3, 80, 16), (7, 16, 8), (2, 256, 16), (4, 32, 64)]
+
+
+@pytest.mark.parametrize("max_seqs", [9, 40], ids=["for latency", "for bandwidth"])
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_decode_shapes(group, head_dim, page, max_seqs):
+    lens = [1, 300, 64, 130, 0, 17, 0, 128]
+    case = Case.make(lens, 2, page, head_dim)
+    query = torch.randn(len(lens), 2 * group, head_dim)
+    out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+def test_decode_options(kind):
+    lens = [1, 300, 64, 36, 37, 38, 200]
+    case = Case.make(lens, 2, 16, 64)
+    out, expected = case.decode(torch.randn(len(lens), 8, 64), 7, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_seqs", [2, 9, 40], ids=["tiles of 32", "tiles of 64", "tiles of 64 or 128"])
+@pytest.mark.parametrize("window", [1, 37, 64, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
+def test_a_plan_with_a_window_needs_nothing_before_it(window, dtype, max_seqs, request):
+    """Contexts shorter and longer than the window, which is cut by tiles, blocks and programs or fits them."""
+    if dtype == E4M3:
+        request.getfixturevalue("exact_float8")
+    lens = [700, 1] if max_seqs == 2 else [1, 700, 64, 0, 36, 37, 38, 201, 130]
+    case = Case.make(lens, 2, 16, 32, dtype).forget([n - window for n in lens])
+    query = torch.randn(len(lens), 8, 32)
+    out, expected = case.decode(query, 23, max_seqs, plan_window=window, scale=0.2, window=window)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_plan_counts_only_tiles_inside_the_window():
+    lens = torch.tensor([32_768] * 8, dtype=torch.int32)
+    rows = torch.arange(8, dtype=torch.int32)
+    for window, tiles in ((0, 8 * 512), (4096, 8 * 64), (4000, 8 * 63)):
+        plan = DecodePlan.allocate(8, 8, 1, 128, torch.device("cpu"), 64, window=window)
+        attention_decode.plan_decode(lens, rows, plan)
+        assert int(plan.work[:, 0].sum()) == tiles
+        assert int(plan.work[:, 0].max()) == -(-tiles // 64)
+
+
+def test_a_plan_with_a_window_is_for_that_window():
+    case = Case.make([50, 3], 2, 16, 16)
+    for window in (0, 30):
+        with pytest.raises(AssertionError):
+            case.decode(torch.randn(2, 4, 16), 3, plan_window=20, scale=1.0, window=window)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "fan_in", "min_tiles"),
+    [
+        (1, 0, 2), (2, 0, 2), (3, 0, 1), (16, 0, 2), (61, 0, 1), (61, 2, 2), (61, 4, 2), (16, 1, 2), (61, 2, 1), (5, 0, 8),
+    ],
+)  # fmt: skip
+def test_decode_is_the_same_however_it_is_split(num_programs, fan_in, min_tiles):
+    lens = [1500, 1, 0, 64, 700, 250, 33, 90, 0]
+    case = Case.make(lens, 2, 16, 16)
+    cuts = {"fan_in": fan_in, "min_tiles": min_tiles}
+    out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, cuts=cuts, scale=0.25)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_decode_of_nothing():
+    case = Case.make([0, 0], 2, 16, 16)
+    out, _ = case.decode(torch.randn(2, 4, 16), 3, scale=0.25)
+    assert not out.any()
+
+
+def test_half_precision():
+    """float16 only: the interpreter multiplies bfloat16 matrices as if their bits were integers."""
+    dtype = torch.float16
+    lens = [200, 65, 3]
+    case = Case.make(lens, 2, 16, 64, dtype)
+    out, expected = case.decode(torch.randn(3, 8, 64, dtype=dtype), 5, scale=0.125)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-2
+    start = torch.tensor([0, 150, 151, 154], dtype=torch.int32)
+    out, expected = case.prefill(torch.randn(154, 8, 64, dtype=dtype), start, scale=0.125)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-2
+
+
+def chunks(lens, query_lens, first=3):
+    starts = [first]
+    for n in query_lens:
+        starts.append(starts[-1] + n)
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_prefill_shapes(group, head_dim, page):
+    """Whole prompts, chunks on a context, one-token chunks; tokens before the first chunk are left alone."""
+    lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
+    case = Case.make(lens, 2, page, head_dim)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, head_dim), start, scale=head_dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+def test_prefill_options(kind):
+    lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
+    case = Case.make(lens, 2, 16, 32)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 37, 64, 200])
+def test_prefill_needs_nothing_before_the_window(window):
+    lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 20, 2]
+    case = Case.make(lens, 2, 16, 32).forget([n - q + 1 - window for n, q in zip(lens, query_lens, strict=True)])
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, window=window)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+PLANS = [pytest.param(9, torch.float16, id="for latency"), pytest.param(40, torch.float32, id="for bandwidth")]
+
+
+@pytest.mark.parametrize(("max_seqs", "dtype"), PLANS)
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_decode_of_an_e4m3_cache(group, head_dim, page, max_seqs, dtype, exact_float8):
+    lens = [1, 300, 64, 130, 0, 17, 0, 128]
+    case = Case.make(lens, 2, page, head_dim, E4M3)
+    query = torch.randn(len(lens), 2 * group, head_dim, dtype=dtype)
+    out, expected = case.decode(query, 5, max_seqs, scale=head_dim**-0.5)
+    atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (3e-3, 3e-3)
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
+def test_prefill_of_an_e4m3_cache(group, head_dim, page, exact_float8):
+    lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
+    case = Case.make(lens, 2, page, head_dim, E4M3)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, head_dim), start, scale=head_dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
+def test_a_cache_may_be_a_layer_of_one_tensor(dtype, request):
+    if dtype == E4M3:
+        request.getfixturevalue("exact_float8")
+    lens, query_lens = [1, 300, 64, 130], [1, 70, 64, 1]
+    case = Case.make(lens, 2, 16, 64, dtype)
+    case.kv = as_a_layer_of_one_tensor(case.kv)
+    assert not case.kv[0].is_contiguous()
+    out, expected = case.decode(torch.randn(4, 8, 64), 5, 40, scale=0.125)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 64), start, scale=0.125)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+def test_options_with_an_e4m3_cache(kind, exact_float8):
+    lens, query_lens = [1, 300, 64, 36, 200], [1, 130, 64, 1, 2]
+    case = Case.make(lens, 2, 16, 32, E4M3)
+    out, expected = case.decode(torch.randn(5, 8, 32), 7, 40, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tiles_cover_every_query_once_longest_first():
+    tiles = make_prefill_tiles([5, 1, 9], [100, 1, 9], 4)
+    assert sorted(tiles) == [(0, 0), (0, 4), (1, 0), (2, 0), (2, 4), (2, 8)]
+    assert tiles[:2] == [(0, 4), (0, 0)]

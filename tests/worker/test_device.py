@@ -1,0 +1,127 @@
+"""The devices: which one is found, and what each promises."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.worker.device import CpuDevice, CudaDevice, DeviceNotFoundError, Memory, find_device
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_a_device_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert find_device("cpu") == CpuDevice()
+    assert find_device("cuda") == find_device("auto") == CudaDevice(3)
+    assert find_device("auto").torch_device == torch.device("cuda", 3)
+
+
+def test_a_machine_without_a_gpu_has_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == CpuDevice()
+    for name in ("cuda", "tpu"):
+        with pytest.raises(DeviceNotFoundError, match=rf"must be cpu .* got '{name}'"):
+            find_device(name)
+
+
+def test_the_cpu_needs_no_waiting() -> None:
+    device = CpuDevice()
+    event = device.record_event()
+    event.synchronize()
+    assert event.query()
+    device.synchronize()
+    device.reset_peak_memory()
+    tensor = torch.arange(3)
+    assert device.upload(tensor) is tensor
+    pinned = device.pinned(2, 3, dtype=torch.int32)
+    assert (pinned.shape, pinned.dtype, pinned.device.type) == ((2, 3), torch.int32, "cpu")
+    with pytest.raises(NotImplementedError, match="captures no graphs"):
+        device.capture(lambda: None)
+
+
+def test_the_cpus_memory() -> None:
+    memory = CpuDevice().memory()
+    assert 0 < memory.used <= memory.peak < memory.total
+    assert 0 < memory.free < memory.total
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]
+)
+def test_fp8_caches_need_ada(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], supported: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert CudaDevice(0).capability == capability
+    assert CudaDevice(0).supports_fp8_cache is supported
+    assert CpuDevice().supports_fp8_cache
+
+
+def test_a_gpus_memory_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 30 + index)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: 40 + index)
+    assert CudaDevice(2).memory() == Memory(total=100, free=12, used=32, peak=42)
+
+
+def test_graphs_share_the_memory_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def pool(self) -> int:
+            return id(self)
+
+    pools: list[object] = []
+
+    class Capturing:
+        def __init__(self, graph: Graph, pool: object) -> None:
+            pools.append(pool)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(
+        torch, "cuda", SimpleNamespace(CUDAGraph=Graph, graph=Capturing, synchronize=lambda index: None)
+    )
+    device = CudaDevice(0)
+    first, result = device.capture(lambda: "one")
+    second, other = device.capture(lambda: "two", first)
+    assert (result, other) == ("one", "two")
+    assert pools == [None, id(first)]
+    assert first is not second
+
+
+@CUDA
+@pytest.mark.gpu
+def test_a_gpu() -> None:
+    device = find_device("cuda")
+    assert "NVIDIA" in device.name
+    assert device.is_accelerator
+    source = device.pinned(1000, dtype=torch.float32).fill_(2)
+    x = device.upload(source)
+    assert x.device == device.torch_device
+    assert float(device.upload(torch.tensor([3.0]))) == 3
+    out = device.pinned(1000, dtype=torch.float32)
+
+    def double() -> torch.Tensor:
+        return x * 2
+
+    double()
+    graph, doubled = device.capture(double)
+    more, plus_one = device.capture(lambda: doubled + 1, graph)
+    x.fill_(5)
+    graph.replay()
+    more.replay()
+    out.copy_(plus_one, non_blocking=True)
+    event = device.record_event()
+    event.synchronize()
+    assert event.query()
+    assert (out == 11).all()
+    before = device.memory()
+    held = torch.empty(64 << 20, dtype=torch.uint8, device=device.torch_device)
+    assert device.memory().used >= before.used
+    peak = device.memory().peak
+    assert peak >= 64 << 20
+    del held
+    device.reset_peak_memory()
+    assert device.memory().peak < peak
