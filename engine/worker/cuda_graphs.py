@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from functools import partial
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
+
+from engine.worker.device import Device, Graph
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -24,6 +26,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
+        device: Device,
         decode: Callable[[Tensor, int], tuple[Tensor, Tensor]],
         filtered: Callable[[Tensor, Tensor], None],
         buffer: Tensor,
@@ -31,18 +34,14 @@ class DecodeGraphs:
         progress: bool,
     ) -> None:
         self._sizes, self._buffer = sizes, buffer
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[int, tuple[Graph, Graph]] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        pool = None
+        shared: Graph | None = None
         for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
             filtered(*decode(buffer, size))  # compile and choose algorithms outside the capture
-            torch.cuda.synchronize()
-            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(first, pool=pool):
-                self._outputs[size] = decode(buffer, size)
-            pool = pool or first.pool()
-            with torch.cuda.graph(second, pool=pool):
-                filtered(*self._outputs[size])
+            first, self._outputs[size] = device.capture(partial(decode, buffer, size), shared)
+            shared = shared or first
+            second, _ = device.capture(partial(filtered, *self._outputs[size]), shared)
             self._graphs[size] = first, second
 
     def padded_size(self, num_seqs: int) -> int:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import resource
 from collections.abc import Callable
@@ -79,6 +81,9 @@ class Device(Protocol):
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised CPU tensor that the device can copy from and to without the CPU waiting."""
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros on the device. On a CPU they cost memory only as they are written: `torch.zeros` writes them all at once."""
+
     def upload(self, tensor: Tensor) -> Tensor:
         """A CPU tensor on the device, without waiting for what is queued; on a CPU, itself. It must not be changed any more."""
 
@@ -139,6 +144,10 @@ class CpuDevice:
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
 
@@ -196,6 +205,9 @@ class CudaDevice:
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
+from engine.worker.device import Device
 from kernels import layout
 from kernels.layout import RowState, StepTensors
 
@@ -62,12 +63,10 @@ class InputBatch:
     and how long the longest context is.
     """
 
-    def __init__(
-        self, num_rows: int, num_groups: int, max_blocks: int, device: torch.device, *, pin_memory: bool
-    ) -> None:
-        """`max_blocks`: of a block table. `pin_memory`: the device reads the packed buffers without a copy in between."""
-        self.num_rows, self.num_groups, self.device, self.pin_memory = num_rows, num_groups, device, pin_memory
-        self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device)
+    def __init__(self, num_rows: int, num_groups: int, max_blocks: int, device: Device) -> None:
+        """`max_blocks`: of a block table."""
+        self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
+        self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
         self.rows: dict[str, Row] = {}
         self.num_scored = 0  # rows that want log-probabilities of their prompt
         self.num_pooled = 0  # rows that want an embedding
@@ -113,13 +112,9 @@ class InputBatch:
             record[layout.TOP_K] = max(sampling.top_k, 0)
             values[layout.TEMPERATURE], values[layout.TOP_P] = sampling.temperature, sampling.top_p
             values[layout.MIN_P] = sampling.min_p
-        at = self.to_device(torch.tensor([row.index for row in rows]))
-        self.state.records[at] = self.to_device(torch.from_numpy(records))
+        at = self.device.upload(torch.tensor([row.index for row in rows]))
+        self.state.records[at] = self.device.upload(torch.from_numpy(records))
         return rows
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """A tensor of the CPU, on the device; nothing waits."""
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.pin_memory else tensor
 
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:
         """Write the step into the next packed buffer, padded to `padded_seqs` one-token sequences when that is not 0."""
@@ -192,7 +187,7 @@ class InputBatch:
     def defer(self, packed: PackedStep, step: StepTensors, indices: list[int]) -> None:
         """These requests of the last step compute its last token once more in the next one: nothing was sampled for them."""
         self._num_computed[packed.members.row_indices[indices]] -= 1
-        at = self.to_device(torch.tensor(indices))
+        at = self.device.upload(torch.tensor(indices))
         rows, newest = step.rows[at], step.input_ids[step.last_index[at]]
         self.state.last_token.scatter_(0, rows, newest)
         self.state.num_computed.scatter_(0, rows, step.next_position[at] - 1)
@@ -212,7 +207,7 @@ class InputBatch:
 
     def _new_buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
         """A tensor, and the same memory as an array."""
-        buffer = torch.empty(size, dtype=torch.int32, pin_memory=self.pin_memory)
+        buffer = self.device.pinned(size, dtype=torch.int32)
         return buffer, buffer.numpy()
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.cache_groups import CacheGroup, longest_sequence, most_blocks
+from engine.worker.device import Device, Memory
 
 
 class KVCacheTooSmallError(ValueError):
@@ -74,17 +72,14 @@ class KVCacheLayout:
     def block_bytes(self) -> int:
         return 2 * self.num_slots * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
+    def allocate(self, num_blocks: int, device: Device) -> list[Tensor]:
         """For each layer [2, num_blocks, num_kv_heads, block_size, head_dim], K then V: layers at the same slot of different
         groups have the same memory, and never the same block.
 
         Zeroed: a slot never written must not read as NaN.
         """
         shape = (2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
-        if device.type == "cpu":
-            slots = [_untouched_zeros(shape, self.dtype) for _ in range(self.num_slots)]
-        else:
-            slots = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_slots)]
+        slots = [device.zeros(*shape, dtype=self.dtype) for _ in range(self.num_slots)]
         return [slots[slot] for slot in self.slot_of]
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
@@ -101,10 +96,9 @@ class KVCacheLayout:
                 "(--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override)"
             )
 
-    def cpu_cache_bytes(self, max_num_seqs: int, max_model_len: int, max_chunk: int) -> int:
-        """On a CPU: enough for every sequence at full length, but at most 4 GiB or a quarter of the free memory."""
+    def cpu_cache_bytes(self, max_num_seqs: int, max_model_len: int, max_chunk: int, free: int) -> int:
+        """On a CPU with `free` bytes: enough for every sequence at full length, but at most 4 GiB or a quarter of them."""
         of_one = self.most_blocks(max_model_len, max_chunk) * self.block_bytes
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(max_num_seqs * of_one, max(4 << 30, of_one), free // 4)
 
 
@@ -118,18 +112,11 @@ def _slots_of_a_block(counts: Sequence[int]) -> int:
     return min((n for n in range(1, max(counts) + 1) if cost(n)[1] <= MAX_PADDING * sum(counts)), key=cost)
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages cost memory only once they are written: `torch.zeros` writes them all at once."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def gpu_cache_bytes(device: torch.device, utilization: float, reserve: int) -> int:
+def gpu_cache_bytes(memory: Memory, utilization: float, reserve: int) -> int:
     """Bytes left for the KV cache: the share of the device's memory this process may use, less what it holds at its peak.
 
-    Call after a profiling run: `torch.cuda.max_memory_reserved` is then the peak of weights and activations. Memory that
-    other processes hold counts against the share. `reserve` bytes stay free for CUDA graphs.
+    `memory` is measured after a profiling run, so that its peak is that of weights and activations. What other processes
+    hold counts against the share. `reserve` bytes stay free for graphs.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    outside = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - outside - torch.cuda.max_memory_reserved(device) - reserve
+    outside = memory.total - memory.free - memory.used
+    return int(memory.total * utilization) - outside - memory.peak - reserve

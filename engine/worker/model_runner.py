@@ -21,6 +21,7 @@ from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.worker.device import Event
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
@@ -47,7 +48,7 @@ class StepHandle:
     embeddings: Embeddings | None = None
     logprobs: SampledLogprobs | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
-    done: torch.cuda.Event | None = None
+    done: Event | None = None
     finish: Callable[[Sequence[int]], None] | None = None  # what `sample` has to do; holds the step's logits
 
     def sample(self, deferred: Sequence[int] = ()) -> None:
@@ -92,9 +93,8 @@ class ModelRunner:
     def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions) -> None:
         self.model, self.spec, self.options = model, spec, options
         self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
-        self.on_gpu = self.device.type == "cuda"
         max_seqs, max_blocks = options.max_num_seqs, -(-options.max_model_len // options.block_size)
-        mixer = model.spec.layers[0].mixer
+        device, mixer = options.device.torch_device, model.spec.layers[0].mixer
         # A window that holds the longest context is none.
         windows = [window if window < options.max_model_len else 0 for window in spec.windows]
         self.kv_layout = KVCacheLayout.of(
@@ -102,28 +102,28 @@ class ModelRunner:
         )
         self.cache_groups = self.kv_layout.groups
         num_groups, max_tokens = len(self.cache_groups), max(options.max_num_batched_tokens, max_seqs)
-        self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device, pin_memory=self.on_gpu)
-        self._step = StepTensors.allocate(max_seqs, max_tokens, num_groups, self.device)
+        self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device)
+        self._step = StepTensors.allocate(max_seqs, max_tokens, num_groups, device)
         self._sampler = Sampler(self.batch, self._step, spec.eos_token_ids, spec.vocab_size, options.max_model_len)
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size)
         self.kv_cache: list[Tensor] = []
         # For each cache group, plans for up to max_seqs sequences each, the smallest first.
         self._plans: list[list[kernels.DecodePlan]] = [[] for _ in self.cache_groups]
         self._tile_queries = 0
-        if self.on_gpu:
+        if self.device.is_accelerator:
             heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
             self._plans = [
-                [kernels.DecodePlan.allocate(n, *heads, device=self.device, kv_dtype=options.kv_dtype) for n in limits]
+                [kernels.DecodePlan.allocate(n, *heads, device=device, kv_dtype=options.kv_dtype) for n in limits]
                 for _ in self.cache_groups
             ]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
             self._logits = torch.empty(
-                graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=self.device
+                graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
             )  # of all graphs: each is read before the next one runs
-            self._host_tokens = [torch.empty(max_seqs, dtype=torch.int64, pin_memory=True) for _ in range(RING)]
+            self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
         self._num_launched = 0
-        self._last_guided: torch.cuda.Event | None = None  # end of the last step, if a graph of guided requests
+        self._last_guided: Event | None = None  # end of the last step, if a graph of guided requests
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -131,7 +131,7 @@ class ModelRunner:
 
     @property
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
+        return self.device.name
 
     def close(self) -> None:
         """Release the device's memory."""
@@ -172,14 +172,14 @@ class ModelRunner:
         self, handle: StepHandle, packed: PackedStep, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, V] and tokens [B] of any step; `handle` gets prompt log-probabilities and embeddings of these indices."""
-        on_device = packed.packed.to(self.device, non_blocking=True)
+        on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
         n, num_seqs, tiles = packed.num_decodes, packed.num_seqs, None
-        if self.on_gpu and n < num_seqs:
+        if self.device.is_accelerator and n < num_seqs:
             lens = packed.members.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             grid = kernels.make_prefill_tiles(*lens, self._tile_queries)
-            tiles = torch.tensor(grid, dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
+            tiles = self.device.upload(torch.tensor(grid, dtype=torch.int32))
         groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
-        hidden, to_device = self._forward(packed.num_tokens, groups), self.batch.to_device
+        hidden, to_device = self._forward(packed.num_tokens, groups), self.device.upload
         if scored:
             handle.prompt_logprobs = PromptLogprobs.of(
                 packed, scored, hidden, self.model.logits, self.spec.vocab_size, to_device
@@ -187,7 +187,7 @@ class ModelRunner:
         if pooled:
             handle.embeddings = self._pooler.pool(packed, pooled, hidden)
             if len(pooled) == num_seqs:  # nothing is to be sampled
-                return hidden[:0], torch.full((num_seqs,), -1, device=self.device)
+                return hidden[:0], torch.full((num_seqs,), -1, device=self.device.torch_device)
         if packed.num_tokens > num_seqs:
             hidden = hidden[self._step.last_index[:num_seqs]]
         logits = self.model.logits(hidden)
@@ -252,12 +252,11 @@ class ModelRunner:
             handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens)
         n = len(handle.output.batch)
         handle.tokens = tokens[:n]
-        if self.on_gpu:
+        if self.device.is_accelerator:
             self._num_launched += 1
             handle.tokens = self._host_tokens[self._num_launched % RING][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)
-            handle.done = torch.cuda.Event()
-            handle.done.record()
+            handle.done = self.device.record_event()
         self._last_guided = handle.done if size and plan.guided else None
 
     def _defer(self, handle: StepHandle, packed: PackedStep, indices: Sequence[int]) -> None:

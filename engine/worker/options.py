@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.worker.device import Device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
     """All resolved: no "auto" left."""
 
-    device: torch.device
+    device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype  # `dtype` or torch.float8_e4m3fn
     max_model_len: int

@@ -33,7 +33,7 @@ class Pooler:
     def __init__(self, batch: InputBatch, norm: Callable[[Tensor], Tensor], hidden_size: int) -> None:
         """`norm`: the model's final one."""
         self._batch, self._norm, self._hidden_size = batch, norm, hidden_size
-        self._sums = torch.zeros(0, hidden_size, device=batch.device)  # [rows, hidden] float32
+        self._sums = torch.zeros(0, hidden_size, device=batch.device.torch_device)  # [rows, hidden] float32
 
     def indices(self, output: SchedulerOutput) -> list[int]:
         """Where in the step's batch the requests for embeddings are."""
@@ -91,7 +91,7 @@ class Pooler:
         return Embeddings(indices, num_dimensions, vectors.to("cpu", non_blocking=True))
 
     def _ints(self, values: np.ndarray) -> Tensor:
-        return self._batch.to_device(torch.from_numpy(values.astype(np.int64)))
+        return self._batch.device.upload(torch.from_numpy(values.astype(np.int64)))
 
     def _columns(self, *columns: Sequence[int]) -> tuple[Tensor, ...]:
         return self._ints(np.array(columns)).unbind()

@@ -33,11 +33,11 @@ def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progr
     Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
     """
     model = load_model(
-        folder, spec, dtype=options.dtype, device=options.device, load_format=options.load_format, seed=options.seed,
+        folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
         progress=progress, max_model_len=options.max_model_len,
     )  # fmt: skip
     runner = ModelRunner(model, spec, options)
-    if runner.on_gpu:
+    if runner.device.is_accelerator:
         compile_kernels(runner)
     else:
         model.pack_weights()
@@ -46,11 +46,11 @@ def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progr
     runner.num_blocks = count_blocks(runner)
     runner.kv_layout.check_fits(runner.num_blocks, options.max_model_len, options.max_num_batched_tokens)
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
-    if runner.on_gpu:
+    if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager:
             capture_graphs(runner, progress)
-        torch.cuda.synchronize()
+        runner.device.synchronize()
     return runner
 
 
@@ -61,7 +61,9 @@ def compile_kernels(runner: ModelRunner) -> None:
     with _temporary_cache(runner, 1), kernels.compiling_only():
         dummy_run(runner, tokens_each=1)
         packed = torch.zeros(
-            (5 + 4 * len(runner.cache_groups)) * (max_num_seqs + 8), dtype=torch.int32, device=runner.device
+            (5 + 4 * len(runner.cache_groups)) * (max_num_seqs + 8),
+            dtype=torch.int32,
+            device=runner.device.torch_device,
         )
         for size in {1, *kernels.FEW_SEQS, max_num_seqs}:
             runner.run_decode(packed, min(size, max_num_seqs))
@@ -93,16 +95,18 @@ def count_blocks(runner: ModelRunner) -> int:
         return options.num_gpu_blocks_override
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes // block_bytes
-    if not runner.on_gpu:
-        num_bytes = layout.cpu_cache_bytes(options.max_num_seqs, options.max_model_len, options.max_num_batched_tokens)
+    if not runner.device.is_accelerator:
+        free = runner.device.memory().free
+        num_bytes = layout.cpu_cache_bytes(
+            options.max_num_seqs, options.max_model_len, options.max_num_batched_tokens, free
+        )
         return num_bytes // block_bytes
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.device.reset_peak_memory()
     with _temporary_cache(runner, 1):
         dummy_run(runner, tokens_each=options.max_num_batched_tokens // options.max_num_seqs)
-        torch.cuda.synchronize()
-        num_bytes = gpu_cache_bytes(runner.device, options.gpu_memory_utilization, GRAPH_RESERVE)
-    torch.cuda.empty_cache()
+        runner.device.synchronize()
+        num_bytes = gpu_cache_bytes(runner.device.memory(), options.gpu_memory_utilization, GRAPH_RESERVE)
+    runner.device.reset_peak_memory()
     return max(num_bytes // block_bytes, 0)
 
 
@@ -110,8 +114,8 @@ def capture_graphs(runner: ModelRunner, progress: bool) -> None:
     """Capture the decode step for every padded batch size."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     size = (5 + 4 * len(runner.cache_groups)) * (sizes[-1] + 8)  # with room for new blocks, beside the step itself
-    buffer = torch.zeros(size, dtype=torch.int32, device=runner.device)
-    runner.graphs = DecodeGraphs(runner.run_decode, runner.run_filtered, buffer, sizes, progress)
+    buffer = torch.zeros(size, dtype=torch.int32, device=runner.device.torch_device)
+    runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
 
 
 def dummy_run(runner: ModelRunner, tokens_each: int) -> None:

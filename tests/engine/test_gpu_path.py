@@ -1,22 +1,22 @@
 """A step as it runs on a GPU, without one: all of it but the hardware. Triton's interpreter runs the kernels.
 
-What only a GPU has is played: pinned memory is memory, an event has always happened, and a captured graph is its step,
-run again.
+Its device is an accelerator that does all work at once, and whose graphs are the captured work, done again.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
 
 import kernels
+from engine import options
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
@@ -24,11 +24,11 @@ from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
 from engine.input_processor import InputProcessor
 from engine.worker import startup
-from engine.worker.cuda_graphs import DecodeGraphs
-from engine.worker.model_runner import ModelRunner
+from engine.worker.device import CpuDevice, Graph, Memory
 
 pytest.importorskip("triton")
 
+R = TypeVar("R")
 REQUESTS = {
     "greedy": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=12)),
     "long prompt": (list(range(40)), SamplingParams(temperature=0, max_tokens=4)),
@@ -55,44 +55,45 @@ REQUESTS = {
 }
 
 
-class Replayed(DecodeGraphs):
-    """Graphs whose replay is the captured step."""
+@dataclass
+class Replayed:
+    """A graph whose replay is the captured work, done again."""
 
-    replays: ClassVar[list[int]] = []
-    second_replays: ClassVar[list[int]] = []
+    work: Callable[[], Any]
+    result: Any
+    num_replays: int = 0
 
-    def __init__(self, decode: Any, filtered: Any, buffer: Tensor, sizes: list[int], progress: bool) -> None:
-        self._decode, self._filtered, self._buffer, self._sizes = decode, filtered, buffer, sizes
+    def replay(self) -> None:
+        self.num_replays += 1
+        for captured, again in zip(self.result or (), self.work() or (), strict=True):
+            captured.copy_(again)
 
-    def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
-        self.replays.append(size)
-        self._buffer[: len(packed)].copy_(packed)
-        self._last: tuple[Tensor, Tensor] = self._decode(self._buffer, size)
-        return self._last
 
-    def run_filtered(self, size: int) -> None:
-        assert size == self.replays[-1]
-        self.second_replays.append(size)
-        self._filtered(*self._last)
+@dataclass(frozen=True)
+class InterpretedGPU(CpuDevice):
+    """An accelerator whose memory is the CPU's, whose work is done when it is queued."""
+
+    is_accelerator = True
+    graphs: ClassVar[list[Replayed]] = []
+
+    def memory(self) -> Memory:
+        return Memory(total=1 << 30, free=1 << 29, used=0, peak=1 << 20)
+
+    def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
+        graph = Replayed(work, work())
+        self.graphs.append(graph)
+        return graph, graph.result
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, event = torch.empty, SimpleNamespace(record=lambda: None, synchronize=lambda: None, query=lambda: True)
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for module, names in kernels.BACKENDS["cuda"].items():
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
-    monkeypatch.setattr(ModelRunner, "on_gpu", property(lambda runner: True, lambda runner, value: None), raising=False)
+    monkeypatch.setattr(options, "find_device", lambda name: InterpretedGPU())
     monkeypatch.setattr(startup, "compile_kernels", lambda runner: None)  # the interpreter would run what it launches
-    monkeypatch.setattr(startup, "DecodeGraphs", Replayed)
-    monkeypatch.setattr(Replayed, "replays", [])
-    monkeypatch.setattr(Replayed, "second_replays", [])
+    monkeypatch.setattr(InterpretedGPU, "graphs", [])
 
 
 def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
@@ -122,8 +123,9 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
     expected = answers(tiny_model)
     request.getfixturevalue("gpu")
     assert answers(tiny_model) == expected
-    assert set(Replayed.replays) >= {1, 2, 4}
-    assert set(Replayed.second_replays) >= {2, 4}
+    first, second = InterpretedGPU.graphs[::2], InterpretedGPU.graphs[1::2]  # sizes 4, 2, 1
+    assert all(graph.num_replays for graph in first)
+    assert all(graph.num_replays for graph in second[:2])
 
 
 def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:

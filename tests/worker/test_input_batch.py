@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.cache_groups import FULL, CacheGroup
@@ -14,11 +13,12 @@ from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
+from engine.worker.device import CpuDevice
 from engine.worker.input_batch import InputBatch
 from kernels import reference
 from kernels.layout import StepTensors
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 BLOCK, MAX_LEN, ROWS, BUDGET = 4, 48, 5, 20
 
 
@@ -36,8 +36,8 @@ class Device:
 
     def __init__(self, rng: random.Random, num_groups: int) -> None:
         self.rng = rng
-        self.batch = InputBatch(ROWS, num_groups, MAX_LEN // BLOCK, CPU, pin_memory=False)
-        self.step = StepTensors.allocate(ROWS + 3, BUDGET + 3, num_groups, CPU)
+        self.batch = InputBatch(ROWS, num_groups, MAX_LEN // BLOCK, CPU)
+        self.step = StepTensors.allocate(ROWS + 3, BUDGET + 3, num_groups, CPU.torch_device)
         self.plain: dict[str, Plain] = {}
         self.num_kept = self.num_padded = self.num_deferred = 0
         self.deferred: list[int] = []

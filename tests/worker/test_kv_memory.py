@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from engine.core.cache_groups import FULL, CacheGroup
+from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.sampling_params import SamplingParams
+from engine.worker.device import Device
 from engine.worker.input_batch import Row
 from engine.worker.sampling import filters
 from engine.worker.sampling.token_history import TokenHistory
@@ -44,17 +45,16 @@ class RowGroup:
     history: TokenHistory
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    device: torch.device
-    to_device: Callable[[Tensor], Tensor]
+    device: Device
 
     def where(self, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         return [i for i, row in enumerate(self.rows) if wanted(row.sampling)]
 
     def ints(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return self.to_device(torch.tensor(list(values), dtype=dtype))
+        return self.device.upload(torch.tensor(list(values), dtype=dtype))
 
     def floats(self, values: Iterable[float]) -> Tensor:
-        return self.to_device(torch.tensor(list(values), dtype=torch.float32))
+        return self.device.upload(torch.tensor(list(values), dtype=torch.float32))
 
     def column(self, name: str, indices: Iterable[int]) -> Tensor:
         """A sampling parameter of some of the rows: [len(indices)] float32."""
@@ -249,7 +249,7 @@ class Dry(Processor):
         self._params = [
             group.column(name, indices) for name in ("dry_multiplier", "dry_base", "dry_allowed_length")
         ]  # fmt: skip
-        self._breakers = torch.zeros(len(indices), group.vocab_size, dtype=torch.bool, device=group.device)
+        self._breakers = torch.zeros(len(indices), group.vocab_size, dtype=torch.bool, device=group.device.torch_device)
         entries = [(k, t) for k, i in enumerate(indices) for t in group.rows[i].sampling.dry_sequence_breakers or ()]
         if entries:
             rows, tokens = zip(*entries, strict=True)
@@ -268,7 +268,7 @@ class AllowedTokenIds(Processor):
         return params.allowed_token_ids is not None
 
     def __init__(self, group: RowGroup) -> None:
-        every = torch.ones(group.vocab_size, dtype=torch.bool, device=group.device)
+        every = torch.ones(group.vocab_size, dtype=torch.bool, device=group.device.torch_device)
         self._allowed = torch.stack([
             self._allowed_by(group, row) if self.needed(row.sampling) else every for row in group.rows
         ])  # fmt: skip
@@ -277,7 +277,7 @@ class AllowedTokenIds(Processor):
     def _allowed_by(group: RowGroup, row: ProcessedRow) -> Tensor:
         """[V] bool."""
         if (allowed := row.tensors.get(AllowedTokenIds)) is None:
-            allowed = torch.zeros(group.vocab_size, dtype=torch.bool, device=group.device)
+            allowed = torch.zeros(group.vocab_size, dtype=torch.bool, device=group.device.torch_device)
             allowed[group.ints(row.sampling.allowed_token_ids or ())] = True
             row.tensors[AllowedTokenIds] = allowed
         return allowed

@@ -88,10 +88,10 @@ class Sampler:
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         # The CPU writes masks, and the device reads them from the CPU's memory. The step before has been read by then, so
         # the device is done with the masks of that step.
-        self.masks = torch.empty(
-            batch.num_rows, -(-vocab_size // 32), dtype=torch.int32, pin_memory=batch.pin_memory
-        ).fill_(-1)
-        self._mask_of = torch.full((batch.num_rows,), -1, dtype=torch.int32, device=batch.device)  # [B]; -1: none
+        self.masks = batch.device.pinned(batch.num_rows, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
+        self._mask_of = torch.full(
+            (batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device
+        )  # [B]; -1: none
         self._history = TokenHistory(batch.num_rows, max_len, batch.device)
         self._processed: dict[int, ProcessedRow] = {}  # by device row
         self._plan = SamplingPlan()
@@ -178,7 +178,7 @@ class Sampler:
         if plan.num_masked or self._plan.num_masked:
             mask_of = torch.full((self._batch.num_rows,), -1, dtype=torch.int32)
             mask_of[plan.guided[: plan.num_masked]] = torch.arange(plan.num_masked, dtype=torch.int32)
-            self._mask_of.copy_(self._batch.to_device(mask_of))
+            self._mask_of.copy_(self._batch.device.upload(mask_of))
         return plan
 
     def _plan_processed(self, plan: SamplingPlan, packed: PackedStep) -> None:
@@ -220,7 +220,7 @@ class Sampler:
             if group.indices == indices and group.members == members:
                 return group
         batch = self._batch
-        own = RowGroup(members, self._history, self._vocab_size, self._eos_token_ids, batch.device, batch.to_device)
+        own = RowGroup(members, self._history, self._vocab_size, self._eos_token_ids, batch.device)
         kinds = [kind for kind in PROCESSORS if any(kind.needed(row.sampling) for row in members)]
         unfiltered = [i for kind in kinds if kind.filters_itself for i in own.where(kind.needed)]
         with_history = [i for i, row in enumerate(members) if row.slot >= 0]

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.worker.device import Device
+
 
 class TokenHistory:
     """One slot for each request that asks for one: its tokens by position, the newest one too, which only the device knows.
@@ -13,13 +15,13 @@ class TokenHistory:
     Memory is taken when the first request asks, and doubled when slots run out.
     """
 
-    def __init__(self, max_slots: int, max_len: int, device: torch.device) -> None:
+    def __init__(self, max_slots: int, max_len: int, device: Device) -> None:
         self._max_slots, self._max_len, self._device = max_slots, max_len, device
         self._free: list[int] = []
         self.tokens = self._allocate(0)  # [slots, max_len] int32
 
     def _allocate(self, num_slots: int) -> Tensor:
-        return torch.zeros(num_slots, self._max_len, dtype=torch.int32, device=self._device)
+        return torch.zeros(num_slots, self._max_len, dtype=torch.int32, device=self._device.torch_device)
 
     def take(self, token_ids: np.ndarray) -> int:
         """A slot that holds these tokens."""
@@ -30,10 +32,7 @@ class TokenHistory:
             self.tokens = torch.cat([self.tokens, self._allocate(new - old)])
             self._free = list(range(new - 1, old - 1, -1))
         slot = self._free.pop()
-        tokens = torch.from_numpy(token_ids)
-        if self._device.type == "cuda":
-            tokens = tokens.pin_memory()
-        self.tokens[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        self.tokens[slot, : len(token_ids)] = self._device.upload(torch.from_numpy(token_ids))
         return slot
 
     def release(self, slot: int) -> None:

@@ -14,6 +14,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
+from engine.worker.device import CpuDevice
 from engine.worker.input_batch import InputBatch
 from engine.worker.sampling.processors import PROCESSORS, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
@@ -22,7 +23,7 @@ from kernels.layout import StepTensors
 from tests.support.slow_sampler import next_token
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 
 
 def step_of(number: int, admitted: list[NewRequest], batch: ScheduledBatch, removed: list[str]) -> SchedulerOutput:
@@ -37,8 +38,8 @@ class Sampling:
     """The sampling half of a model runner: requests come and go, logits are made up."""
 
     def __init__(self) -> None:
-        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU, pin_memory=False)
-        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU)
+        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU)
+        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU.torch_device)
         self.sampler = Sampler(self.batch, self.step, EOS, VOCAB, MAX_LEN)
         self.number, self.last = 0, ScheduledBatch([], [], 0, 0, [])
 
