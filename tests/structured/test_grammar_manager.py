@@ -84,9 +84,12 @@ def test_the_slower_method_is_tried_again(compiler: Compiler, monkeypatch: pytes
     assert taken[-50:] == ["together"] * 50
 
 
-def test_requests_not_followed_may_have_all_tokens_and_errors_are_reported(compiler: Compiler) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_requests_not_followed_may_have_all_tokens_and_errors_are_reported(compiler: Compiler, together: bool) -> None:
     names = ["good", "bad"]
     followed = follow(compiler, names)
+    if together:
+        followed._fill._alone = followed._fill._together
     followed.advance("bad", [ord("!")])
     masks = np.zeros((3, WORDS), dtype=np.int32)
     late_rows, errors = followed.fill(["stranger", *names], masks)
@@ -166,3 +169,22 @@ def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.Monk
     masks = np.zeros((3, WORDS), dtype=np.int32)
     assert followed.fill(["0", "1", "2"], masks) == ([], {})
     assert allowed(masks[0]) == [97, 98, 99], "each begins at the beginning"
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_alone(compiler: Compiler) -> None:
+    manager = GrammarManager[str](compiler)
+    manager.add("good", regex_grammar("[a-c]{3}7"), "the good one")
+    manager.add("bad", '{"grammars": [{"lark_grammar": "start: nowhere"}]}', "the bad one")
+    ready: list[str] = []
+    errors: dict[str, str] = {}
+    while manager.num_held:
+        compiled, failed = manager.take_compiled(idle=True)
+        ready += compiled
+        errors |= failed
+    assert ready == ["the good one"]
+    assert list(errors) == ["bad"]
+    assert "nowhere" in errors["bad"]
+    assert manager.num_followed == 1
+    assert list(manager._weights) == ["good"]
+    assert not manager.remove("good"), "it was not held any more"
+    assert manager.num_followed == 0

@@ -144,13 +144,13 @@ class BannedTokens(Processor):
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        return params.min_tokens > 0 or _has_single(params)
+        return _has_single(params) or _has_minimum(params)
 
     @classmethod
     def needed_until(cls, params: SamplingParams, num_prompt_tokens: int) -> int:
         if _has_single(params):
             return FOREVER
-        return num_prompt_tokens + params.min_tokens if params.min_tokens else 0
+        return num_prompt_tokens + params.min_tokens if _has_minimum(params) else 0
 
     def __init__(self, group: RowGroup) -> None:
         until: dict[tuple[int, int], int] = {}  # (row, token) → banned in contexts shorter than this
@@ -172,7 +172,11 @@ class BannedTokens(Processor):
 
 
 def _has_single(params: SamplingParams) -> bool:
-    return any(len(word) == 1 for word in _bad_words(params))
+    return bool(params.bad_words) and any(len(word) == 1 for word in _bad_words(params))
+
+
+def _has_minimum(params: SamplingParams) -> bool:
+    return params.min_tokens > 0 and (not params.ignore_eos or bool(params.stop_token_ids))
 
 
 def _bad_words(params: SamplingParams) -> list[list[int]]:
@@ -188,7 +192,7 @@ class BadWords(Processor):
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        return any(len(word) > 1 for word in _bad_words(params))
+        return bool(params.bad_words) and any(len(word) > 1 for word in _bad_words(params))
 
     def __init__(self, group: RowGroup) -> None:
         entries = [(i, word) for i, row in enumerate(group.rows) for word in _bad_words(row.sampling) if len(word) > 1]

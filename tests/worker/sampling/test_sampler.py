@@ -16,7 +16,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.worker.device import CpuDevice
 from engine.worker.input_batch import InputBatch
-from engine.worker.sampling.processors import PROCESSORS, GrammarMask, Penalties
+from engine.worker.sampling.processors import PROCESSORS, BannedTokens, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
 from kernels import reference
 from kernels.layout import StepTensors
@@ -230,3 +230,9 @@ def test_a_processor_says_what_needs_it() -> None:
     assert Penalties.needed(replace(SamplingParams(), presence_penalty=2))
     assert not any(processor.needed(SamplingParams()) for processor in PROCESSORS)
     assert not any(processor.needed(UNSAMPLED) for processor in PROCESSORS)
+
+
+def test_min_tokens_needs_no_processor_when_nothing_ends_the_text() -> None:
+    assert BannedTokens.needed(SamplingParams(min_tokens=5))
+    assert BannedTokens.needed(SamplingParams(min_tokens=5, ignore_eos=True, stop_token_ids=[3]))
+    assert not BannedTokens.needed(SamplingParams(min_tokens=5, ignore_eos=True))
