@@ -150,7 +150,8 @@ class ModelRunner:
             progress=progress, max_model_len=options.max_model_len,
         )  # fmt: skip
         runner = cls(model, spec, options)
-        model.pack_weights()
+        if not runner._cuda:
+            model.pack_weights()
         runner.weights_seconds = time.perf_counter() - start
         start = time.perf_counter()
         if runner._cuda:
