@@ -1,1 +1,1 @@
-"""Models: configuration, weights and the decoder. Knows tensors and checkpoints; never knows requests or batches."""
+"""Models: configuration, weights and the decoder."""

@@ -61,8 +61,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm.
 
-        For each layer: kv_cache [2, num_blocks, Hkv, block_size, D], which gains the step's keys and values (it may be a
-        strided view), and attention, one object for all layers of the same cache group.
+        For each layer: kv_cache [2, num_blocks, Hkv, block_size, D], which gains the step's keys and values (a strided view
+        where the kernels take one), and attention, one object for all layers of the same cache group.
         """
         hidden = self.embed_tokens(input_ids)
         for layer, kv, metadata in zip(self.layers, kv_cache, attention, strict=True):

@@ -1,4 +1,4 @@
-"""What is wrong with a model on disk, said so that its owner can act. Knows messages only: no files, no tensors."""
+"""The error for a model that cannot be used."""
 
 
 class ModelError(Exception):

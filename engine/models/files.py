@@ -1,4 +1,4 @@
-"""Reading a checkpoint's JSON files. Knows JSON and its failures; never knows what the fields mean."""
+"""Reads a checkpoint's JSON files and lists folders for error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""generation_config.json: how a model's makers suggest sampling from it. Knows the file's fields; never samples."""
+"""Reads generation_config.json: a model's recommended sampling settings and end-of-text ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder or the Hugging Face Hub. Knows paths and downloads; never reads weights."""
+"""Finds a model's files in a local folder or on the Hugging Face Hub, and downloads them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from engine.models.errors import ModelError
 from engine.models.files import listing
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
-OTHER_FORMATS = [
-    "[!1]*/*",
-    "consolidated*",
-]  # exports in subfolders (not 1_Pooling), Mistral's second copy of the weights
+# Exports in subfolders (but not 1_Pooling), and Mistral's second copy of the weights.
+OTHER_FORMATS = ["[!1]*/*", "consolidated*"]
 
 
 def resolve_model(

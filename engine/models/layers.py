@@ -60,7 +60,7 @@ class WeightFormat(ABC):
     The fused products have defaults in terms of the plain one: a format overrides those for which it has a kernel.
     """
 
-    def of(self, names: Sequence[str]) -> WeightFormat:
+    def for_linear(self, names: Sequence[str]) -> WeightFormat:
         """The format of the Linear whose parts have these names in the checkpoint: another one where it is excluded."""
         return self
 
@@ -118,8 +118,8 @@ class Linear(CheckpointModule):
     """x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are one: their rows are stacked.
 
     `shard` says what ranks divide: "column" the rows of W (the columns of Wᵀ) in whole units of `width`, of which several
-    ranks hold the same where there are fewer than ranks; "row" the input channels, so that `add_to` sums over ranks;
-    "vocab" the rows, unevenly if need be.
+    ranks hold the same where there are fewer than ranks; "row" the input channels, so that each rank has a summand of
+    the product, which `add_to` sums; "vocab" the rows, unevenly if need be.
     """
 
     weight: nn.Parameter
@@ -138,6 +138,7 @@ class Linear(CheckpointModule):
         """parts: the stacked projections' names in the checkpoint → how many rows each has on all ranks together."""
         super().__init__()
         self.shard, self.communicator = scope.shard, scope.communicator
+        self.is_partial = shard == "row" and self.shard.size > 1  # the true product is the sum over ranks
         self.columns = Span.whole(in_features)
         names = {scope.name(part): rows for part, rows in parts.items()}
         self.parts = {name: Span.whole(rows) for name, rows in names.items()}
@@ -153,13 +154,12 @@ class Linear(CheckpointModule):
         elif shard == "vocab":
             [(name, rows)] = names.items()
             self.parts[name], self.num_rows = self.shard.padded_span(rows)
-        # The partial products of "row" are summed over ranks: rank 0 alone adds the bias.
         self.bias_parts = dict(self.parts) if bias else {}
-        if shard == "row" and self.shard.rank:
+        if self.is_partial and self.shard.rank:  # rank 0 alone adds the bias
             self.bias_parts = {name: Span(span.total, 0, 0) for name, span in self.bias_parts.items()}
-        self.bias = scope.empty(self.num_rows) if any(map(len, self.bias_parts.values())) else None
-        self.format = scope.weight_format.of(list(names))
+        self.format = scope.weight_format.for_linear(list(names))
         self.format.create(self, scope.dtype, scope.device)
+        self.bias = scope.empty(self.num_rows) if any(map(len, self.bias_parts.values())) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.format.product(self, x)
@@ -174,7 +174,7 @@ class Linear(CheckpointModule):
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the projection of x, in residual's memory. With "row", x is this rank's channels."""
-        if self.shard.size == 1:
+        if not self.is_partial:
             return self.format.add_to(self, residual, x)
         return residual.add_(self.communicator.all_reduce(self.format.product(self, x)))
 
@@ -186,20 +186,21 @@ class Linear(CheckpointModule):
         yield from self.format.tensors(self)
         yield from _stacked("bias", self.bias_parts, torch.empty(0) if self.bias is None else self.bias)
 
-    def stacked(
-        self, suffix: str, memory: Tensor, columns: Span | None = None, dtypes: frozenset[str] = FLOAT_DTYPES
-    ) -> Iterator[CheckpointTensor]:
-        """One tensor for each part, which fills the part's rows of memory [num_rows] or, with columns, [num_rows, n]."""
-        return _stacked(suffix, self.parts, memory, *([] if columns is None else [columns]), dtypes=dtypes)
+    def stacked(self, name: str, *columns: Span, dtypes: frozenset[str] = FLOAT_DTYPES) -> Iterator[CheckpointTensor]:
+        """One tensor for each part, "<part>.<name>", which fills the part's rows of this module's parameter of that name.
+
+        columns: what this rank holds of the tensor's other dimensions.
+        """
+        return _stacked(name, self.parts, self.get_parameter(name), *columns, dtypes=dtypes)
 
 
 def _stacked(
-    suffix: str, parts: Mapping[str, Span], memory: Tensor, *columns: Span, dtypes: frozenset[str] = FLOAT_DTYPES
+    name: str, parts: Mapping[str, Span], memory: Tensor, *columns: Span, dtypes: frozenset[str] = FLOAT_DTYPES
 ) -> Iterator[CheckpointTensor]:
     start = 0
-    for name, span in parts.items():
+    for part, span in parts.items():
         end = start + len(span)
-        yield CheckpointTensor(f"{name}.{suffix}", (span, *columns), memory[start:end], dtypes)
+        yield CheckpointTensor(f"{part}.{name}", (span, *columns), memory[start:end], dtypes)
         start = end
 
 

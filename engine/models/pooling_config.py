@@ -1,4 +1,4 @@
-"""What sentence-transformers keeps beside an embedding model: how it is pooled. Knows its files; never pools."""
+"""Reads the files that sentence-transformers adds to an embedding model: how its hidden states are pooled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of rotary embeddings. Knows angles per position; never knows heads, caches or config files."""
+"""Tables of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
     The first half of a row is cos, the second sin, both times the attention factor. Angles are float32 products of
     position and frequency, as checkpoints were trained with.
 
-    Dynamic NTK scaling is position-wise here: a position below the original length turns by the plain frequencies; a
-    position p beyond it turns by those of a sequence of length p + 1. So a token's key never depends on what follows
-    it, can be cached and shared, and equals what token-by-token decoding gives.
+    Dynamic NTK scaling is position-wise here: a position below the original length has the plain frequencies; a position p
+    beyond it has those of a sequence of length p + 1. So a token's key does not depend on what follows it, can be cached
+    and reused, and equals what token-by-token decoding gives.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _frequencies(rope, positions)
@@ -49,15 +49,15 @@ def _dynamic_base(rope: RopeSpec, positions: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended by how often they turn in the original."""
-    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    """Long wavelengths are stretched, short ones kept, those between blended by their rotations in the original length."""
+    rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    kept = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
 
 
 def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
     """Fast dimensions are kept, slow ones stretched, with a linear ramp between the two (arXiv 2309.00071)."""
-    low, high = (_yarn_dimension(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    low, high = (_yarn_dimension(rope, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
@@ -66,7 +66,7 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
     return (1 - stretched) * plain + stretched * plain / rope.factor
 
 
-def _yarn_dimension(rope: RopeSpec, turns: float) -> float:
-    """The (fractional) dimension that turns `turns` times within the original length."""
+def _yarn_dimension(rope: RopeSpec, rotations: float) -> float:
+    """The (fractional) dimension that makes `rotations` full rotations within the original length."""
     original = rope.original_max_position_embeddings
-    return rope.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    return rope.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -23,7 +23,7 @@ from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
 from engine.models.formats import read_format
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Scope
+from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Scope, WeightFormat
 from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
 
@@ -59,7 +59,7 @@ def load_model(
     scope = Scope(
         dtype=dtype,
         device=torch.device(device),
-        weight_format=FLOATS if spec.quantization is None else read_format(spec.quantization),
+        weight_format=_weight_format(folder, spec),
         shard=shard,
         communicator=communicator or SingleRank(),
     )
@@ -76,6 +76,15 @@ def load_model(
         name = str(dtype).removeprefix("torch.")
         raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of {name} weights do not fit on {device}") from error
     return model
+
+
+def _weight_format(folder: Path, spec: ModelSpec) -> WeightFormat:
+    if spec.quantization is None:
+        return FLOATS
+    try:
+        return read_format(spec.quantization)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
 
 
 def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:

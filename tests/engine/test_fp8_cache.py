@@ -174,8 +174,10 @@ def test_what_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         EngineConfig(model="any", calculate_kv_scales=True)
     config = EngineConfig(model=str(tiny_model), device="cuda", kv_cache_dtype="fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(ConfigError, match=r"compute capability is 8\.0, fp8 needs 8\.9"):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"fp8 needs compute capability 8\.9 .* that of an A100 is 8\.0"):
         runner_options(config, read_spec(tiny_model), offline=True)
 
 

@@ -1,4 +1,4 @@
-"""Weights: placed once and cast; what is damaged, missing or too much is named."""
+"""Loading weights: each tensor is used once and cast; an error names what is damaged, missing or left over."""
 
 import json
 
@@ -67,14 +67,14 @@ def check_error(folder, *parts, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tensor_is_in_its_place(folder, tensors, dtype):
+def test_every_tensor_fills_its_own_memory(folder, tensors, dtype):
     save_file(tensors, folder / "model.safetensors")
     model = load(folder, dtype)
     assert model.layers[0].attention.cos_sin.dtype == torch.float32
-    placed = memory(model)
-    assert sum(tensor.numel() for tensor in placed.values()) == sum(p.numel() for p in model.parameters())
+    filled = memory(model)
+    assert sum(tensor.numel() for tensor in filled.values()) == sum(p.numel() for p in model.parameters())
     for name, tensor in tensors.items():
-        assert torch.equal(placed[name], tensor.to(dtype)), name
+        assert torch.equal(filled[name], tensor.to(dtype)), name
     qkv = model.layers[1].attention.qkv
     assert torch.equal(qkv.bias[32:48], tensors[K_BIAS].to(dtype))
 

@@ -18,7 +18,7 @@ class FloatFormat(WeightFormat):
         linear.weight = empty(linear.num_rows, len(linear.columns), dtype=dtype, device=device)
 
     def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        return linear.stacked("weight", linear.weight, linear.columns)
+        return linear.stacked("weight", linear.columns)
 
     def pack(self, linear: Linear) -> None:
         linear.weight = nn.Parameter(kernels.pack_weight(linear.weight), requires_grad=False)
