@@ -7,7 +7,7 @@ The packed buffer is int32. S is a segment's length (at least the number of sequ
     [2S, 3S)    query_start     its first token in the step; one more entry closes the last
     [3S, 4S)    update_start    its first entry in the block updates; one more entry closes the last
     [4S, 5S)    update_at       where in its block table the updates go
-    [5S, 5S+T)  token_ids       -1: the row's newest token, which only the device knows
+    [5S, 5S+T)  token_ids       -1: the row's newest token, which only the device has
     then        updates         block ids appended to block tables
 """
 

@@ -1,4 +1,4 @@
-"""The step's preparation kernel against its torch twin, and against what the layout promises."""
+"""The step's preparation kernel against the reference implementation, and against what the layout promises."""
 
 import pytest
 import torch
@@ -24,9 +24,9 @@ def packed_step(rows, query_lens, context_lens, updates, token_ids):
     return torch.cat([head.flatten(), torch.tensor(token_ids + flat, dtype=torch.int32)]), segment
 
 
-@pytest.fixture(params=["twin", "triton"])
+@pytest.fixture(params=["reference", "triton"])
 def prepare_step(request):
-    return (reference if request.param == "twin" else prepare).prepare_step
+    return (reference if request.param == "reference" else prepare).prepare_step
 
 
 def test_step_tensors(prepare_step):
