@@ -44,7 +44,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
 
 
 def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, R]:
-    """`operation`, a reference implementation, as the backend for devices of this type has it."""
+    """The backend's implementation of `operation`, a reference implementation, or that itself."""
     if device_type not in BACKENDS:
         raise NotImplementedError(
             f"there are no kernels for devices of type {device_type!r}, only for {', '.join(BACKENDS)}"
@@ -60,7 +60,7 @@ def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, 
 def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
     """`operation`, a reference implementation, on the backend of its first argument's device.
 
-    A process uses the CPU and one other type of device, so that one attribute of the argument tells which is meant.
+    A process uses the CPU and at most one other type of device, so one attribute of the argument decides.
     """
     on_cpu: Callable[P, R] | None = None
     on_other: Callable[P, R] | None = None

@@ -1,4 +1,4 @@
-"""The attention kernels' grids and workspaces, as the engine prepares them once per step. Needs no Triton to import."""
+"""The attention kernels' work maps, grids and workspaces, prepared once per step. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class DecodePlan:
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
-    group_arrivals: (
-        Tensor  # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them
-    )
+    # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them.
+    group_arrivals: Tensor
     min_tiles: int = 2  # of a program: below, merging costs more than it spreads
     # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.
     fan_in: int = 8
@@ -98,7 +97,7 @@ def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype
 
 @functools.cache
 def prefill_query_rows(group: int) -> int:
-    """A query's rows in a tile: its heads, on Hopper filled up to 2^n, as that kernel needs, where a quarter or less is lost."""
+    """A query's rows in a tile: its heads; on Hopper padded to 2^n, which that kernel needs, if that adds at most a third."""
     filled = 1 << (group - 1).bit_length()
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return filled if hopper and 4 * group >= 3 * filled else group
@@ -109,7 +108,7 @@ def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def make_prefill_tiles(query_lens: list[int], context_lens: list[int], tile_queries: int) -> list[tuple[int, int]]:
-    """The kernel's grid: (sequence, first query of the tile), the tiles that see most keys first."""
+    """The prefill kernel's grid: (sequence, first query of the tile), the tiles with the most keys first."""
     tiles = [
         (context - length + start, sequence, start)
         for sequence, (length, context) in enumerate(zip(query_lens, context_lens, strict=True))

@@ -90,7 +90,7 @@ class Device(Protocol):
     def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
         """A graph of what `work` queues, and what it returned, whose tensors every replay writes again.
 
-        Run `work` once before, so that kernels are compiled. Graphs that share memory must be replayed in the order of their
+        Run `work` once before, so that kernels are compiled. Graphs with common memory must be replayed in the order of their
         captures, and each result be read before the next replay. Raises `NotImplementedError` if the device captures nothing.
         """
 

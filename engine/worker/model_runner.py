@@ -113,10 +113,8 @@ class ModelRunner:
         if self.device.is_accelerator:
             heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
-            self._plans = [
-                [kernels.DecodePlan.allocate(n, *heads, device=device, kv_dtype=options.kv_dtype) for n in limits]
-                for _ in self.cache_groups
-            ]
+            allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
+            self._plans = [[allocate(n, *heads, window=group.window) for n in limits] for group in self.cache_groups]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
             self._logits = torch.empty(
                 graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device

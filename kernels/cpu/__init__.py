@@ -1,1 +1,1 @@
-"""The operations whose reference implementation is too slow for use, for CPUs."""
+"""Fast CPU forms of the operations whose reference implementations are slow."""

@@ -163,6 +163,51 @@ def paged_attention_decode(
     return out
 
 
+def _prefill_one(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: Tensor,
+    context: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    slopes: Tensor | None,
+    kv_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`paged_attention_prefill` for one sequence: query, out [n, H, D], table [max_blocks]."""
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    computed = context - num_queries  # the context before the first query
+    first_block = max(computed + 1 - window, 0) // block_size if window else 0
+    origin = first_block * block_size
+    blocks = table[first_block : -(-context // block_size)].unsqueeze(0)
+    kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads), kv_scale, query.dtype)
+    key, value = (x[:, :, : context - origin].expand(-1, group, -1, -1) for x in kv)  # [Hkv, G, N, D]
+    q = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    windowed = 0 < window < context
+    if computed == 0 and not windowed and not soft_cap and slopes is None:
+        attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=scale)
+        out[:] = attended.permute(2, 0, 1, 3).reshape(out.shape)
+        return
+    score_rows = num_heads if soft_cap or slopes is not None else 1
+    step = min(max(MASK_ELEMENTS // (score_rows * key.shape[2]), 16), 256)
+    for low in range(0, num_queries, step):
+        high = min(low + step, num_queries)
+        newest = torch.arange(computed + low, computed + high).unsqueeze(1)  # the queries' positions
+        oldest = max(computed + low + 1 - window, 0) if windowed else 0
+        distance = newest - torch.arange(oldest, computed + high)
+        seen = (distance >= 0) & (distance < window) if windowed else distance >= 0
+        mask = None if high - low == 1 else seen
+        if slopes is not None:
+            mask = (slopes.view(num_kv_heads, group, 1, 1) * -distance).masked_fill_(~seen, -math.inf)
+        keys = slice(oldest - origin, computed + high - origin)
+        attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, scale, soft_cap)
+        out[low:high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
+
+
 def paged_attention_prefill(
     query: Tensor,
     key_cache: Tensor,
@@ -181,47 +226,16 @@ def paged_attention_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_prefill`."""
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    group_size = num_heads // num_kv_heads
     if out is None:
         out = torch.zeros(query.shape, dtype=query.dtype)
     starts = query_start.tolist()
-    slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype(query)).view(num_kv_heads, group_size, 1, 1)
+    slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype(query))
     for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
-        if start == end:
-            continue
         if context == 0:
             out[start:end] = 0
-            continue
-        computed = context - (end - start)  # the context before the first query
-        first_block = max(computed + 1 - window, 0) // block_size if window else 0
-        origin = first_block * block_size
-        blocks = block_tables[row : row + 1, first_block : -(-context // block_size)]
-        kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads), kv_scale, query.dtype)
-        key, value = (x[:, :, : context - origin].expand(-1, group_size, -1, -1) for x in kv)  # [Hkv, G, N, D]
-        q = query[start:end].view(end - start, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
-        windowed = 0 < window < context
-        if computed == 0 and not windowed and not soft_cap and slopes is None:
-            attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=scale)
-            out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
-            continue
-        score_rows = num_heads if soft_cap or slopes is not None else 1
-        step = min(max(MASK_ELEMENTS // (score_rows * len(key[0, 0])), 16), 256)
-        for low in range(0, end - start, step):
-            high = min(low + step, end - start)
-            newest = torch.arange(computed + low, computed + high).unsqueeze(1)  # the queries' positions
-            oldest = max(computed + low + 1 - window, 0) if windowed else 0
-            distance = newest - torch.arange(oldest, computed + high)
-            seen = distance >= 0
-            if windowed:
-                seen &= distance < window
-            mask: Tensor | None = seen
-            if slopes is not None:
-                mask = (slopes * -distance).masked_fill_(~seen, -math.inf)
-            elif high - low == 1:
-                mask = None
-            keys = slice(oldest - origin, computed + high - origin)
-            attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, scale, soft_cap)
-            out[start + low : start + high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
+        elif start < end:
+            _prefill_one(
+                query[start:end], key_cache, value_cache, block_tables[row], context, scale, window, soft_cap, slopes,
+                kv_scale, out[start:end],
+            )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Matrix products over weights in the blocks that oneDNN reads best, where that pays; else PyTorch's."""
+"""Matrix products by oneDNN over packed weights, where that pays; else by PyTorch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PACKED_FOR = 16  # tokens that weights are packed for: about the best blocks for
 def pack_weight(weight: Tensor) -> Tensor:
     """See `kernels.reference.pack_weight`.
 
-    On x86 CPUs oneDNN's products of packed weights are an eighth faster than PyTorch's for one token, and twice as fast for
-    16.
+    On x86 CPUs oneDNN's products over packed weights are an eighth faster than PyTorch's for one token, twice as fast for 16.
     """
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return weight

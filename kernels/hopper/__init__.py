@@ -1,1 +1,1 @@
-"""Gluon kernels that the Triton launchers prefer where they apply: on tensor cores, written for Hopper."""
+"""Gluon kernels for tensor cores, tuned on Hopper. The launchers in `kernels.triton` prefer them where they apply."""

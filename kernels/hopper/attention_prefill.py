@@ -1,13 +1,13 @@
 """Paged attention of prefill chunks on Hopper, warp-specialised, in Gluon: causal only, without windows, caps or biases.
 
 A program stays on its multiprocessor and takes one item after another: a tile of 128 rows, which are queries times the query
-heads of one KV head, and that KV head. One warp brings the queries and keys, another the values, by the tensor memory
+heads of one KV head, and that KV head. One warp loads the queries and keys, another the values, by the tensor memory
 accelerator; two warpgroups multiply, 64 rows each. While one takes the exponentials of a tile of keys, the matrix unit is busy
-with the values of its previous tile and with the other one's scores, since they multiply in turns.
+with the values of its previous tile and with the other one's scores, since they alternate.
 
-Keys and values come in boxes, a page or a part of one. Where the context ends within a box, the box begins as many slots early,
-so that its last key is the context's last, and what lies before its page is read as 0, as is a box behind the context:
-whatever the cache holds in slots outside the context, none is read.
+Keys and values are loaded in boxes, a page or a part of one. Where the context ends within a box, the box begins as many slots
+early, so that its last key is the context's last. What lies before its page is read as 0, and so is a box behind the context:
+no slot outside the context is read.
 
 Sources: FlashAttention-3 (Shah et al., arXiv 2407.08608).
 """
@@ -36,9 +36,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _snake(turn, program, num_programs):
-    """The item of a program's turn: forth and back over the programs, so that long items and short ones add up evenly."""
-    return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
+def _snake(iteration, program, num_programs):
+    """A program's item in an iteration: forth and back over the programs, so that long and short items even out."""
+    return iteration * num_programs + gl.where(iteration % 2 == 0, program, num_programs - 1 - program)
 
 
 @gluon.jit
@@ -106,9 +106,9 @@ def _load_queries_and_keys(
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
-    turn = 0
-    index = _snake(turn, program, num_programs)
-    # What an item needs to know is asked for a turn before, and its tile two turns before.
+    iteration = 0
+    index = _snake(iteration, program, num_programs)
+    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
     seq, first_query = _tile(index, tiles, num_items, NUM_KV_HEADS)
     start, stop, context_len, row_of_table = _sequence(seq, rows, query_start, context_lens)
     next_seq, next_first = _tile(_snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
@@ -118,15 +118,15 @@ def _load_queries_and_keys(
         first_pos = context_len - stop + token
         next_start, next_stop, next_context_len, next_row = _sequence(next_seq, rows, query_start, context_lens)
         first_after = next_first
-        next_seq, next_first = _tile(_snake(turn + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+        next_seq, next_first = _tile(_snake(iteration + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
         table = block_tables + row_of_table.to(gl.int64) * stride_table
-        mbarrier.wait(q_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-        mbarrier.expect(q_full.index(turn % 2), 128 * HALVES * 64 * 2)
+        mbarrier.wait(q_empty.index(iteration % 2), ((iteration // 2) & 1) ^ 1)
+        mbarrier.expect(q_full.index(iteration % 2), 128 * HALVES * 64 * 2)
         for group in gl.static_range(2):
             for half in gl.static_range(HALVES):
                 tma.async_copy_global_to_shared(
                     query_desc, [token + group * (TILE_Q // 2), head * GROUP, half * 64],
-                    q_full.index(turn % 2), q_boxes.index(((turn % 2) * 2 + group) * HALVES + half),
+                    q_full.index(iteration % 2), q_boxes.index(((iteration % 2) * 2 + group) * HALVES + half),
                 )  # fmt: skip
         end = gl.minimum(first_pos + TILE_Q, context_len)
         step = _load_tiles(
@@ -134,8 +134,8 @@ def _load_queries_and_keys(
         )
         first_query, start, stop = first_after, next_start, next_stop
         context_len, row_of_table = next_context_len, next_row
-        turn += 1
-        index = _snake(turn, program, num_programs)
+        iteration += 1
+        index = _snake(iteration, program, num_programs)
 
 
 @gluon.jit
@@ -150,9 +150,9 @@ def _load_values(
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
-    turn = 0
-    index = _snake(turn, program, num_programs)
-    # What an item needs to know is asked for a turn before, and its tile two turns before.
+    iteration = 0
+    index = _snake(iteration, program, num_programs)
+    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
     seq, first_query = _tile(index, tiles, num_items, NUM_KV_HEADS)
     start, stop, context_len, row_of_table = _sequence(seq, rows, query_start, context_lens)
     next_seq, next_first = _tile(_snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
@@ -162,7 +162,7 @@ def _load_values(
         first_pos = context_len - stop + token
         next_start, next_stop, next_context_len, next_row = _sequence(next_seq, rows, query_start, context_lens)
         first_after = next_first
-        next_seq, next_first = _tile(_snake(turn + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+        next_seq, next_first = _tile(_snake(iteration + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
         table = block_tables + row_of_table.to(gl.int64) * stride_table
         end = gl.minimum(first_pos + TILE_Q, context_len)
         step = _load_tiles(
@@ -170,8 +170,8 @@ def _load_values(
         )
         first_query, start, stop = first_after, next_start, next_stop
         context_len, row_of_table = next_context_len, next_row
-        turn += 1
-        index = _snake(turn, program, num_programs)
+        iteration += 1
+        index = _snake(iteration, program, num_programs)
 
 
 @gluon.jit
@@ -204,7 +204,7 @@ def _exponentials(s, m, l, scale_log2):
 
 @gluon.jit
 def _fold_tiles(
-    begin, end, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, query_pos, context_len,
+    begin, end, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply, query_pos, context_len,
     scale_log2, WG: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Fold key tiles [begin, end) into acc, m and l. Each adds the values of the tile before it, whose probabilities p are."""
@@ -214,13 +214,13 @@ def _fold_tiles(
     for tile in range(begin, end):
         stage = step % STAGES
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        mbarrier.wait(turns.index(WG), step & 1)
+        mbarrier.wait(may_multiply.index(WG), step & 1)
         zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
         scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         previous = (step - 1) % STAGES
         mbarrier.wait(v_full.index(previous), ((step - 1) // STAGES) & 1)
         sum_of_values = warpgroup_mma(p, v_smem.index(previous), acc, is_async=True)
-        mbarrier.arrive(turns.index(1 - WG))
+        mbarrier.arrive(may_multiply.index(1 - WG))
         s = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage))
         if MASKED:
@@ -238,7 +238,7 @@ def _fold_tiles(
 
 @gluon.jit
 def _multiply(
-    out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+    out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
     rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
     WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
@@ -253,19 +253,19 @@ def _multiply(
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
-    turn = 0
-    index = _snake(turn, program, num_programs)
-    # What an item needs to know is asked for a turn before, and its tile two turns before.
+    iteration = 0
+    index = _snake(iteration, program, num_programs)
+    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
     seq, first_query = _tile(index, tiles, num_items, NUM_KV_HEADS)
     start, stop, context_len, _ = _sequence(seq, rows, query_start, context_lens)
     next_seq, next_first = _tile(_snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(turns.index(WG), 0)
+    mbarrier.wait(may_multiply.index(WG), 0)
     q = q_smem.index(WG)
     scores = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.arrive(turns.index(1 - WG))
+    mbarrier.arrive(may_multiply.index(1 - WG))
     s = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
     while index < num_items:
@@ -274,7 +274,7 @@ def _multiply(
         first_pos = context_len - stop + token
         next_start, next_stop, next_context_len, _ = _sequence(next_seq, rows, query_start, context_lens)
         first_after = next_first
-        next_seq, next_first = _tile(_snake(turn + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+        next_seq, next_first = _tile(_snake(iteration + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         query_pos = gl.minimum(first_pos + row // GROUP_ROWS, context_len - 1)
         num_tiles = gl.cdiv(gl.minimum(first_pos + TILE_Q, context_len), BLOCK_N)
@@ -289,28 +289,28 @@ def _multiply(
         p = gl.convert_layout(probabilities.to(q.dtype), P_LAYOUT)
         acc = gl.zeros([64, D_PAD], gl.float32, ACC_LAYOUT)
         step, p, acc, m, l = _fold_tiles(
-            1, num_whole, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, query_pos,
+            1, num_whole, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply, query_pos,
             context_len, scale_log2, WG, BLOCK_N, PAGE, STAGES, False,
         )  # fmt: skip
         step, p, acc, m, l = _fold_tiles(
             gl.maximum(num_whole, 1), num_tiles, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            turns, query_pos, context_len, scale_log2, WG, BLOCK_N, PAGE, STAGES, True,
+            may_multiply, query_pos, context_len, scale_log2, WG, BLOCK_N, PAGE, STAGES, True,
         )  # fmt: skip
-        mbarrier.arrive(q_empty.index(turn % 2))
+        mbarrier.arrive(q_empty.index(iteration % 2))
 
         # The matrix unit has the next item's first scores to compute while this one's output is stored.
-        turn += 1
-        index = _snake(turn, program, num_programs)
+        iteration += 1
+        index = _snake(iteration, program, num_programs)
         previous = (step - 1) % STAGES
         stage = step % STAGES
         mbarrier.wait(v_full.index(previous), ((step - 1) // STAGES) & 1)
-        mbarrier.wait(turns.index(WG), step & 1)
+        mbarrier.wait(may_multiply.index(WG), step & 1)
         sum_of_values = warpgroup_mma(p, v_smem.index(previous), acc, is_async=True)
-        mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1, pred=index < num_items)
+        mbarrier.wait(q_full.index(iteration % 2), (iteration // 2) & 1, pred=index < num_items)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1, pred=index < num_items)
-        q = q_smem.index((turn % 2) * 2 + WG)
+        q = q_smem.index((iteration % 2) * 2 + WG)
         scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.arrive(turns.index(1 - WG))
+        mbarrier.arrive(may_multiply.index(1 - WG))
         acc = warpgroup_mma_wait(1, deps=[sum_of_values])
         mbarrier.arrive(v_empty.index(previous))
 
@@ -350,7 +350,7 @@ def _hopper_prefill_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    may_multiply = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -359,21 +359,21 @@ def _hopper_prefill_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(turns.index(i), count=1)
+        mbarrier.init(may_multiply.index(i), count=1)
     fence_async_shared()
-    mbarrier.arrive(turns.index(0))  # the first turn to multiply is warpgroup 0's
+    mbarrier.arrive(may_multiply.index(0))  # warpgroup 0 multiplies first
     if PDL:
         launch_dependents()
         wait_for_inputs()
     gl.warp_specialize(
         [
             (_multiply, (
-                out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                 rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
                 gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )),
             (_multiply, (
-                out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                 rows, query_start, context_lens, tiles, num_items, scale_log2, stride_ot,
                 gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )),

@@ -6,7 +6,7 @@ the same rows and different channels; their sums meet in shared memory once, at 
 are on their way before the program waits for the kernel ahead of it (programmatic dependent launch), and as many always are.
 """
 
-# ruff: noqa: RUF005 - Gluon knows no unpacking
+# ruff: noqa: RUF005 - Gluon has no unpacking
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.triton.launch import launch_dependents, pdl_options, wait_for_input
 
 MAX_FEW = 16  # tokens in one tile of the matrix unit
 MAX_WEIGHT = 1 << 24  # its elements, from 9 tokens on
-MAX_OUTPUTS = 32768  # beyond them (output heads) what this kernel saves is little beside the product
+MAX_OUTPUTS = 32768  # beyond (output heads) this kernel saves little beside the time of the product
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def _few_linear_kernel(
     if PDL:
         launch_dependents()
 
-    # Of a weight's row, a token's row and the sums: what lies where. In SUM a thread has one element of all warps' sums.
+    # The layouts of a weight's row, a token's row and the sums. In SUM a thread has one element of all warps' sums.
     if TOKENS_FIRST:
         W: gl.constexpr = B
         X: gl.constexpr = A
@@ -237,7 +237,7 @@ MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
 
 @functools.cache
 def _choose(n: int, k: int, swiglu: bool, more_than_8: bool) -> Config | None:
-    """For shapes that were not measured: some 64 registers of weights for each thread on their way.
+    """For shapes that were not measured: loads into some 64 registers of each thread in flight.
 
     Every program reads all of x, so beyond 8 tokens large weights are left to cuBLAS.
     """

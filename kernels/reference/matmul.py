@@ -1,4 +1,4 @@
-"""Matrix products with what stands around them in a decoder layer."""
+"""Matrix products, alone and with the norm, the SwiGLU or the residual sum around them in a decoder layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.reference.norm import rms_norm
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same in the form that the device's products read best; nothing but the operations below reads it."""
+    """weight [N, K] -> the weight in the layout that suits the device best; only the operations below may read it."""
     return weight
 
 

@@ -89,10 +89,10 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
 
 
 def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
-    """Set logits [B, V] to -inf, in place, but for the tokens that their row's mask allows.
+    """Set the logits [B, V] of the tokens that a row's mask forbids to -inf, in place.
 
-    masks [n, (V + 31) // 32] int32, on the logits' device or in pinned memory of the CPU: a bit for each token that stays,
-    the lowest bit first. mask_of [B] int32: which of the masks is the row's; -1: it has none, and stays as it is.
+    masks [n, (V + 31) // 32] int32, on the logits' device or in pinned CPU memory: a bit for each token, the lowest first, set
+    if it is allowed. mask_of [B] int32: the index of the row's mask; -1: none, every token is allowed.
     """
     rows = (mask_of >= 0).nonzero().squeeze(1)
     masks = masks.to(logits.device)
@@ -105,8 +105,8 @@ class Part(enum.Enum):
     """Which rows are sampled."""
 
     ALL = 0
-    PLAIN = 1  # those that nothing filters
-    REST = 2  # those that something filters, or that have a mask
+    PLAIN = 1  # those without top_k, top_p and min_p
+    REST = 2  # the others, and those with a mask
 
 
 def sample(
@@ -128,8 +128,8 @@ def sample(
     tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
     NaN logits are never chosen while another token can be.
 
-    part: of the rows. Those that are not `PLAIN` get token 0 for now. Those that are not of the `REST` keep what `out`
-    holds; mask_of [B] int32 says which rows have a mask (that is put on the logits already): not those where it is -1.
+    With `Part.PLAIN` the other rows get token 0. With `Part.REST` the other rows of `out` stay as they are; mask_of [B] int32
+    is not -1 for rows with a mask, which `mask_logits` has applied.
     """
     filtered = (temperature > 0) & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0))
     rows = torch.ones_like(filtered)
@@ -180,8 +180,8 @@ def _sample(
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
 
-    token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are asked. The most likely come first;
-    logprobs are float32, ranks and ids int64.
+    token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are returned first. The top tokens come in
+    order, the likeliest first. Logprobs are float32, ranks and ids int64.
     """
     wide = logits.float()
     total = wide.logsumexp(-1, keepdim=True)

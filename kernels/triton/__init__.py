@@ -1,1 +1,1 @@
-"""The operations for NVIDIA GPUs, in Triton. A module is imported by the first call of one of its operations."""
+"""The operations for NVIDIA GPUs, in Triton."""

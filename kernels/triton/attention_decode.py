@@ -36,7 +36,7 @@ def _plan_kernel(
     b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens + b, mask=b < num_seqs, other=0)
     tiles = tl.cdiv(lens, TILE) * NUM_KV_HEADS
-    if WINDOW > 0:  # less those before the one that holds the window's oldest key
+    if WINDOW > 0:  # tiles wholly before the window are not counted
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE * NUM_KV_HEADS
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
@@ -95,8 +95,10 @@ def _merged(
     partial_out, partial_stats, first_program, origin, step, count, pair_start, per_program,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The sum (acc [G2, D_PAD], m, l [G2]) of `count` partial results of one (sequence, KV head) pair: those that the programs
-    origin, origin + step, ... left, the first of which is first_program where origin lies before it."""
+    """The sum (acc [G2, D_PAD], m, l [G2]) of `count` partial results of one (sequence, KV head) pair.
+
+    They are those of the programs origin, origin + step, ...; first_program takes the place of an origin before it.
+    """
     G2: tl.constexpr = triton.next_power_of_2(GROUP)
     CHUNK: tl.constexpr = max(1, 4096 // (G2 * D_PAD))
     g = tl.arange(0, G2)
@@ -131,9 +133,9 @@ def _arrive(
     partial_out, partial_stats, counter, group_counters, out, program, pair_start, num_tiles, per_program,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
-    """Count that `program` has left its partial result of a pair. The last program to do so merges all into out [GROUP, D].
+    """Count that `program` has stored its partial result of a pair. The last program to do so merges all into out [GROUP, D].
 
-    With FAN_IN, the last of FAN_IN neighbours first merges what they left into the part of the first of them.
+    With FAN_IN, the last of FAN_IN neighbours first merges their results into the part of the first of them.
     """
     g = tl.arange(0, triton.next_power_of_2(GROUP))
     d = tl.arange(0, D_PAD)
@@ -165,7 +167,7 @@ def _arrive(
                     HEAD_DIM,
                     D_PAD,
                 )
-                tl.debug_barrier()  # all is read that is now written over
+                tl.debug_barrier()  # every part is read before one of them is overwritten
                 tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
                 tl.store(partial_stats + part * 2 * GROUP + g, m, mask=g < GROUP)
                 tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=g < GROUP)
@@ -198,8 +200,8 @@ def _decode_kernel(
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PLAN_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The work map, the lengths, the rows and the block tables are older than the kernel before this one (see `plan_decode`),
-    # so they may be read before the wait. The queries and the newest keys and values may not.
+    # The work map, the lengths, the rows and the block tables were written before the preceding kernel began (see
+    # `plan_decode`), so they may be read before the wait. The queries and the newest keys and values may not.
     program = tl.program_id(0)
     entry = work + program * 8
     left = tl.load(entry)
@@ -323,8 +325,8 @@ def paged_attention_decode(
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
 
-    `plan` must have been updated with these `context_lens`, and its window be this one, or 0, which leaves programs whose
-    tiles lie before the window idle. Without a plan one is made here, which costs an allocation.
+    `plan` must have been written by `plan_decode` for these `context_lens`, and its window must be this one, or 0: then programs
+    whose tiles lie before the window do nothing. Without a plan one is allocated and written here.
     """
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape

@@ -3,8 +3,8 @@
 One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV head, so
 that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
 need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
-which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without window, cap
-and biases go to `kernels.hopper.attention_prefill` where it applies.
+which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without window, soft
+cap and biases go to `kernels.hopper.attention_prefill` where it applies.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
@@ -153,8 +153,8 @@ def paged_attention_prefill(
 ) -> Tensor:
     """Attention of ragged chunks over their paged contexts. See `kernels.paged_attention_prefill` for shapes.
 
-    `tiles` [N, 2] int32 comes from `make_prefill_tiles`; without it the lengths are read back from the device. Block shape,
-    stages and warps are for tuning the portable kernel, which runs where one of them is given.
+    `tiles` [N, 2] int32 comes from `make_prefill_tiles`; without it the lengths are read back from the device. block_n,
+    num_stages and num_warps are for tuning; if one is given, the Triton kernel runs on Hopper, too.
     """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape

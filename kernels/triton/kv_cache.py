@@ -16,7 +16,7 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE: tl.constexpr):
-    """Where an int64 slot begins in a cache, in elements, before its head; int64, since it may pass 2³¹."""
+    """The offset of a slot (int64) in a cache, in elements, without its head's; int64, since it may exceed 2³¹."""
     return (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_offset
 
 

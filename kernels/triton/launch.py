@@ -1,10 +1,9 @@
-"""How kernels are launched: compiled side by side beforehand, and each before the one ahead of it is done.
+"""Launching kernels: parallel compilation beforehand, and programmatic dependent launch.
 
-Programmatic dependent launch (Hopper and later): a kernel starts while the one before it still runs. A kernel launched
-with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start taking free multiprocessors, and
-`wait_for_inputs` before its first access to memory that an earlier kernel wrote, or that an earlier kernel may still read:
-the wait ends when every kernel before it is done. Both are allowed, and do nothing, elsewhere in a stream of kernels
-launched without it.
+With programmatic dependent launch (Hopper and later) a kernel starts while the one before it still runs. A kernel launched
+with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start on free multiprocessors, and
+`wait_for_inputs` before it first touches memory that an earlier kernel writes or reads: the wait ends when all earlier kernels
+are done. In a kernel launched without it both do nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ MAX_COMPILE_THREADS = 16
 
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
-    """Kernels that are launched in here are compiled, side by side, and do not run; at the end all of them are ready.
+    """Kernels launched in this context are compiled in parallel instead of run; on leaving it all of them are compiled.
 
-    What they would have written stays as it is. A kernel that does not compile says so when it is launched again. For
-    the start of a program: no other thread may launch anything meanwhile.
+    Their outputs stay unwritten. A kernel that fails to compile raises its error when it is next launched. For the start of a
+    program: no other thread may launch a kernel meanwhile.
     """
     run = JITFunction.run
 
@@ -51,7 +50,7 @@ def compiling_only() -> Iterator[None]:
 
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """What a launch on this device adds: the kernel's PDL constant, and the launch attribute where there is one."""
+    """Options to add to each launch on this device: the kernel's constant PDL, and `launch_pdl` where it is supported."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -59,7 +58,7 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def prefetch(pointer, num_bytes):
-    """Ask for contiguous bytes (address and number multiples of 16) to be brought into L2; needs Hopper or later."""
+    """Prefetch contiguous bytes, address and number multiples of 16, into L2. Needs Hopper or later."""
     tl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
         "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",

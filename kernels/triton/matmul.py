@@ -1,11 +1,10 @@
-"""Matrix products with what stands around them in a decoder layer, in Triton for few tokens and in cuBLAS for many.
+"""Matrix products fused with the norm, the SwiGLU or the residual sum around them, in Triton for few tokens, else in cuBLAS.
 
 With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So one kernel
-does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: where it applies that of
-`kernels.hopper.matmul_few`, else, up to `MAX_SMALL` tokens, the one here. The norm's factor 1/rms of a token is the same for all
-its channels, so it is applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts
-while the one before it still runs, and first fetches weights, which depend on nothing: its first chunk into registers, the
-rest into L2.
+does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: `kernels.hopper.matmul_few` where it
+applies, else, up to `MAX_SMALL` tokens, the one here. A token's norm factor 1/rms is the same for all its channels, so it is
+applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts while the one before it
+still runs, and first loads weights, which no earlier kernel writes: its first chunk into registers, the rest into L2.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def load_kv_tile(
     """K transposed [D_PAD, TILE] and the parts of V [TILE, D_PAD], in DTYPE, of keys [start, start + TILE) of a sequence
     and KV head, without the scales of an e4m3 cache.
 
-    Unmasked, every key must lie inside the context and, with a WINDOW, not before `oldest`. Masked, keys elsewhere are read
-    as 0, whatever their slots hold, and without a look at their entries of the block table.
+    Unmasked, every key must lie inside the context and, with a WINDOW, not before `oldest`. Masked, other keys are 0: neither
+    their slots nor their entries of the block table are read.
     """
     positions = start + tl.arange(0, TILE)
     inside = positions < context_len

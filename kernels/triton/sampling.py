@@ -2,8 +2,8 @@
 
 The thresholds are those of `kernels.triton.thresholds`. Two kernels follow, whose grids depend on shapes alone, so that
 a CUDA graph can hold them: one program for each row and piece of the vocabulary adds the noise and takes the piece's best
-token, and one for each row takes the best of its pieces. Where a grammar has its say, one more kernel goes before all of
-them: it masks the logits of the rows that wait for it.
+token, and one for each row takes the best of its pieces. With grammars one more kernel precedes them all: it masks the logits
+of the rows that have a mask.
 
 The noise is a pure function of (seed, position, token id); see `kernels.reference.random_bits`.
 
@@ -54,7 +54,9 @@ def _mask_kernel(
         words = tl.load(masks + mask.to(tl.int64) * num_words + tokens // 32, mask=inside, other=0)
         at = logits + row.to(tl.int64) * stride_row + tokens
         x = tl.load(at, mask=inside).to(tl.float32)
-        tl.store(at, tl.where(((words >> (tokens % 32)) & 1) != 0, x, NEG_INF), mask=inside)  # all: in whole vectors
+        tl.store(
+            at, tl.where(((words >> (tokens % 32)) & 1) != 0, x, NEG_INF), mask=inside
+        )  # allowed ones too: vector stores
 
 
 @triton.jit

@@ -1,13 +1,12 @@
 """The lowest logit that top_k, top_p and min_p leave of each row, without a sort of the vocabulary, in Triton.
 
-Five kernels, whose grids depend on shapes alone, so that a CUDA graph can hold them; rows without filters leave each at
-once:
+Five kernels, whose grids depend on shapes alone, so that a CUDA graph can hold them. Rows without filters return at once.
 
-1. one program for each row and piece of the vocabulary takes the best of every few tokens, and adds the piece up;
-2. one for each row finds from these a bound that the threshold cannot be below;
-3. one for each row and piece copies the few logits that are not below it aside;
-4. one for each row searches among those, in registers, if there are few;
-5. and one if there are many: in registers still, or else in the whole row.
+1. A program for each row and piece of the vocabulary finds the largest logit of every few tokens, and sums the piece's weights.
+2. One for each row finds from these a lower bound of the threshold.
+3. One for each row and piece sets aside the few logits that reach the bound.
+4. One for each row searches among those, in registers, if there are few.
+5. One for each row does so if there are many: in registers still, or else in the whole row.
 
 Thresholds are exact: logits map to integers in the same order, and a search over those integers ends at one of them. All
 sums have a fixed order, so the same logits always give the same threshold.

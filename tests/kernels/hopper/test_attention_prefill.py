@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel on the GPU it is for, against its torch twin in float64; run with TRITON_INTERPRET=0."""
+"""The Hopper prefill kernel on a Hopper GPU against the reference implementation in float64; run with TRITON_INTERPRET=0."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter knows no Gluon"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon"),
     pytest.mark.skipif(hopper is None, reason="this Triton's Gluon is not known"),
 ]
 

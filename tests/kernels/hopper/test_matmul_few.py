@@ -1,4 +1,4 @@
-"""Products for up to 16 tokens against their torch twins: the kernel's arithmetic here, the kernel itself on a GPU.
+"""Products for up to 16 tokens against the reference implementation: the kernel's arithmetic here, the kernel itself on a GPU.
 
 Gluon has no interpreter. But a kernel's body is Python, and layouts say where numbers lie, not what they are: so it runs here
 on torch tensors, without layouts. That they fit each other is the compiler's to check (`compile_ahead.py`).
@@ -162,7 +162,7 @@ def test_what_it_does_not_apply_to(without_layouts):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter knows no Gluon")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon")
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 13, 16])
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (6144, 4096), (1000, 192)])
 def test_on_a_gpu(num_tokens, n, k):

@@ -1,4 +1,4 @@
-"""The paged attention kernels in Triton's interpreter, against their torch twins in float64."""
+"""The paged attention kernels in Triton's interpreter, against the reference implementation in float64."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""The norm, activation, rotary and KV store kernels in Triton's interpreter, against their torch twins in float64.
+"""The norm, activation, rotary and KV store kernels in Triton's interpreter, against the reference implementation in float64.
 
 The interpreter rounds float32 to bfloat16 towards zero, so a stored value may be off by one unit in the last place, which
 is twice what a GPU's may be; `close` allows for as many roundings as the operation makes.
@@ -47,7 +47,7 @@ def test_silu_and_mul(shape, dtype):
     close(activation.silu_and_mul(x), reference.silu_and_mul(x.double()), 3)
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is inf, as on a GPU, where nobody warns
+@pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is inf, as on a GPU, which does not warn
 def test_silu_of_large_numbers():
     x = torch.tensor([[-1e4, 1e4, -200.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
     assert activation.silu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]

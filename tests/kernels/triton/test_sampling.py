@@ -1,4 +1,4 @@
-"""Sampling, twin and Triton kernel alike: exact filters, true distributions, and noise that depends on nothing else."""
+"""Sampling by the reference implementation and in Triton: exact filters, true distributions, reproducible noise."""
 
 import math
 
@@ -17,7 +17,7 @@ from kernels.triton import sampling, thresholds
 INF = float("inf")
 # Weights of infinite logits are computed and not used; only numpy, which the interpreter computes with, warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:divide by zero")
-BOTH = pytest.mark.parametrize("module", [reference, sampling], ids=["twin", "triton"])
+BOTH = pytest.mark.parametrize("module", [reference, sampling], ids=["reference", "triton"])
 
 
 @pytest.fixture
