@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import engine as quire
 from server.anthropic.routes import add_routes as add_anthropic_routes
-from server.auth import APIKeyMiddleware
-from server.bodies import StrictJSONRoute
-from server.errors import add_error_handlers
+from server.docs.openapi import add_reference
+from server.generation.served_model import EngineClient, Serving
+from server.http.auth import APIKeyMiddleware
+from server.http.bodies import StrictJSONRoute
+from server.http.errors import add_error_handlers
 from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
-from server.openai.response_routes import add_routes as add_response_routes
+from server.openai.responses.routes import add_routes as add_response_routes
 from server.openai.routes import add_routes as add_openai_routes
-from server.openai.serving import EngineClient, Serving
-from server.reference import add_reference
 from server.settings import ServerConfig
 
 STATIC = Path(__file__).resolve().parent / "static"

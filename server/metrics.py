@@ -25,7 +25,7 @@ from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.output_collector import RequestMetrics, RequestUpdate
-from server.sse import DIRECT_SEND
+from server.http.sse import DIRECT_SEND
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError, check, flag
-from server.reasoning import REASONING_FORMATS
-from server.tools import TOOL_FORMATS
+from server.parsing.reasoning import REASONING_FORMATS
+from server.parsing.tools import TOOL_FORMATS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 

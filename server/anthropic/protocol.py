@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, create_model
 
-from server.errors import APIError, from_validation
-from server.fields import Body, fields_without_effect, one_message, unsupported_fields
+from server.http.errors import APIError, from_validation
+from server.http.fields import Body, fields_without_effect, one_message, unsupported_fields
 from server.openai.protocol import ChatCompletionRequest
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}

@@ -6,11 +6,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from server.anthropic import messages
+from server.anthropic import handler as messages
 from server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from server.fields import Ignored
-from server.openai.serving import Serving
-from server.replies import streamed, whole
+from server.generation.served_model import Serving
+from server.http.fields import Ignored
+from server.http.responses import streamed, whole
 
 
 def add_routes(app: FastAPI, serving: Serving) -> None:

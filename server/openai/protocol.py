@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model, model_validator
 
-from server.fields import Body, fields_without_effect, one_message, unsupported_fields, wrong
+from server.http.fields import Body, fields_without_effect, one_message, unsupported_fields, wrong
 
 # For the API reference: where the engine finds a number out of range. None: no limit.
 RANGES: dict[str, tuple[float | None, float | None]] = {

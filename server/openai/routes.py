@@ -6,8 +6,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from server.fields import Ignored
-from server.openai import chat, completions, embeddings, models
+from server.generation.served_model import Serving
+from server.http.fields import Ignored
+from server.http.responses import streamed, whole
+from server.openai.chat import handler as chat
+from server.openai.completions import handler as completions
+from server.openai.embeddings import handler as embeddings
+from server.openai.models import handler as models
 from server.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -15,8 +20,6 @@ from server.openai.protocol import (
     EmbeddingBody,
     TokenizeRequest,
 )
-from server.openai.serving import Serving
-from server.replies import streamed, whole
 
 
 def add_routes(app: FastAPI, serving: Serving) -> None:
