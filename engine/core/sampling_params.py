@@ -89,20 +89,24 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = parameter(None, "only these tokens are ever sampled", unset="all")
     bad_words: list[str | list[int]] | None = parameter(None, "texts that are never generated")
     dry_multiplier: float = parameter(
-        0.0, '"don\'t repeat yourself": strength of the penalty; 0: off', at_least=0, at_most=100
+        0.0, '"don\'t repeat yourself" (DRY): strength of the penalty; 0: none', at_least=0, at_most=100
     )
-    dry_base: float = parameter(1.75, "its growth with every further repeated token", at_least=1, at_most=100)
-    dry_allowed_length: int = parameter(2, "repetitions shorter than this are free", at_least=1, at_most=1000)
+    dry_base: float = parameter(
+        1.75, "growth of the DRY penalty with each further repeated token", at_least=1, at_most=100
+    )
+    dry_allowed_length: int = parameter(
+        2, "repetitions shorter than this have no DRY penalty", at_least=1, at_most=1000
+    )
     dry_sequence_breakers: list[str | int] | None = parameter(
-        None, "texts or token ids that end a repetition", unset='newline `:` `"` `*`'
+        None, "texts or token ids that end a DRY repetition", unset='newline `:` `"` `*`'
     )
     xtc_threshold: float = parameter(
         0.1,
-        '"exclude top choices": all tokens at least this likely but the least likely of them are',
+        '"exclude top choices" (XTC): drop all tokens at least this likely, except the least likely of them',
         at_least=0,
         at_most=1,
     )
-    xtc_probability: float = parameter(0.0, "dropped with this probability", at_least=0, at_most=1)
+    xtc_probability: float = parameter(0.0, "how often XTC drops tokens; 0: never", at_least=0, at_most=1)
     logprobs: int | None = parameter(
         None,
         "log-probabilities of the sampled tokens, and of this many likeliest tokens",

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from tests.server.parsing.test_tools import cuts
 
 from server.parsing.answer import AnswerReader, TokenCounter
 from server.parsing.pieces import Blocks, Content, Reasoning
 from server.parsing.reasoning import REASONING_FORMATS, ReasoningReader, find_reasoning_format
+from tests.server.parsing.test_tools import cuts
 from tests.support.templates import HERMES, QWEN3, THINKER
 
 THINK = REASONING_FORMATS["think"]
