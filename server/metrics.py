@@ -1,7 +1,6 @@
-"""What the server counts: Prometheus metrics under vLLM's names, and the statistics line of the log.
+"""Prometheus metrics under vLLM's names, and the statistics line of the log.
 
-Knows the engine's statistics and the times of requests; no endpoints. The engine's own counters are read when somebody
-looks, so that they cost nothing in between.
+The engine's own counters are read when the metrics are, so that they cost nothing in between.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.output_collector import RequestMetrics, RequestUpdate
-from server.http.sse import DIRECT_SEND
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +36,6 @@ _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # there is one
-_METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
 Stats = Callable[[], SchedulerStats | None]
 
@@ -255,34 +251,6 @@ class _EngineCollector(Collector):
 def _one_two_five(most: int) -> list[float]:
     """1, 2, 5, 10, 20, 50 … up to `most`."""
     return [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5) if step * 10**power <= most]
-
-
-class HTTPMetricsMiddleware:
-    """Counts and times HTTP requests by the route that took them."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, status = time.perf_counter(), 500
-        scope[DIRECT_SEND] = send
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            handler = getattr(scope.get("route"), "path", "none")
-            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
-            self._metrics.http_requests.labels(method, f"{status // 100}xx", handler).inc()
-            self._metrics.http_seconds.labels(method, handler).observe(time.perf_counter() - start)
 
 
 async def log_statistics(stats: Stats, interval: float) -> None:

@@ -1,4 +1,4 @@
-"""/v1/messages: a conversation in, blocks out, whole or as Anthropic's events. Knows those shapes; runs no engine."""
+"""/v1/messages: the answer to a conversation as content blocks, whole or as Anthropic's events."""
 
 from __future__ import annotations
 
@@ -8,51 +8,61 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI, Request, Response
 
 from engine.output_collector import RequestUpdate
-from server.anthropic.protocol import RENAMED, CountTokensRequest, MessagesRequest, parsed_arguments
-from server.generation.served_model import Sample, Serving, Usage
-from server.http.errors import APIError
-from server.http.fields import Ignored
+from server.anthropic.errors import failure
+from server.anthropic.protocol import CountTokensRequest, MessagesRequest, parsed_arguments
+from server.generation.generation import TOOL_CALLS, Generation, Sample
+from server.generation.served_model import ServedModel
+from server.generation.start import generate
+from server.generation.usage import Usage
+from server.http.errors import spelled
+from server.http.responses import streamed, whole
 from server.http.sse import event
-from server.openai.chat import handler as chats
-from server.openai.chat.handler import Chat
+from server.http.warnings import Warnings
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 
 _encode = msgspec.json.encode
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use", "abort": "end_turn"}
 
 
-async def begin(serving: Serving, request: MessagesRequest, ignored: Ignored) -> Chat:
-    """Check everything and start the answer."""
-    try:
-        return await chats.begin(serving, request.as_chat(), ignored, "msg_")
-    except APIError as error:
-        raise error.renamed(RENAMED) from None
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    settings = model.settings
+
+    @app.post("/v1/messages", response_model=None)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        warnings = Warnings(settings.strict).add_fields(body)
+        generation = await generate(model, body.neutral(), warnings)
+        if body.stream:
+            keep_alive = settings.sse_keep_alive_interval
+            events = _events(generation, warnings)
+            return streamed(events, warnings, failure=failure, end=b"", keep_alive=keep_alive)
+        return await whole(request, _answer(generation, warnings), warnings)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_message_tokens(body: CountTokensRequest, response: Response) -> dict[str, Any]:
+        warnings = Warnings(settings.strict).add_fields(body)
+        response.headers.update(warnings.headers)
+        request = body.neutral()
+        with spelled(request.names):
+            model.check_name(request.model)
+            [prompt] = await model.encode(request)
+        return {"input_tokens": len(prompt.token_ids)} | warnings.as_dict()
 
 
-async def count_tokens(serving: Serving, request: CountTokensRequest) -> dict[str, Any]:
-    """How many tokens the prompt has."""
-    serving.check_model(request.model)
-    try:
-        prompt = await chats.encode(serving, request.as_chat())
-    except APIError as error:
-        raise error.renamed(RENAMED) from None
-    return {"input_tokens": len(prompt.token_ids)}
-
-
-def _message(chat: Chat, **members: Any) -> dict[str, Any]:
+def _message(generation: Generation, warnings: Warnings, **members: Any) -> dict[str, Any]:
     message: dict[str, Any] = {
-        "id": chat.generation.id,
+        "id": generation.id,
         "type": "message",
         "role": "assistant",
-        "model": chat.generation.model,
+        "model": generation.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage(chat.generation.usage),
+        "usage": _usage(generation.usage),
     }
-    return message | members | chat.ignored.as_dict()
+    return message | members | warnings.as_dict()
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -65,9 +75,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _stop(chat: Chat, sample: Sample, update: RequestUpdate) -> dict[str, Any]:
+def _stop(sample: Sample, update: RequestUpdate) -> dict[str, Any]:
     sequence = update.stop_reason if isinstance(update.stop_reason, str) else None
-    reason = _STOP_REASONS.get(chat.finish_reason(sample, update) or "", "end_turn")
+    reason = _STOP_REASONS.get(sample.finish_reason(update) or "", "end_turn")
     if sequence is not None and reason == "end_turn":
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": sequence}
@@ -87,26 +97,27 @@ def _signature(thinking: str) -> str:
     return hashlib.sha256(thinking.encode(errors="replace")).hexdigest()
 
 
-async def answer(chat: Chat) -> bytes:
+async def _answer(generation: Generation, warnings: Warnings) -> bytes:
     """The response's JSON."""
     blocks, stop = Blocks(), {}
-    async with aclosing(chat.updates()) as updates:
-        async for sample, update, pieces in updates:
+    async with aclosing(generation.events()) as events:
+        async for sample, update, pieces in events:
             blocks.extend(pieces)
-            stop = _stop(chat, sample, update)
-    return _encode(_message(chat, content=[_block(block, block.text) for block in blocks.all], **stop))
+            stop = _stop(sample, update)
+    content = [_block(block, block.text) for block in blocks.all]
+    return _encode(_message(generation, warnings, content=content, **stop))
 
 
-async def events(chat: Chat) -> AsyncGenerator[bytes, None]:
+async def _events(generation: Generation, warnings: Warnings) -> AsyncGenerator[bytes, None]:
     """The response's events."""
     blocks, stop = Blocks(), {}
-    yield _event("message_start", message=_message(chat))
-    async with aclosing(chat.updates()) as updates:
-        async for sample, update, pieces in updates:
+    yield _event("message_start", message=_message(generation, warnings))
+    async with aclosing(generation.events()) as events:
+        async for sample, update, pieces in events:
             if data := b"".join(_piece_events(blocks, piece) for piece in pieces):
                 yield data
-            stop = _stop(chat, sample, update)
-    end = _event("message_delta", delta=stop, usage=_usage(chat.generation.usage))
+            stop = _stop(sample, update)
+    end = _event("message_delta", delta=stop, usage=_usage(generation.usage))
     yield _end_block(blocks, len(blocks.all) - 1) + end + _event("message_stop")
 
 
@@ -140,8 +151,3 @@ def _end_block(blocks: Blocks, index: int) -> bytes:
 
 def _event(name: str, **members: Any) -> bytes:
     return event(_encode({"type": name, **members}), name.encode())
-
-
-def failure(error: APIError) -> bytes:
-    """The event of an error."""
-    return event(error.anthropic_body(), b"error")

@@ -1,4 +1,4 @@
-"""API keys. Knows the paths they guard and the header that carries them."""
+"""API keys: the paths that they guard and the headers that carry them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.errors import APIError, is_anthropic
+from server.http.errors import APIError, ErrorFormats
 
 GUARDED = "/v1"
 
@@ -20,15 +20,15 @@ class APIKeyMiddleware:
     Anthropic's clients may bring it as `x-api-key: KEY`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: Sequence[str], formats: ErrorFormats) -> None:
+        self._app, self._formats = app, formats
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and self._guards(scope) and not self._opens(scope):
             response: Response = JSONResponse({"error": "Unauthorized"}, 401)
-            if is_anthropic(scope["path"]):
-                response = APIError(401, "Unauthorized").response(scope["path"])
+            if self._formats.has_own(scope["path"]):
+                response = self._formats.response(APIError(401, "Unauthorized"), scope["path"])
             response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
             return

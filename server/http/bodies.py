@@ -1,19 +1,78 @@
-"""Request bodies: bytes to JSON values, strictly. Knows JSON; no field and no endpoint."""
+"""Request bodies: strict JSON, strict types, fields that are not supported and fields without effect."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import typing
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema, WrapValidator
+from pydantic_core import PydanticCustomError
 
 _decode = msgspec.json.decode
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Table = Mapping[str, tuple[Any, ...]]
+
+
+class Body(BaseModel):
+    """A JSON object of a request. No conversions between types; unknown fields are kept to be told of, and not used."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    # Known fields without effect, and the values of them that nobody needs to be told of. None: no value of it.
+    NO_EFFECT: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {}
+    # Whether to tell of unknown fields.
+    NAMES_UNKNOWN: ClassVar[bool] = True
+
+
+def unsupported(neutral: tuple[Any, ...]) -> Any:
+    """A field that changes the answer and is not supported: only `neutral` values, which change nothing, and null."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        if value is None or any(
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral
+        ):
+            return None
+        allowed = " or ".join(json.dumps(value) for value in (*neutral, None))
+        raise PydanticCustomError(
+            "unsupported", "is not supported yet (only {allowed}, which changes nothing)", {"allowed": allowed}
+        )
+
+    kind = WithJsonSchema({"enum": [*neutral, None]})
+    return Annotated[Any, WrapValidator(check), kind], Field(None, description="Not supported yet.")
+
+
+def unsupported_fields(*tables: Table) -> dict[str, Any]:
+    """For `pydantic.create_model`."""
+    return {name: unsupported(neutral) for table in tables for name, neutral in table.items()}
+
+
+def fields_without_effect(names: Mapping[str, Any]) -> dict[str, Any]:
+    """For `pydantic.create_model`."""
+    return {name: (Any, Field(None, description="Accepted; has no effect.")) for name in names}
+
+
+def one_message(text: str) -> WrapValidator:
+    """For unions: one error in plain words instead of one for each member."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong_value", "must be " + text) from None  # type: ignore[arg-type]
+
+    return WrapValidator(check)
+
+
+def wrong(reason: str, *path: str | int) -> PydanticCustomError:
+    """An error that a check of several fields finds in the one at `path`."""
+    return PydanticCustomError("wrong_field", "{reason}", {"reason": reason, "path": path})
 
 
 class StrictJSONRoute(APIRoute):

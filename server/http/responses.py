@@ -1,4 +1,4 @@
-"""How answers leave the server: whole, as a stream, or not at all because the client has gone. Knows no endpoint."""
+"""Answers as HTTP responses: whole, as a stream, or cut off because the client has gone."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from server.http import sse
 from server.http.errors import APIError
-from server.http.fields import Ignored
-from server.settings import ServerConfig
+from server.http.sse import EventStream
+from server.http.warnings import Warnings
 
 _CLIENT_CLOSED = 499
 
 
 def streamed(
-    settings: ServerConfig,
     events: AsyncGenerator[bytes, None],
-    ignored: Ignored,
+    warnings: Warnings,
     *,
-    failure: Callable[[APIError], bytes] = sse.failure,
-    end: bytes = sse.DONE,
+    failure: Callable[[APIError], bytes],
+    end: bytes,
+    keep_alive: float,
 ) -> Response:
-    """`failure`: the event of an error, `end`: what comes last."""
-    response = sse.EventStream(events, failure=failure, end=end, keep_alive=settings.sse_keep_alive_interval)
-    response.headers.update(ignored.headers)
+    """`failure`: the event of an error; `end`: what comes last; `keep_alive`: as of `EventStream`."""
+    response = EventStream(events, failure=failure, end=end, keep_alive=keep_alive)
+    response.headers.update(warnings.headers)
     return response
 
 
-async def whole(request: Request, answer: Coroutine[Any, Any, bytes], ignored: Ignored) -> Response:
-    """The answer, or its end when the client hangs up before it is complete."""
+async def whole(request: Request, answer: Coroutine[Any, Any, bytes], warnings: Warnings) -> Response:
+    """The answer's JSON; nothing when the client hangs up before it is complete, which cancels it."""
     working = asyncio.create_task(answer)
-    watching = asyncio.create_task(_gone(request))
+    watching = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            return Response(working.result(), media_type="application/json", headers=ignored.headers)
+            return Response(working.result(), media_type="application/json", headers=warnings.headers)
         return Response(status_code=_CLIENT_CLOSED)
     finally:
         for task in (working, watching):
@@ -45,6 +44,6 @@ async def whole(request: Request, answer: Coroutine[Any, Any, bytes], ignored: I
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""Server-sent events: JSON objects in, the bytes of a response out. Knows no model and no endpoint.
+"""Server-sent events: JSON objects in, the bytes of a response out.
 
 An event is `data: {json}` and an empty line, after a line with its name if it has one. A stream ends the same way after
-an error, for OpenAI's older endpoints with `data: [DONE]`.
+an error.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ from starlette.types import Receive, Scope, Send
 from server.http.errors import APIError, unexpected
 
 DIRECT_SEND = "quire.send"  # key of a scope: how to send what middleware has nothing to say about
-DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
 
 def event(json: bytes, name: bytes = b"") -> bytes:
     return (b"event: " + name + b"\n" if name else b"") + b"data: " + json + b"\n\n"
-
-
-def failure(error: APIError) -> bytes:
-    """The event of an error, as OpenAI's older endpoints have it."""
-    return event(error.body())
 
 
 class EventStream(EventSourceResponse):

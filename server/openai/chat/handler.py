@@ -1,193 +1,112 @@
-"""/v1/chat/completions: a conversation in, an answer out, whole or streamed. Knows the shapes of both; runs no engine."""
+"""/v1/chat/completions: the answers to a conversation, whole or streamed."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI, Request, Response
 
-from engine.core.sampling_params import SamplingParams
 from engine.output_collector import RequestUpdate
-from server.generation.conversation import Prompt, encode_messages, message_text
-from server.generation.guided import constrained_chat
-from server.generation.served_model import Generation, Sample, Serving
-from server.http.errors import APIError
-from server.http.fields import Ignored
+from server.generation.generation import TOOL_CALLS, Generation, Sample
+from server.generation.served_model import ServedModel
+from server.generation.start import generate
+from server.http.responses import streamed, whole
 from server.http.sse import event
+from server.http.warnings import Warnings
+from server.openai.chat.protocol import ChatCompletionRequest
+from server.openai.errors import DONE, failure
 from server.openai.logprobs import logprobs_content, prompt_logprobs
-from server.openai.protocol import ChatCompletionRequest
-from server.parsing.answer import AnswerReader, TokenCounter
+from server.openai.usage import metrics_object, usage_object
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
-from server.parsing.reasoning import ReasoningReader
-from server.parsing.tools import ToolReader
 
 _encode = msgspec.json.encode
 _TEXT_BEGIN = b',"choices":[{"index":%d,"delta":{"content":'
 _TEXT_END = b'},"logprobs":null,"finish_reason":null}]}\n\n'
-_RENAMED = {"logprobs": "top_logprobs", "prompt": "messages", "max_tokens": "max_completion_tokens"}
+_CHOICE = b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b'
 
 
-@dataclass(slots=True)
-class Chat:
-    """The answers to a conversation, in the making."""
-
-    generation: Generation
-    readers: list[AnswerReader]  # one for each sample
-    role: str
-    ignored: Ignored
-
-    async def updates(self) -> AsyncGenerator[tuple[Sample, RequestUpdate, list[Piece]], None]:
-        """`Generation.updates`, read."""
-        async with aclosing(self.generation.updates()) as updates:
-            async for sample, update in updates:
-                yield sample, update, self.read(sample, update)
-
-    def read(self, sample: Sample, update: RequestUpdate) -> list[Piece]:
-        """What an update, which must be the next one, says; the usage tells of the reasoning from now on."""
-        pieces = self.readers[sample.index].push(update.text, update.token_ids, update.finish_reason is not None)
-        if self.generation.usage.reasoning_tokens is not None:
-            self.generation.usage.reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
-        return pieces
-
-    def finish_reason(self, sample: Sample, update: RequestUpdate) -> str | None:
-        """The engine's; an answer that ends with calls has a reason of its own."""
-        calls = update.finish_reason == "stop" and self.readers[sample.index].has_calls
-        return "tool_calls" if calls else update.finish_reason
-
-
-async def begin(serving: Serving, request: ChatCompletionRequest, ignored: Ignored, kind: str = "chatcmpl-") -> Chat:
-    """Check everything and start the answers. `kind`: how their id begins."""
-    serving.check_model(request.model)
-    _check_tools(serving, request)
-    _check_template_variables(serving, request, ignored)
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    renamed = _RENAMED if request.max_completion_tokens is not None else {**_RENAMED, "max_tokens": "max_tokens"}
-    sampling = serving.sampling(
-        request,
-        max_tokens=max_tokens,
-        default_max_tokens=None,
-        logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        renamed=renamed,
-    )
-    prompt = await encode(serving, request)
-    sampling = _show_marks(serving, request, sampling)
-    sampling = await constrained_chat(serving, request, prompt, sampling, ignored)
-    token_ids = serving.truncated(prompt.token_ids, request.truncate_prompt_tokens, sampling.max_tokens or 1)
-    generation = serving.generate(kind, request, [token_ids], sampling, renamed)
-    if serving.reasoning_format is not None:
-        generation.usage.reasoning_tokens = 0
-    readers = [_reader(serving, request, prompt) for _ in generation.samples]
-    role = serving.settings.response_role if request.adds_generation_prompt else request.messages[-1].role
-    return Chat(generation, readers, role, ignored)
-
-
-async def encode(serving: Serving, request: ChatCompletionRequest) -> Prompt:
-    """The prompt alone."""
-    options, special = request.template_options(), bool(request.add_special_tokens)
-    num_chars = None if request.tools else sum(len(message_text(message)) for message in request.messages)
-    return await serving.in_thread(encode_messages, serving, request.messages, options, special, num_chars=num_chars)
-
-
-def _check_tools(serving: Serving, request: ChatCompletionRequest) -> None:
-    if request.call_mode == "none":
-        return
-    if request.call_mode == "auto" and not serving.settings.enable_auto_tool_choice:
-        raise APIError(400, 'tool_choice: "auto" is turned off here (--no-enable-auto-tool-choice)', "tool_choice")
-    if serving.tool_format is None and serving.template is not None:
-        message = "the model's chat template has no form of tool calls that is known; --tool-call-parser of the server names one"
-        raise APIError(400, f"tools: {message}", "tools")
-
-
-def _check_template_variables(serving: Serving, request: ChatCompletionRequest, ignored: Ignored) -> None:
-    source = serving.template.source if serving.template is not None else ""
-    for field in ("reasoning_effort", "enable_thinking"):
-        if getattr(request, field) is not None and not any(name in source for name in request.thinking_options):
-            ignored.add(field, "the chat template does not ask for it")
-
-
-def _show_marks(serving: Serving, request: ChatCompletionRequest, sampling: SamplingParams) -> SamplingParams:
-    """Marks that are special tokens must be in the text to be read."""
-    reasoning, tools = serving.reasoning_format, serving.tool_format
-    marks = [reasoning.end] if reasoning is not None else []
-    if tools is not None and request.call_mode != "none":
-        marks.append(tools.begin)
-    special = {serving.tokenizer.id_to_token(i) for i in serving.tokenizer.special_ids}
-    return sampling.clone(skip_special_tokens=False) if special.intersection(marks) else sampling
-
-
-def _reader(serving: Serving, request: ChatCompletionRequest, prompt: Prompt) -> AnswerReader:
-    reasoning = tools = counter = None
-    if (marks := serving.reasoning_format) is not None:
-        reasoning = ReasoningReader(marks, prompt.in_reasoning)
-        counter = TokenCounter(marks.end, serving.tokenizer.token_text)
-    if serving.tool_format is not None and request.call_mode != "none":
-        names = request.chosen_tools or [tool.function.name for tool in request.tools or ()]
-        tools = ToolReader(serving.tool_format, names, None if serving.takes_several_calls(request) else 1)
-    return AnswerReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning is not False)
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        warnings = Warnings(model.settings.strict).add_fields(body)
+        generation = await generate(model, body.neutral(), warnings)
+        if body.stream:
+            keep_alive = model.settings.sse_keep_alive_interval
+            return streamed(
+                _events(model, body, generation, warnings), warnings, failure=failure, end=DONE, keep_alive=keep_alive
+            )
+        return await whole(request, _answer(model, body, generation, warnings), warnings)
 
 
 # ---- whole ----
 
 
-async def answer(serving: Serving, request: ChatCompletionRequest, chat: Chat) -> bytes:
+async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
     """The response's JSON."""
-    generation = chat.generation
-    blocks = [Blocks() for _ in generation.samples]
-    logprobs: list[list[dict[str, Any]]] = [[] for _ in generation.samples]
-    token_ids: list[list[int]] = [[] for _ in generation.samples]
-    ends: dict[int, tuple[str | None, int | str | None]] = {}
+    choices = [_Choice(model, body, generation.role) for _ in generation.samples]
     scores: dict[str, Any] = {}
-    as_ids = bool(request.return_tokens_as_token_ids)
-    async for sample, update, pieces in chat.updates():
-        blocks[sample.index].extend(pieces)
-        token_ids[sample.index] += update.token_ids
-        if update.logprobs is not None:
-            logprobs[sample.index] += logprobs_content(serving.tokenizer, update.token_ids, update.logprobs, as_ids)
+    async for sample, update, pieces in generation.events():
+        choices[sample.index].add(sample, update, pieces)
         if update.prompt_logprobs is not None:
             prompt = generation.prompts[0]
-            scores = {"prompt_logprobs": prompt_logprobs(serving.tokenizer, prompt, update.prompt_logprobs)}
-        ends[sample.index] = (chat.finish_reason(sample, update), update.stop_reason)
-    choices = [
-        {
-            "index": index,
-            "message": _message(chat.role, blocks[index]),
-            "logprobs": {"content": logprobs[index]} if request.logprobs else None,
-            "finish_reason": ends[index][0],
-            "stop_reason": ends[index][1],
-        }
-        | ({"token_ids": token_ids[index]} if request.return_token_ids else {})
-        for index in range(len(generation.samples))
-    ]
-    if request.return_token_ids:
+            scores = {"prompt_logprobs": prompt_logprobs(model.tokenizer, prompt, update.prompt_logprobs)}
+    if body.return_token_ids:
         scores["prompt_token_ids"] = generation.prompts[0]
-    body = _encode(
-        {
-            "id": generation.id,
-            "object": "chat.completion",
-            "created": generation.created,
-            "model": generation.model,
-            "choices": choices,
-            "usage": generation.usage.as_dict(),
-            "metrics": generation.timings_as_dict(),
-            **scores,
+    answer = {
+        "id": generation.id,
+        "object": "chat.completion",
+        "created": generation.created,
+        "model": generation.model,
+        "choices": [choice.as_dict(index) for index, choice in enumerate(choices)],
+        "usage": usage_object(generation.usage),
+        "metrics": metrics_object(generation.timings),
+        **scores,
+    }
+    return _encode(answer)[:-1] + warnings.member + b"}"
+
+
+class _Choice:
+    """One answer of a response that is not streamed."""
+
+    def __init__(self, model: ServedModel, body: ChatCompletionRequest, role: str) -> None:
+        self._model, self._body, self._role = model, body, role
+        self._blocks = Blocks()
+        self._logprobs: list[dict[str, Any]] = []
+        self._token_ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def add(self, sample: Sample, update: RequestUpdate, pieces: list[Piece]) -> None:
+        self._blocks.extend(pieces)
+        self._token_ids += update.token_ids
+        if update.logprobs is not None:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            self._logprobs += logprobs_content(self._model.tokenizer, update.token_ids, update.logprobs, as_ids)
+        self._finish_reason, self._stop_reason = sample.finish_reason(update), update.stop_reason
+
+    def as_dict(self, index: int) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": self._message(),
+            "logprobs": {"content": self._logprobs} if self._body.logprobs else None,
+            "finish_reason": self._finish_reason,
+            "stop_reason": self._stop_reason,
         }
-    )
-    return body[:-1] + chat.ignored.member + b"}"
+        if self._body.return_token_ids:
+            choice["token_ids"] = self._token_ids
+        return choice
 
-
-def _message(role: str, blocks: Blocks) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": blocks.text(Content), "refusal": None}
-    if reasoning := blocks.text(Reasoning):
-        message["reasoning"] = message["reasoning_content"] = reasoning
-    if calls := blocks.calls:
-        message["content"] = message["content"] or None
-        message["tool_calls"] = [_call(call) for call in calls]
-    return message
+    def _message(self) -> dict[str, Any]:
+        blocks = self._blocks
+        message: dict[str, Any] = {"role": self._role, "content": blocks.text(Content), "refusal": None}
+        if reasoning := blocks.text(Reasoning):
+            message["reasoning"] = message["reasoning_content"] = reasoning
+        if calls := blocks.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [_call(call) for call in calls]
+        return message
 
 
 def _call(call: Block) -> dict[str, Any]:
@@ -197,69 +116,94 @@ def _call(call: Block) -> dict[str, Any]:
 # ---- streamed ----
 
 
-async def events(serving: Serving, request: ChatCompletionRequest, chat: Chat) -> AsyncGenerator[bytes, None]:
+async def _events(
+    model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings
+) -> AsyncGenerator[bytes, None]:
     """The response's events. Only what changes is encoded for each: a server streams to hundreds of clients at once."""
-    generation, options = chat.generation, request.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    usage_always = with_usage and options is not None and bool(options.continuous_usage_stats)
-    head = _encode(
-        {
+    stream = _Stream(model, body, generation, warnings)
+    text_begins = stream.text_begins
+    async for sample, update, pieces in generation.events():
+        if (
+            len(pieces) == 1
+            and type(pieces[0]) is Content
+            and update.finish_reason is None
+            and update.logprobs is None
+            and (begin := text_begins.get(sample.index)) is not None
+        ):  # nearly all are such: the same bytes as `stream.write` makes
+            yield begin + _encode(pieces[0].text) + _TEXT_END
+        elif data := stream.write(sample, update, pieces):
+            yield data
+    if stream.with_usage:
+        yield stream.usage_event()
+
+
+class _Stream:
+    """Writes the events of a streamed response."""
+
+    def __init__(
+        self, model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings
+    ) -> None:
+        self._model, self._body, self._generation, self._warnings = model, body, generation, warnings
+        options = body.stream_options
+        self.with_usage = options is not None and bool(options.include_usage)
+        self._usage_always = self.with_usage and options is not None and bool(options.continuous_usage_stats)
+        head = {
             "id": generation.id,
             "object": "chat.completion.chunk",
             "created": generation.created,
             "model": generation.model,
         }
-    )[:-1]
+        self._head = _encode(head)[:-1]
+        self._only_text = not (self._usage_always or body.return_token_ids)
+        self._begun: set[int] = set()
+        # By index of the choice: how events begin that hold nothing but text. Empty if every event holds more.
+        self.text_begins: dict[int, bytes] = {}
 
-    def chunk(index: int, delta: bytes, logprobs: bytes, end: bytes) -> bytes:
-        choice = b',"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]' % (
-            index,
-            delta,
-            logprobs,
-            end,
-        )
-        usage = b',"usage":' + _encode(generation.usage.as_dict()) if usage_always else b""
-        return head + choice + usage
-
-    first = b'{"role":%b,"content":""}' % _encode(chat.role)
-    as_ids = bool(request.return_tokens_as_token_ids)
-    only_text = not (usage_always or request.return_token_ids)
-    begun: dict[int, bytes] = {}  # index → how its events begin that hold nothing but text
-    async for sample, update in generation.updates():
-        index, data, pieces = sample.index, b"", chat.read(sample, update)
-        usual = only_text and index in begun and update.finish_reason is None and update.logprobs is None
-        if usual and len(pieces) == 1 and type(pieces[0]) is Content:  # nearly all are such: the same bytes as below
-            yield begun[index] + _encode(pieces[0].text) + _TEXT_END
-            continue
-        if index not in begun:
-            more = b"" if begun else chat.ignored.member
-            if request.return_token_ids and not begun:
-                more += b',"prompt_token_ids":' + _encode(generation.prompts[0])
-            data = event(chunk(index, first, b"null", b"null") + more + b"}")
-            begun[index] = b"data: " + head + _TEXT_BEGIN % index
-        deltas = _deltas(pieces)
+    def write(self, sample: Sample, update: RequestUpdate, pieces: list[Piece]) -> bytes:
+        """The events of one update; none when there is nothing to say yet."""
+        body, index = self._body, sample.index
+        data = b"" if index in self._begun else self._begin(index)
         logprobs = b"null"
         if update.logprobs is not None:
-            content = logprobs_content(serving.tokenizer, update.token_ids, update.logprobs, as_ids)
+            as_ids = bool(body.return_tokens_as_token_ids)
+            content = logprobs_content(self._model.tokenizer, update.token_ids, update.logprobs, as_ids)
             logprobs = _encode({"content": content})
-        finish_reason = chat.finish_reason(sample, update)
-        if not deltas and (finish_reason is not None or update.logprobs is not None or request.return_token_ids):
-            deltas = [b"{}" if finish_reason == "tool_calls" else b'{"content":""}']
+        finish_reason, deltas = sample.finish_reason(update), _deltas(pieces)
+        if not deltas and (finish_reason is not None or update.logprobs is not None or body.return_token_ids):
+            deltas = [b"{}" if finish_reason == TOOL_CALLS else b'{"content":""}']
         for delta in deltas[:-1]:
-            data += event(chunk(index, delta, logprobs, b"null") + b"}")
+            data += event(self._chunk(index, delta, logprobs, b"null") + b"}")
             logprobs = b"null"
         if deltas:
             end = b"null"
             if finish_reason is not None:
                 end = b'%b,"stop_reason":%b' % (_encode(finish_reason), _encode(update.stop_reason))
-            if request.return_token_ids:
+            if body.return_token_ids:
                 end += b',"token_ids":' + _encode(update.token_ids)
-            data += event(chunk(index, deltas[-1], logprobs, end) + b"}")
-        if data:
-            yield data
-    if with_usage:
-        usage, metrics = _encode(generation.usage.as_dict()), _encode(generation.timings_as_dict())
-        yield event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (head, usage, metrics))
+            data += event(self._chunk(index, deltas[-1], logprobs, end) + b"}")
+        return data
+
+    def _begin(self, index: int) -> bytes:
+        """The first event of a choice; that of the first choice tells what holds for the whole response."""
+        more = b""
+        if not self._begun:
+            more = self._warnings.member
+            if self._body.return_token_ids:
+                more += b',"prompt_token_ids":' + _encode(self._generation.prompts[0])
+        self._begun.add(index)
+        if self._only_text:
+            self.text_begins[index] = b"data: " + self._head + _TEXT_BEGIN % index
+        first = b'{"role":%b,"content":""}' % _encode(self._generation.role)
+        return event(self._chunk(index, first, b"null", b"null") + more + b"}")
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, end: bytes) -> bytes:
+        usage = b',"usage":' + _encode(usage_object(self._generation.usage)) if self._usage_always else b""
+        return _CHOICE % (self._head, index, delta, logprobs, end, usage)
+
+    def usage_event(self) -> bytes:
+        usage = _encode(usage_object(self._generation.usage))
+        metrics = _encode(metrics_object(self._generation.timings))
+        return event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (self._head, usage, metrics))
 
 
 def _deltas(pieces: list[Piece]) -> list[bytes]:

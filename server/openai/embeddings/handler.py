@@ -1,62 +1,50 @@
-"""/v1/embeddings: texts, token ids or a conversation in, vectors out. Knows the shapes of both; runs no engine."""
+"""/v1/embeddings: vectors of texts, token ids or a conversation."""
 
 from __future__ import annotations
 
 import base64
 
 import msgspec
+from fastapi import FastAPI, Request, Response
 
-from engine.core.pooling_params import PoolingParams
 from engine.output_collector import EmbeddingOutput
-from server.generation.conversation import encode_messages
-from server.generation.served_model import Generation, Serving
-from server.http.errors import APIError, bad_value
-from server.http.fields import Ignored
-from server.openai.protocol import EmbeddingChatRequest, EmbeddingRequest
+from server.generation.generation import Generation
+from server.generation.served_model import ServedModel
+from server.generation.start import embed
+from server.http.errors import APIError
+from server.http.responses import whole
+from server.http.warnings import Warnings
+from server.openai.embeddings.protocol import EmbeddingBody
+from server.openai.usage import usage_object
 
 _encode = msgspec.json.encode
 
 
-async def begin(serving: Serving, request: EmbeddingRequest) -> Generation:
-    """Check everything and start."""
-    serving.check_model(request.model)
-    try:
-        pooling = PoolingParams(
-            pooling=request.pooling or serving.engine.default_pooling,
-            normalize=request.normalizes,
-            dimensions=request.dimensions,
-        )
-    except ValueError as error:
-        raise bad_value(error, {}) from None
-    most, keep_first = request.truncate_prompt_tokens, request.truncation_side == "right"
-    prompts = await serving.in_thread(_encode_prompts, serving, request)
-    prompts = [serving.truncated(prompt, most, 0, keep_first=keep_first) for prompt in prompts]
-    return serving.embed(request, prompts, pooling)
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    @app.post("/v1/embeddings", response_model=None)
+    async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+        warnings = Warnings(model.settings.strict).add_fields(body)
+        generation = await embed(model, body.neutral())
+        as_base64 = body.encoding_format == "base64"
+        return await whole(request, _answer(model, generation, warnings, as_base64), warnings)
 
 
-def _encode_prompts(serving: Serving, request: EmbeddingRequest) -> list[list[int]]:
-    if isinstance(request, EmbeddingChatRequest):
-        special = bool(request.add_special_tokens)
-        return [encode_messages(serving, request.messages, request.template_options(), special).token_ids]
-    return serving.encode_prompts(request.input, request.add_special_tokens is not False)
-
-
-async def answer(serving: Serving, request: EmbeddingRequest, generation: Generation, ignored: Ignored) -> bytes:
+async def _answer(model: ServedModel, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:
     """The response's JSON."""
     found = [b""] * len(generation.samples)
-    async for sample, update in generation.updates():
+    async for sample, update, _ in generation.events():
         if update.embedding is None:
             raise APIError(409, "the request was aborted")
         found[sample.index] = update.embedding
-    end = _encode({"model": generation.model, "usage": generation.usage.as_dict()})[1:-1]
-    data = await serving.in_thread(_data, found, request.encoding_format == "base64")
+    end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]
+    data = await model.in_thread(_data, found, as_base64)
     return b'{"id":%b,"object":"list","created":%d,"data":[%b],%b%b}' % (
-        _encode(generation.id), generation.created, data, end, ignored.member,
+        _encode(generation.id), generation.created, data, end, warnings.member,
     )  # fmt: skip
 
 
 def _data(embeddings: list[bytes], as_base64: bool) -> bytes:
-    """One by one, so that a long list holds up nobody else."""
+    """One by one, so that a long list does not hold up other requests."""
     return b",".join(
         _encode(
             {

@@ -1,4 +1,4 @@
-"""A response of /v1/responses while it is made: its output items and the events that tell of them. Runs no engine."""
+"""A response of /v1/responses while it is generated: its output items, and the events that tell of them."""
 
 from __future__ import annotations
 

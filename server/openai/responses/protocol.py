@@ -1,14 +1,25 @@
-"""The fields of /v1/responses, and what they are as a chat request. Knows OpenAI's names for both; runs nothing."""
+"""The fields of /v1/responses, and the neutral request that they make."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, create_model
+from pydantic import Discriminator, Field, Tag, create_model
 
-from server.http.errors import from_validation
-from server.http.fields import Body, fields_without_effect, one_message, unsupported_fields
-from server.openai.protocol import ChatCompletionRequest
+from server.generation.parameters import given_sampling, parameter_fields
+from server.generation.request import (
+    FUNCTION_NAME,
+    Conversation,
+    GenerationRequest,
+    Message,
+    ReasoningEffort,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from server.http.bodies import Body, fields_without_effect, one_message, unsupported_fields
+from server.http.errors import APIError
+from server.openai.fields import EngineFields
 
 NOT_YET_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -28,10 +39,8 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "truncation": ("disabled",),
     "max_tool_calls": (),  # there are no built-in tools
 }
-# Parameters that /v1/chat/completions has too.
-SAME_IN_CHAT = (
-    "model",
-    "parallel_tool_calls",
+# Parameters of sampling that this API has beside `max_output_tokens` and `top_logprobs`.
+SAMPLING = (
     "temperature",
     "top_p",
     "top_k",
@@ -41,16 +50,16 @@ SAME_IN_CHAT = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "chat_template_kwargs",
-    "cache_salt",
-    "request_id",
 )
-# What a chat request calls something that /v1/responses calls otherwise.
-RENAMED = {
+# What this API calls fields of a neutral request.
+NAMES = {
+    "prompt": "input",
     "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "template_variables": "chat_template_kwargs",
 }
 LOGPROBS = "message.output_text.logprobs"
 
@@ -154,11 +163,23 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
     NO_EFFECT: ClassVar[Any] = {"summary": ("auto",), "generate_summary": ("auto",)}
+
+
+class FunctionTool(Body):
+    """Something that the model may call; further fields go to the chat template."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; none: there are no arguments.")
+    strict: bool | None = Field(None, description="True: refuse a schema that cannot be enforced, not just say so.")
+
+    NAMES_UNKNOWN: ClassVar[bool] = False
 
 
 class ResponseStreamOptions(Body):
@@ -167,27 +188,38 @@ class ResponseStreamOptions(Body):
     NO_EFFECT: ClassVar[Any] = {"include_obfuscation": (False,)}
 
 
+_engine_fields: dict[str, Any] = {
+    name: (field.annotation, field)
+    for name, field in EngineFields.model_fields.items()
+    if name in ("model", "cache_salt", "request_id")
+}
 _tables: dict[str, Any] = unsupported_fields(NOT_YET_IN_RESPONSES) | fields_without_effect(NO_EFFECT)
-_chat_fields = ChatCompletionRequest.model_fields
-_same: dict[str, Any] = {name: (_chat_fields[name].annotation, _chat_fields[name]) for name in SAME_IN_CHAT}
-_ResponsesBase: type[Body] = create_model("ResponsesBase", __base__=Body, **_tables, **_same)
+_ResponsesBase: Any = create_model(
+    "ResponsesBase", __base__=Body, **_tables, **_engine_fields, **parameter_fields(SAMPLING)
+)
 
 
-class ResponsesRequest(_ResponsesBase):  # type: ignore[misc, valid-type]
+class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
     """A conversation to be continued, as items."""
 
     input: Input
     instructions: str | None = Field(None, description="A system message for this response only.")
     previous_response_id: str | None = Field(None, description="A stored response that this one goes on from.")
     store: bool | None = Field(None, description="False: keep nothing of this response.")
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    max_output_tokens: int | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    tools: list[FunctionTool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Any = Field(None, description='"none", "auto", "required", a function, or some of them and a mode.')
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one tool call.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    max_output_tokens: int | None = Field(
+        None, description="Most tokens of the answer.", json_schema_extra={"minimum": 1}
+    )
+    text: TextOptions | None = Field(None, description="What the answer has to be.")
+    reasoning: ReasoningOptions | None = Field(None, description="How much to reason.")
     include: list[str] | None = Field(None, description=f'"{LOGPROBS}" has an effect.')
-    top_logprobs: int | None = None
-    stream: bool | None = None
+    top_logprobs: int | None = Field(
+        None, description="With the log-probabilities, those of this many likeliest tokens."
+    )
+    stream: bool | None = Field(None, description="Send the answer as it comes.")
     stream_options: ResponseStreamOptions | None = None
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
@@ -198,81 +230,96 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc, valid-type]
             return [InputMessage(role="user", content=self.input)]
         return self.input
 
-    def as_chat(self, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
-        """The same as a chat request over `messages`. `APIError` in the names of this request."""
-        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        with_logprobs = LOGPROBS in (self.include or ())
-        chat: dict[str, Any] = {name: getattr(self, name) for name in SAME_IN_CHAT}
-        chat |= {
-            "messages": instructions + messages,
-            "max_completion_tokens": self.max_output_tokens,
-            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": _chat_tool_choice(self.tool_choice),
-            "response_format": _chat_format(self.text),
-            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            "logprobs": with_logprobs or None,
-            "top_logprobs": self.top_logprobs if with_logprobs else None,
-        }
-        try:
-            return ChatCompletionRequest.model_validate(chat)
-        except ValidationError as error:
-            raise from_validation(error.errors()).renamed(RENAMED) from None
+    def neutral(self, messages: list[Message]) -> GenerationRequest:
+        """`messages`: the conversation so far, those of `items` included."""
+        sampling = given_sampling(self, SAMPLING)
+        if self.max_output_tokens is not None:
+            sampling["max_tokens"] = self.max_output_tokens
+        if LOGPROBS in (self.include or ()):
+            sampling["logprobs"] = self.top_logprobs or 0
+        instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
+        return GenerationRequest(
+            prompt=Conversation(
+                messages=instructions + messages,
+                tools=[_tool(each) for each in self.tools or ()],
+                reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+                template_variables=self.chat_template_kwargs or {},
+            ),
+            id_prefix="resp_",
+            names=NAMES,
+            model=self.model,
+            request_id=self.request_id,
+            cache_salt=self.cache_salt or "",
+            sampling=sampling,
+            structured_outputs=_structured(self.text),
+            tool_choice=_tool_choice(self.tool_choice, self.parallel_tool_calls is not False),
+        )
 
 
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Tools of other types than `function` stay as they are, to be refused."""
-    if tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def _tool(given: FunctionTool) -> Tool:
+    function = given.model_dump(exclude_unset=True, exclude={"type"})
+    return Tool(
+        name=given.name,
+        parameters=given.parameters,
+        strict=bool(given.strict),
+        definition={"type": "function", "function": function},
+    )
 
 
-def _chat_tool_choice(choice: Any) -> Any:
+def _tool_choice(choice: Any, several: bool) -> ToolChoice:
     match choice:
+        case None:
+            return ToolChoice(several=several)
+        case "none" | "auto" | "required":
+            return ToolChoice(mode=choice, several=several)
         case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
-            subset = [{"function": {"name": tool.get("name")}} for tool in tools if isinstance(tool, dict)]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": subset}}
-    return choice
+            return ToolChoice(mode="required", names=[name], several=False)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
+            names = [tool["name"] for tool in tools if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+            if names and len(names) == len(tools):
+                return ToolChoice(mode=mode, names=names, several=several)
+    wanted = (
+        '"none", "auto", "required", {"type": "function", "name": …} or '
+        '{"type": "allowed_tools", "mode": …, "tools": […]}'
+    )
+    raise APIError(400, f"must be {wanted}", "tool_choice")
 
 
-def _chat_format(text: TextOptions | None) -> dict[str, Any] | None:
-    if text is None or text.format is None:
-        return None
-    given = text.format.model_dump(by_alias=True, exclude_none=True)
-    if given["type"] != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+def _structured(text: TextOptions | None) -> dict[str, Any]:
+    """Arguments for the engine's `StructuredOutputs`; none: the answer is free text."""
+    if text is None or text.format is None or text.format.type == "text":
+        return {}
+    schema = text.format.schema_
+    return {"json_object": True} if schema is None else {"json": schema or "{}"}
 
 
-def chat_messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Items as chat messages: thoughts, text and calls that follow each other are one message of the assistant."""
-    messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message that may go on
+def messages_of(items: list[Any]) -> list[Message]:
+    """The messages that items make: reasoning, text and calls that follow each other are one message of the assistant."""
+    messages: list[Message] = []
+    answer: Message | None = None  # the assistant's message that may go on
 
-    def begin_turn() -> dict[str, Any]:
-        messages.append({"role": "assistant", "content": None})
+    def new_answer() -> Message:
+        messages.append(Message(role="assistant"))
         return messages[-1]
 
     for item in items:
         match item:
             case ReasoningItem():
-                turn = begin_turn()
-                turn["reasoning"] = "\n".join(part.text for part in item.content or item.summary or ())
+                answer = new_answer()
+                answer.reasoning = "\n".join(part.text for part in item.content or item.summary or ())
             case InputMessage(role="assistant"):
-                if turn is None or turn["content"] is not None or "tool_calls" in turn:
-                    turn = begin_turn()
-                turn["content"] = _text(item.content)
+                if answer is None or answer.content is not None or answer.tool_calls:
+                    answer = new_answer()
+                answer.content = _text(item.content)
             case FunctionCallItem():
-                turn = turn if turn is not None else begin_turn()
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-                turn.setdefault("tool_calls", []).append(call)
+                answer = answer if answer is not None else new_answer()
+                answer.tool_calls.append(ToolCall(id=item.call_id, name=item.name, arguments=item.arguments))
             case FunctionOutputItem():
-                turn = None
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                answer = None
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
             case InputMessage():
-                turn = None
-                messages.append({"role": item.role, "content": _text(item.content)})
+                answer = None
+                messages.append(Message(role=item.role, content=_text(item.content)))
     return messages
 
 

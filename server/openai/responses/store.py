@@ -6,6 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from server.generation.request import Message
+
 MAX_BYTES = 256 << 20
 
 
@@ -14,7 +16,7 @@ class StoredResponse:
     """A finished response."""
 
     body: bytes  # its JSON
-    messages: list[dict[str, Any]]  # the conversation as chat messages, its answer included, without instructions
+    messages: list[Message]  # the conversation, its answer included, without instructions
     input_items: list[dict[str, Any]]  # what was new in the request
     output_items: list[dict[str, Any]]
     num_bytes: int  # of what is new in it

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from server.docs.endpoints import ENDPOINTS, MODEL, Endpoint
+from server.app import APIS
+from server.docs.endpoint import MODEL, Endpoint
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, run_server
 from tests.support.templates import HERMES
 
+ENDPOINTS = [endpoint for api in APIS for endpoint in api.endpoints]
 NAME = 'org/"one"'
 
 

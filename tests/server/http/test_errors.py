@@ -10,7 +10,9 @@ import pytest
 
 from engine.config import ConfigError
 from server.app import create_app
-from server.openai.protocol import NOT_YET_IN_BOTH, NOT_YET_IN_CHAT, NOT_YET_IN_COMPLETIONS
+from server.openai.chat.protocol import NOT_YET_IN_CHAT
+from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS
+from server.openai.fields import NOT_YET_IN_BOTH
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.openai.protocol import NO_EFFECT, NOT_YET_IN_BOTH, NOT_YET_IN_COMPLETIONS, CompletionRequest
+from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS, CompletionRequest
+from server.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH
 from tests.support.served import blocks_in_use, metric, serve
 
 PATHS = {
@@ -219,7 +220,7 @@ def test_cache_salt_keeps_prompts_apart(http: httpx.Client, path: str) -> None:
 
 def test_every_parameter_is_tried() -> None:
     tried = {name for _, one, _ in ROWS for name in one(ANY)} | {name for fields, _ in FORMS for name in fields}
-    tried |= {"prompt", "echo", "logprobs", "return_tokens_as_token_ids"}  # in test_http_scores.py
+    tried |= {"prompt", "echo", "logprobs", "return_tokens_as_token_ids"}  # in test_scores.py
     tried |= {"stream", "stream_options", "add_special_tokens", "cache_salt"}
     grammars = {
         name for name in CompletionRequest.model_fields if name.startswith(("guided_", "structured_", "response_"))

@@ -1,0 +1,176 @@
+"""A conversation and its tools as OpenAI's chat spells them, and what they are in a neutral request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice
+from server.http.bodies import Body, one_message, wrong
+
+# What OpenAI's chat calls fields of a neutral conversation.
+NAMES = {
+    "prompt": "messages",
+    "tools[].name": "tools[].function.name",
+    "messages[].tool_calls[].arguments": "messages[].tool_calls[].function.arguments",
+    "template_variables": "chat_template_kwargs",
+}
+
+
+class TextPart(Body):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: Any = None  # a JSON object as text, as the API has it, or the object itself
+
+
+class ToolCallFields(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class MessageFields(Body):
+    """One message. Fields that the answer's message has and that say nothing may come back as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | list[TextPart] | None, one_message("a text or a list of text parts; other parts are not supported")
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCallFields] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    NO_EFFECT: ClassVar[Any] = {"annotations": ([],)}
+
+
+class Function(Body):
+    """What a tool is, for the model; further fields go to the chat template."""
+
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; none: there are no arguments.")
+    strict: bool | None = Field(None, description="True: refuse a schema that cannot be enforced, not just say so.")
+
+
+class ToolFields(Body):
+    """Something that the model may call; further fields go to the chat template."""
+
+    type: Literal["function"]
+    function: Function
+
+    NAMES_UNKNOWN: ClassVar[bool] = False
+
+
+class ToolName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
+class ToolSubset(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+ToolChoiceField = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    one_message(
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+    ),
+]
+
+
+class ConversationFields(Body):
+    """What goes into a chat template."""
+
+    messages: Annotated[list[MessageFields], Field(min_length=1)]
+    tools: list[ToolFields] | None = Field(None, description="Functions that the model may call.")
+    add_generation_prompt: bool | None = Field(None, description="Let the chat template open an answer; so by default.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message instead of beginning one.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that show documents.")
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> ConversationFields:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise wrong("cannot be true together with add_generation_prompt", "continue_final_message")
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                raise wrong("is required", "messages", index, "content")
+        return self
+
+    def conversation(self, **more: Any) -> Conversation:
+        """The neutral conversation. `more`: other fields of it."""
+        adds = self.add_generation_prompt
+        fields: dict[str, Any] = {
+            "messages": [_message(each) for each in self.messages],
+            "tools": [_tool(each) for each in self.tools or ()],
+            "documents": self.documents,
+            "add_generation_prompt": adds if adds is not None else not self.continue_final_message,
+            "continue_final_message": bool(self.continue_final_message),
+            "template_variables": self.chat_template_kwargs or {},
+        }
+        return Conversation(**{**fields, **more})
+
+
+def _message(given: MessageFields) -> Message:
+    if isinstance(given.content, list):
+        content = "\n".join(part.text for part in given.content)
+    else:
+        content = given.content or given.refusal or ""
+    calls = [
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in given.tool_calls or ()
+    ]
+    return Message(
+        role=given.role,
+        content=content,
+        name=given.name,
+        tool_call_id=given.tool_call_id,
+        tool_calls=calls,
+        reasoning=given.reasoning_content if given.reasoning_content is not None else given.reasoning,
+    )
+
+
+def _tool(given: ToolFields) -> Tool:
+    function = given.function
+    return Tool(
+        name=function.name,
+        parameters=function.parameters,
+        strict=bool(function.strict),
+        definition=given.model_dump(exclude_unset=True),
+    )
+
+
+def tool_choice(given: Any, parallel: bool | None) -> ToolChoice:
+    """`given`: of the type `ToolChoiceField` or None. `parallel`: whether there may be several calls."""
+    several = parallel is not False
+    match given:
+        case NamedTool(function=tool):
+            return ToolChoice(mode="required", names=[tool.name], several=False)
+        case AllowedTools(allowed_tools=subset):
+            return ToolChoice(mode=subset.mode, names=[tool.function.name for tool in subset.tools], several=several)
+        case None:
+            return ToolChoice(several=several)
+    return ToolChoice(mode=given, several=several)
