@@ -26,7 +26,7 @@ class SamplingParams:
     """
 
     n: int = parameter(1, "number of answers", at_least=1, at_most=128)
-    temperature: float = parameter(1.0, "0: always the likeliest token", at_least=0, at_most=100)
+    temperature: float = parameter(1.0, "randomness; 0: always the likeliest token", at_least=0, at_most=100)
     top_p: float = parameter(1.0, "sample from the likeliest tokens of this total probability", above=0, at_most=1)
     top_k: int = parameter(
         0,

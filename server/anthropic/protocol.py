@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model
 
-from server.generation.parameters import given_sampling, parameter_fields
+from server.generation.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import (
     FUNCTION_NAME,
     Conversation,
@@ -18,7 +18,7 @@ from server.generation.request import (
     ToolCall,
     ToolChoice,
 )
-from server.http.bodies import Body, fields_without_effect, one_message, unsupported_fields
+from server.http.bodies import Body, fields_without_effect, one_message, optional, unsupported_fields
 from server.http.errors import APIError
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
@@ -161,9 +161,9 @@ class _Conversation(Body):
     system: _text_or_list(list[TextBlock]) | None = None  # type: ignore[valid-type]
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = Field(None, description="Left out: no thinking, where the chat template can tell so.")
+    thinking: Thinking | None = optional("Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="The older name of output_config.format.")
+    output_format: OutputFormat | None = optional("The older name of output_config.format.")
 
     def neutral(self) -> GenerationRequest:
         messages = _messages(self.messages)
@@ -212,9 +212,9 @@ _SamplingBase: Any = create_model("MessagesSampling", __base__=Body, **parameter
 class MessagesRequest(_Conversation, _SamplingBase, _Base):  # type: ignore[misc]
     """A conversation to be continued."""
 
-    max_tokens: int = Field(description="Most tokens of the answer.", json_schema_extra={"minimum": 1})
-    stop_sequences: list[str] | None = Field(None, description="Texts that end the answer.")
-    stream: bool | None = Field(None, description="Send the answer as it comes.")
+    max_tokens: int = Field(description="Most tokens of the answer.", json_schema_extra=limits("max_tokens"))
+    stop_sequences: list[str] | None = optional("Texts that end the answer.")
+    stream: bool | None = optional("Send the answer as it comes.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 

@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+from server.http.bodies import NOT_SUPPORTED, WITHOUT_EFFECT
+
 
 def page(schema: dict[str, Any], base_url: str) -> str:
     """The description as HTML. `base_url`: where the server is, for the commands."""
@@ -129,7 +131,7 @@ def _fields(kind: dict[str, Any]) -> str:
     required = kind.get("required", ())
     for name, each in sorted(kind.get("properties", {}).items(), key=lambda item: item[0] not in required):
         words = each.get("description", "")
-        if words in ("Not supported yet.", "Accepted; has no effect."):
+        if words in (NOT_SUPPORTED, WITHOUT_EFFECT):
             idle.setdefault(words, []).append(f"<code>{html.escape(name)}</code>")
             continue
         needed = "<b>required</b> " if name in required else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer
-from server.generation.request import Conversation, Message
+from server.generation.request import Conversation, Message, ToolCall
 from server.http.errors import APIError
 from server.parsing.reasoning import ReasoningFormat
 
@@ -74,7 +74,7 @@ class ConversationEncoder:
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": _arguments(call.arguments, "messages", index, "tool_calls", number, "arguments"),
+                        "arguments": _arguments(call, "messages", index, "tool_calls", number, "arguments"),
                     },
                 }
                 for number, call in enumerate(message.tool_calls)
@@ -90,10 +90,11 @@ class ConversationEncoder:
         return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
 
-def _arguments(given: Any, *path: str | int) -> Any:
+def _arguments(call: ToolCall, *path: str | int) -> Any:
+    given = call.arguments
     if not isinstance(given, str):
         return {} if given is None else given
     try:
         return json.loads(given or "{}")
     except (ValueError, RecursionError):
-        raise APIError(400, f"must be JSON, got {given[:100]!r}", *path) from None
+        raise APIError(400, f"the arguments of {call.name} must be JSON, got {given[:100]!r}", *path) from None

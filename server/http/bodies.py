@@ -17,6 +17,9 @@ from pydantic_core import PydanticCustomError
 _decode = msgspec.json.decode
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+NOT_SUPPORTED = "Not supported yet."
+WITHOUT_EFFECT = "Accepted; has no effect."
+
 Table = Mapping[str, tuple[Any, ...]]
 
 
@@ -29,6 +32,12 @@ class Body(BaseModel):
     NO_EFFECT: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {}
     # Whether to tell of unknown fields.
     NAMES_UNKNOWN: ClassVar[bool] = True
+
+
+def optional(description: str, default: Any = None, **more: Any) -> Any:
+    """A field that may be left out. `default`: what that means, for documentation. `more`: as of pydantic's `Field`."""
+    extra = more.pop("json_schema_extra", {}) | ({} if default is None else {"default": default})
+    return Field(None, description=description, json_schema_extra=extra, **more)
 
 
 def unsupported(neutral: tuple[Any, ...]) -> Any:
@@ -45,7 +54,7 @@ def unsupported(neutral: tuple[Any, ...]) -> Any:
         )
 
     kind = WithJsonSchema({"enum": [*neutral, None]})
-    return Annotated[Any, WrapValidator(check), kind], Field(None, description="Not supported yet.")
+    return Annotated[Any, WrapValidator(check), kind], Field(None, description=NOT_SUPPORTED)
 
 
 def unsupported_fields(*tables: Table) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def unsupported_fields(*tables: Table) -> dict[str, Any]:
 
 def fields_without_effect(names: Mapping[str, Any]) -> dict[str, Any]:
     """For `pydantic.create_model`."""
-    return {name: (Any, Field(None, description="Accepted; has no effect.")) for name in names}
+    return {name: (Any, Field(None, description=WITHOUT_EFFECT)) for name in names}
 
 
 def one_message(text: str) -> WrapValidator:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice
-from server.http.bodies import Body, one_message, wrong
+from server.http.bodies import Body, one_message, optional, wrong
 
 # What OpenAI's chat calls fields of a neutral conversation.
 NAMES = {
@@ -60,8 +60,8 @@ class Function(Body):
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; none: there are no arguments.")
-    strict: bool | None = Field(None, description="True: refuse a schema that cannot be enforced, not just say so.")
+    parameters: dict[str, Any] | None = optional("A JSON schema; none: there are no arguments.")
+    strict: bool | None = optional("True: refuse a schema that cannot be enforced, not just say so.")
 
 
 class ToolFields(Body):
@@ -104,12 +104,16 @@ ToolChoiceField = Annotated[
 class ConversationFields(Body):
     """What goes into a chat template."""
 
-    messages: Annotated[list[MessageFields], Field(min_length=1)]
-    tools: list[ToolFields] | None = Field(None, description="Functions that the model may call.")
-    add_generation_prompt: bool | None = Field(None, description="Let the chat template open an answer; so by default.")
-    continue_final_message: bool | None = Field(None, description="Continue the last message instead of beginning one.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
-    documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that show documents.")
+    messages: list[MessageFields] = Field(
+        min_length=1, description="The conversation; `content` is a text or a list of text parts."
+    )
+    tools: list[ToolFields] | None = optional(
+        "Functions that the model may call, each with a name, a description and a JSON schema of its parameters."
+    )
+    add_generation_prompt: bool | None = optional("Let the chat template open an answer.", True)
+    continue_final_message: bool | None = optional("Continue the last message instead of beginning one.", False)
+    chat_template_kwargs: dict[str, Any] | None = optional("Further variables for the chat template.")
+    documents: list[dict[str, Any]] | None = optional("For chat templates that show documents.")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationFields:

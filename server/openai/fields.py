@@ -8,7 +8,16 @@ from pydantic import Field, create_model, model_validator
 
 from server.generation.parameters import parameter_fields
 from server.generation.request import TextPrompts
-from server.http.bodies import Body, Table, fields_without_effect, one_message, unsupported_fields, wrong
+from server.http.bodies import (
+    WITHOUT_EFFECT,
+    Body,
+    Table,
+    fields_without_effect,
+    one_message,
+    optional,
+    unsupported_fields,
+    wrong,
+)
 from server.http.errors import Names
 
 # Fields of OpenAI's and vLLM's requests that change the answer and are not supported yet, with the values that leave the
@@ -64,9 +73,9 @@ def prompts_of(given: Any) -> TextPrompts:
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="Send one more chunk at the end, with the usage.")
-    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
-    include_obfuscation: bool | None = Field(None, description="Accepted; has no effect.")
+    include_usage: bool | None = optional("Send one more chunk at the end, with the usage.")
+    continuous_usage_stats: bool | None = optional("Send the usage so far with every chunk.")
+    include_obfuscation: bool | None = optional(WITHOUT_EFFECT)
 
     NO_EFFECT: ClassVar[Any] = {"include_obfuscation": (False,)}
 
@@ -78,7 +87,7 @@ class NamedSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="Left out: any JSON object.")
-    strict: bool | None = Field(None, description="Accepted; answers always follow the schema.")
+    strict: bool | None = optional("Accepted; answers always follow the schema.")
 
 
 class ResponseFormat(Body):
@@ -111,26 +120,32 @@ class StructuredOutputsFields(_StructuredBase):  # type: ignore[misc, valid-type
     """What the answer has to be: exactly one of these."""
 
     json_: JsonSchema | None = Field(None, alias="json", description="An instance of this JSON schema.")
-    regex: str | None = Field(None, description="A match of this regular expression, as a whole.")
-    choice: list[str] | None = Field(None, description="One of these texts.")
-    grammar: str | None = Field(None, description="A sentence of this grammar, in Lark's notation or llama.cpp's.")
-    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = optional("A match of this regular expression, as a whole.")
+    choice: list[str] | None = optional("One of these texts.")
+    grammar: str | None = optional("A sentence of this grammar, in Lark's notation or llama.cpp's.")
+    json_object: bool | None = optional("Any JSON object.")
 
 
 class EngineFields(Body):
     """What every request to the engine may say."""
 
-    model: str | None = Field(None, description="A name that /v1/models lists.")
+    model: str | None = optional("One of the names that `/v1/models` lists.")
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as fit."
+        None, ge=-1, description="Keep only this many last tokens of the prompt; -1: as many as fit."
     )
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Only prompts of the same salt share their KV cache."
+        None, min_length=1, max_length=256, description="Only prompts with the same salt share their KV cache."
     )
-    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Requests of lower ones come first.")
+    add_special_tokens: bool | None = optional(
+        "Begin the prompt with the tokenizer's special tokens. Left out: texts yes, conversations no."
+    )
+    priority: int | None = optional(
+        "Requests with lower values are scheduled first, and preempted last.", 0, ge=-(2**31), le=2**31 - 1
+    )
     request_id: str | None = Field(
-        None, pattern=r"^[\w.:-]{1,128}$", description="The end of the answer's id, by which it can be aborted."
+        None,
+        pattern=r"^[\w.:-]{1,128}$",
+        description="The end of the answer's `id`, by which `POST /v1/requests/{id}/abort` ends the request.",
     )
 
     def engine_fields(self) -> dict[str, Any]:
@@ -150,16 +165,22 @@ _SamplingBase: Any = create_model("SamplingBase", __base__=EngineFields, **param
 class SamplingFields(_SamplingBase):  # type: ignore[misc]
     """What both kinds of completion say about sampling. `None` takes the model's default, else OpenAI's."""
 
-    return_token_ids: bool | None = Field(None, description="Give the token ids of prompt and answer.")
-    return_tokens_as_token_ids: bool | None = Field(None, description='Log-probabilities name tokens "token_id:1".')
-    stream: bool | None = Field(None, description="Send the answer as it comes.")
-    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides.")
-    response_format: ResponseFormat | None = Field(None, description="What the answer has to be.")
-    structured_outputs: StructuredOutputsFields | None = Field(None, description="The same, with more to choose from.")
-    guided_json: JsonSchema | None = Field(None, description="The older name of structured_outputs.json.")
-    guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
-    guided_choice: list[str] | None = Field(None, description="The older name of structured_outputs.choice.")
-    guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
+    return_token_ids: bool | None = optional("Give the token ids of prompt and answer.", False)
+    return_tokens_as_token_ids: bool | None = optional("Name tokens `token_id:1` in log-probabilities.", False)
+    stream: bool | None = optional("Send the answer as it is generated.", False)
+    stream_options: StreamOptions | None = optional(
+        "`include_usage`: one more event with the token counts; `continuous_usage_stats`: counts in every event."
+    )
+    response_format: ResponseFormat | None = optional(
+        '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name": …, "schema": …}}`.'
+    )
+    structured_outputs: StructuredOutputsFields | None = optional(
+        "The same with more to choose from: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
+    )
+    guided_json: JsonSchema | None = optional("The older name of `structured_outputs.json`.")
+    guided_regex: str | None = optional("The older name of `structured_outputs.regex`.")
+    guided_choice: list[str] | None = optional("The older name of `structured_outputs.choice`.")
+    guided_grammar: str | None = optional("The older name of `structured_outputs.grammar`.")
 
     @model_validator(mode="after")
     def _check_together(self) -> SamplingFields:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from server.generation.parameters import given_sampling
+from server.generation.parameters import given_sampling, limits
 from server.generation.request import GenerationRequest, ReasoningEffort
-from server.http.bodies import wrong
+from server.http.bodies import optional, wrong
 from server.openai.conversation import NAMES, ConversationFields, ToolChoiceField, tool_choice
 from server.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH, SamplingFields, body_class
 
@@ -30,16 +30,23 @@ _ChatBase: Any = body_class("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
 class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # type: ignore[misc]
     """A conversation to be continued."""
 
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
-    logprobs: bool | None = Field(None, description="Give the log-probabilities of the sampled tokens.")
-    top_logprobs: int | None = Field(None, description="And those of so many likeliest tokens, up to 20.")
-    tool_choice: ToolChoiceField | None = Field(None, description='Without tools "none", else "auto".')
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one tool call.")
-    reasoning_effort: ReasoningEffort | None = Field(
-        None, description='For the chat template; "none" turns reasoning off.'
+    max_completion_tokens: int | None = optional(
+        "The newer name of `max_tokens`.", json_schema_extra=limits("max_tokens")
     )
-    enable_thinking: bool | None = Field(None, description="For the chat template: whether to reason first.")
-    include_reasoning: bool | None = Field(None, description="False: leave the reasoning out of the answer.")
+    logprobs: bool | None = optional("Give the log-probabilities of the sampled tokens.", False)
+    top_logprobs: int | None = optional(
+        "With `logprobs`: also those of this many likeliest tokens.", 0, json_schema_extra=limits("logprobs")
+    )
+    tool_choice: ToolChoiceField | None = optional(
+        '`"auto"`, `"none"`, `"required"`, a function by its name, or `allowed_tools` with some of them and a mode.',
+        "auto",
+    )
+    parallel_tool_calls: bool | None = optional("False: at most one tool call.", True)
+    reasoning_effort: ReasoningEffort | None = optional(
+        "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`, for the chat template; `none` turns reasoning off."
+    )
+    enable_thinking: bool | None = optional("For the chat template: whether to reason first.")
+    include_reasoning: bool | None = optional("False: leave the reasoning out of the answer.", True)
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from server.generation.parameters import given_sampling
+from server.generation.parameters import given_sampling, limits
 from server.generation.request import GenerationRequest
-from server.http.bodies import wrong
+from server.http.bodies import optional, wrong
 from server.openai.fields import (
     NO_EFFECT,
     NOT_YET_IN_BOTH,
@@ -27,9 +27,12 @@ _CompletionBase: Any = body_class("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_
 class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
     """Text to be continued."""
 
-    prompt: Prompt
-    logprobs: int | None = Field(None, description="Log-probabilities, and those of so many likeliest tokens.")
-    echo: bool | None = Field(None, description="Begin the answer with the prompt.")
+    prompt: Prompt = Field(description="A text, token ids, or a list of either.")
+    logprobs: int | None = optional(
+        "Log-probabilities of the sampled tokens and of this many likeliest ones; with `echo` of the prompt's too.",
+        json_schema_extra=limits("logprobs"),
+    )
+    echo: bool | None = optional("Begin the answer with the prompt; then `max_tokens` may be 0.", False)
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, create_model, model_validator
 
+from server.generation.parameters import pooling_fields
 from server.generation.request import EmbeddingRequest
-from server.http.bodies import one_message, wrong
+from server.http.bodies import Body, one_message, optional, wrong
 from server.openai.conversation import NAMES, ConversationFields
 from server.openai.fields import NO_EFFECT, EngineFields, Prompt, body_class, prompts_of
 
@@ -20,24 +21,18 @@ NOT_YET_IN_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
 }
 _EmbeddingBase: Any = body_class("EmbeddingBase", NOT_YET_IN_EMBEDDINGS)
+_PoolingBase: Any = create_model("PoolingBase", __base__=Body, **pooling_fields())
 
 
-class _Embedding(EngineFields, _EmbeddingBase):  # type: ignore[misc]
+class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[misc]
     """What a request for embeddings says besides its text."""
 
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description='"base64": of float32 values; smaller, quicker, and what OpenAI\'s clients ask for.'
+    encoding_format: Literal["float", "base64"] | None = optional(
+        "`base64`: of little-endian float32 values; a fifth of the bytes, and what OpenAI's clients ask for.", "float"
     )
-    dimensions: int | None = Field(
-        None, description="Only so many first values; for models that were trained for it (Matryoshka)."
-    )
-    pooling: Literal["last", "mean"] | None = Field(
-        None, description="Of the last token's hidden state, or of the mean of all; else as the server was told."
-    )
-    normalize: bool | None = Field(None, description="To length 1; so by default.")
-    use_activation: bool | None = Field(None, description="vLLM's newer name of normalize.")
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description='"right": truncate_prompt_tokens keeps the first ones instead.'
+    use_activation: bool | None = optional("vLLM's newer name of `normalize`.")
+    truncation_side: Literal["left", "right"] | None = optional(
+        "`right`: `truncate_prompt_tokens` keeps the first tokens instead.", "left"
     )
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
@@ -63,7 +58,7 @@ class _Embedding(EngineFields, _EmbeddingBase):  # type: ignore[misc]
 class EmbeddingTextRequest(_Embedding):
     """Texts to be embedded."""
 
-    input: Prompt
+    input: Prompt = Field(description="A text, token ids, or a list of either.")
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingTextRequest:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Tag
 
 from server.generation.request import PromptRequest
-from server.http.bodies import Body, one_message
+from server.http.bodies import Body, one_message, optional
 from server.openai.conversation import NAMES, ConversationFields
 
 
@@ -16,8 +16,8 @@ class TokenizeTextRequest(Body):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
-    return_token_strs: bool | None = Field(None, description="Give the vocabulary's spelling of each token too.")
+    add_special_tokens: bool | None = optional("Begin the prompt with the tokenizer's special tokens.")
+    return_token_strs: bool | None = optional("Give the vocabulary's spelling of each token too.")
 
     def neutral(self) -> PromptRequest:
         special = self.add_special_tokens is not False
@@ -28,8 +28,8 @@ class TokenizeChatRequest(ConversationFields):
     """A conversation to be turned into token ids."""
 
     model: str | None = None
-    add_special_tokens: bool | None = Field(None, description="Begin the prompt with the tokenizer's special tokens.")
-    return_token_strs: bool | None = Field(None, description="Give the vocabulary's spelling of each token too.")
+    add_special_tokens: bool | None = optional("Begin the prompt with the tokenizer's special tokens.")
+    return_token_strs: bool | None = optional("Give the vocabulary's spelling of each token too.")
     prompt: Annotated[None, one_message("left out where there are messages")] = None
 
     def neutral(self) -> PromptRequest:

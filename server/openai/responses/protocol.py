@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model
 
-from server.generation.parameters import given_sampling, parameter_fields
+from server.generation.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import (
     FUNCTION_NAME,
     Conversation,
@@ -17,7 +17,7 @@ from server.generation.request import (
     ToolCall,
     ToolChoice,
 )
-from server.http.bodies import Body, fields_without_effect, one_message, unsupported_fields
+from server.http.bodies import Body, fields_without_effect, one_message, optional, unsupported_fields
 from server.http.errors import APIError
 from server.openai.fields import EngineFields
 
@@ -176,8 +176,8 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; none: there are no arguments.")
-    strict: bool | None = Field(None, description="True: refuse a schema that cannot be enforced, not just say so.")
+    parameters: dict[str, Any] | None = optional("A JSON schema; none: there are no arguments.")
+    strict: bool | None = optional("True: refuse a schema that cannot be enforced, not just say so.")
 
     NAMES_UNKNOWN: ClassVar[bool] = False
 
@@ -203,23 +203,21 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
     """A conversation to be continued, as items."""
 
     input: Input
-    instructions: str | None = Field(None, description="A system message for this response only.")
-    previous_response_id: str | None = Field(None, description="A stored response that this one goes on from.")
-    store: bool | None = Field(None, description="False: keep nothing of this response.")
-    tools: list[FunctionTool] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Any = Field(None, description='"none", "auto", "required", a function, or some of them and a mode.')
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one tool call.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
-    max_output_tokens: int | None = Field(
-        None, description="Most tokens of the answer.", json_schema_extra={"minimum": 1}
-    )
-    text: TextOptions | None = Field(None, description="What the answer has to be.")
-    reasoning: ReasoningOptions | None = Field(None, description="How much to reason.")
+    instructions: str | None = optional("A system message for this response only.")
+    previous_response_id: str | None = optional("A stored response that this one goes on from.")
+    store: bool | None = optional("False: keep nothing of this response.")
+    tools: list[FunctionTool] | None = optional("Functions that the model may call.")
+    tool_choice: Any = optional('"none", "auto", "required", a function, or some of them and a mode.')
+    parallel_tool_calls: bool | None = optional("False: at most one tool call.")
+    chat_template_kwargs: dict[str, Any] | None = optional("Further variables for the chat template.")
+    max_output_tokens: int | None = optional("Most tokens of the answer.", json_schema_extra=limits("max_tokens"))
+    text: TextOptions | None = optional("What the answer has to be.")
+    reasoning: ReasoningOptions | None = optional("How much to reason.")
     include: list[str] | None = Field(None, description=f'"{LOGPROBS}" has an effect.')
-    top_logprobs: int | None = Field(
-        None, description="With the log-probabilities, those of this many likeliest tokens."
+    top_logprobs: int | None = optional(
+        "With the log-probabilities, those of this many likeliest tokens.", json_schema_extra=limits("logprobs")
     )
-    stream: bool | None = Field(None, description="Send the answer as it comes.")
+    stream: bool | None = optional("Send the answer as it comes.")
     stream_options: ResponseStreamOptions | None = None
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
@@ -282,7 +280,7 @@ def _tool_choice(choice: Any, several: bool) -> ToolChoice:
         '"none", "auto", "required", {"type": "function", "name": …} or '
         '{"type": "allowed_tools", "mode": …, "tools": […]}'
     )
-    raise APIError(400, f"must be {wanted}", "tool_choice")
+    raise APIError(400, f"must be {wanted}, got {repr(choice)[:100]}", "tool_choice")
 
 
 def _structured(text: TextOptions | None) -> dict[str, Any]:
