@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
@@ -60,7 +60,6 @@ class Metrics:
             collector(registry=self.registry)
         cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": cache_dtype}
         self.registry.register(_EngineCollector(stats, self._labels, cache))
-        tokens = _one_two_five(max_model_len)
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have begun")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
@@ -74,6 +73,20 @@ class Metrics:
             ("model_name", "reason"),
             registry=self.registry,
         )
+        self._add_histograms(_one_two_five(max_model_len))
+        self.http_requests = Counter(
+            "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time of an HTTP request, streams to their end",
+            ("method", "handler"),
+            buckets=(0.1, 0.5, 1),
+            registry=self.registry,
+        )
+
+    def _add_histograms(self, tokens: Sequence[float]) -> None:
+        """`tokens`: the buckets of token counts."""
         seconds = self._histogram
         self._first_token = seconds("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN)
         self.between = TokenTimes("vllm:inter_token_latency_seconds", "Between two tokens", self._labels)
@@ -98,16 +111,6 @@ class Metrics:
             "request_max_num_generation_tokens", "Most tokens among the samples of a request", tokens
         )
         self._request_n = counts("request_params_n", "n of a request", _SAMPLES)
-        self.http_requests = Counter(
-            "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
-        )
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Time of an HTTP request, streams to their end",
-            ("method", "handler"),
-            buckets=(0.1, 0.5, 1),
-            registry=self.registry,
-        )
 
     def _counter(self, name: str, help: str, *extra: str) -> Counter:
         counter = Counter(f"vllm:{name}", help, (*_LABELS, *extra), registry=self.registry)
@@ -233,7 +236,7 @@ class _EngineCollector(Collector):
         gauges = [
             ("num_requests_running", "Requests in the engine's batch", stats.num_running),
             ("num_requests_waiting", "Requests that wait for the engine", stats.num_waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
+            ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
         ]
         counters = [
             ("num_preemptions", "Preemptions", stats.num_preemptions),

@@ -93,7 +93,7 @@ def _block(block: Block, text: str) -> dict[str, Any]:
 
 
 def _signature(thinking: str) -> str:
-    """Clients hand it back with the thoughts; here nothing depends on it."""
+    """Clients send it back with the reasoning; nothing depends on it here."""
     return hashlib.sha256(thinking.encode(errors="replace")).hexdigest()
 
 

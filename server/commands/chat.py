@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal, with a server or with a model of its own. Knows messages; no tokens."""
+"""`quire chat`: a conversation in the terminal, with a server or with a model of its own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
 
 class Model(Protocol):
-    """Somebody who answers."""
+    """What answers: a server or a model of its own."""
 
     name: str
 

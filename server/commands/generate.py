@@ -1,4 +1,4 @@
-"""`quire generate`: continues a text in the terminal while it is made. Knows one prompt; no HTTP."""
+"""`quire generate`: continues a text in the terminal while it is generated."""
 
 from __future__ import annotations
 

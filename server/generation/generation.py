@@ -31,6 +31,7 @@ class Sample:
     updates: AsyncGenerator[RequestUpdate, None]
     watch: SampleWatch
     reader: AnswerReader | None  # None: the text is not read
+    num_reasoning_tokens: int = 0
 
     def finish_reason(self, update: RequestUpdate) -> str | None:
         """The engine's; `TOOL_CALLS` if the answer ends with calls."""
@@ -101,7 +102,9 @@ class Generation:
             return sample, update, _NO_PIECES
         pieces = reader.push(update.text, update.token_ids, update.finish_reason is not None)
         if usage.reasoning_tokens is not None:
-            usage.reasoning_tokens = sum(each.reader.num_reasoning_tokens for each in self.samples if each.reader)
+            before = sample.num_reasoning_tokens
+            sample.num_reasoning_tokens = reader.num_reasoning_tokens
+            usage.reasoning_tokens += sample.num_reasoning_tokens - before
         return sample, update, pieces
 
     def _see_end(self, sample: Sample, update: RequestUpdate) -> None:

@@ -117,7 +117,7 @@ class ServedModel:
         return self.engine.tokenizer
 
     async def in_thread(self, function: Callable[..., _T], *args: Any, num_chars: int | None = None) -> _T:
-        """Text work beside the event loop: long prompts and slow templates hold up nobody else.
+        """Text work beside the event loop: long prompts and slow templates do not hold up other requests.
 
         `num_chars`: how much text it is, where that is known; a short one is done sooner than it gets there and back.
         """

@@ -24,13 +24,13 @@ Table = Mapping[str, tuple[Any, ...]]
 
 
 class Body(BaseModel):
-    """A JSON object of a request. No conversions between types; unknown fields are kept to be told of, and not used."""
+    """A JSON object of a request. No conversions between types; unknown fields are kept for warnings, and not used."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # Known fields without effect, and the values of them that nobody needs to be told of. None: no value of it.
+    # Known fields without effect, and their values that need no warning. None: none needs one.
     NO_EFFECT: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {}
-    # Whether to tell of unknown fields.
+    # Whether unknown fields are warned of.
     NAMES_UNKNOWN: ClassVar[bool] = True
 
 

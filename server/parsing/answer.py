@@ -1,4 +1,4 @@
-"""One sample's text, read as it comes: thoughts, then content and tool calls. Knows text and tokens' texts; no HTTP."""
+"""One sample's text, read as it is generated: reasoning, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from server.parsing.tools import ToolReader
 
 
 class AnswerReader:
-    """Reads one answer. Its pieces, joined, are the same however the text is cut."""
+    """Divides one answer into pieces, which are the same, joined, however the text is cut."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class AnswerReader:
         counter: TokenCounter | None = None,
         shows_reasoning: bool = True,
     ) -> None:
-        """`counter`: counts the tokens of the thoughts. Without readers the answer is plain content."""
+        """`counter`: counts the tokens of the reasoning. Without readers the answer is plain content."""
         self._reasoning, self._tools, self._counter = reasoning, tools, counter
         self._shows_reasoning = shows_reasoning
 
@@ -30,9 +30,9 @@ class AnswerReader:
         if self._reasoning is not None and not self._reasoning.over:
             if self._counter is not None:
                 self._counter.add(token_ids)
-            thoughts, text = self._reasoning.push(text, finished)
-            if thoughts and self._shows_reasoning:
-                pieces.append(Reasoning(thoughts))
+            reasoning, text = self._reasoning.push(text, finished)
+            if reasoning and self._shows_reasoning:
+                pieces.append(Reasoning(reasoning))
             if not (text or self._reasoning.over):
                 return pieces
         if self._tools is not None:
@@ -47,7 +47,7 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the thoughts so far, their marks included."""
+        """Tokens of the reasoning so far, its marks included."""
         if self._reasoning is None or self._counter is None or not self._reasoning.found:
             return 0
         return self._counter.num_tokens
@@ -58,7 +58,7 @@ class TokenCounter:
 
     def __init__(self, mark: str, token_text: Callable[[int], str]) -> None:
         self._mark, self._token_text = mark, token_text
-        self._tail: str | None = ""  # of the text so far; None: the mark has come
+        self._tail: str | None = ""  # of the text so far; None: the mark is complete
         self.num_tokens = 0
 
     def add(self, token_ids: Iterable[int]) -> None:

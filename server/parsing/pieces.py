@@ -1,4 +1,4 @@
-"""What an answer consists of: content, reasoning, tool calls, each in the pieces in which it arrives. Knows text only."""
+"""What an answer consists of: content, reasoning and tool calls, in the pieces in which they arrive."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Blocks:
         self.all: list[Block] = []
 
     def add(self, piece: Piece) -> bool:
-        """Put a piece where it belongs; true when a new block begins with it."""
+        """Append a piece; true when a new block begins with it."""
         match piece:
             case CallStart(_, call_id, name):
                 self.all.append(Block(CallStart, call_id, name))

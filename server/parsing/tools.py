@@ -1,4 +1,4 @@
-"""Tool calls: how families of models write them, and a reader of what a model writes. Knows text and JSON; no HTTP.
+"""Tool calls: how model families write them, and a reader of what a model writes.
 
 A call has the tool's name and its arguments, a JSON object; what stands around them differs:
 
@@ -106,7 +106,7 @@ def find_tool_format(name: str, template: str) -> ToolFormat | None:
 def call_tags(
     format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, several: bool
 ) -> Tags:
-    """What the engine sees to so that every call is one of `tools`, with arguments by its JSON schema."""
+    """What guides the answer, so that every call is one of `tools` with arguments by its JSON schema."""
     before, between, after = format.written
     return Tags(
         trigger=format.begin,
@@ -268,7 +268,7 @@ class _CallObject:
     def __init__(self, name: str | None = None, whole: bool = True) -> None:
         self._given, self._whole = name, whole
         self.name: str | None = None  # None: not known yet
-        self.begun = False  # for the reader: it has told of this call
+        self.begun = False  # set by the reader once it has given out the start of this call
         self.over = False  # the object is complete, or it is no call
         self._chars: list[str] = []
         self._depth = 0

@@ -77,7 +77,7 @@ class EmbeddingChatRequest(ConversationFields, _Embedding):
     input: Annotated[None, one_message("left out where there are messages")] = None
 
     def neutral(self) -> EmbeddingRequest:
-        conversation = self.conversation(add_generation_prompt=bool(self.add_generation_prompt))  # nobody is to answer
+        conversation = self.conversation(add_generation_prompt=bool(self.add_generation_prompt))  # there is no answer
         return self._neutral(prompt=conversation, add_special_tokens=bool(self.add_special_tokens), names=NAMES)
 
 
