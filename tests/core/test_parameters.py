@@ -1,5 +1,6 @@
 """Declared parameters: what follows from a declaration."""
 
+# ruff: noqa: RUF009 (`parameter` declares a field)
 from __future__ import annotations
 
 from dataclasses import dataclass
