@@ -6,6 +6,8 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
@@ -59,12 +61,9 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
             raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
         token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
         _check_prompts(model, token_ids, 1)
-        asked = [
-            _engine_request(request, prompt, each)
-            for prompt in token_ids
-            for each in with_samples(_limited(model, prompt, sampling))
-        ]
-        return _begin(model, request, token_ids, asked, prompts[0])
+        asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
+        new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
+        return _begin(model, request, token_ids, asked, new_reader=new_reader)
 
 
 async def embed(model: ServedModel, request: EmbeddingRequest) -> Generation:
@@ -78,8 +77,7 @@ async def embed(model: ServedModel, request: EmbeddingRequest) -> Generation:
         prompts = await model.encode(request)
         token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
         _check_prompts(model, token_ids, 0)
-        asked = [_engine_request(request, prompt, UNSAMPLED, pooling) for prompt in token_ids]
-        return _begin(model, request, token_ids, asked, None)
+        return _begin(model, request, token_ids, [(prompt, UNSAMPLED) for prompt in token_ids], pooling=pooling)
 
 
 # ---- checks ----
@@ -183,21 +181,16 @@ def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) ->
 # ---- to the engine ----
 
 
-def _engine_request(
-    request: PromptRequest, prompt: list[int], sampling: SamplingParams, pooling: PoolingParams | None = None
-) -> EngineRequest:
-    """Without an id, which only requests that all checks let pass get."""
-    return EngineRequest("", prompt, sampling, pooling, request.cache_salt, request.priority)
-
-
 def _begin(
     model: ServedModel,
     request: PromptRequest,
     prompts: list[list[int]],
-    asked: list[EngineRequest],
-    read: Prompt | None,
+    asked: list[tuple[list[int], SamplingParams]],
+    *,
+    pooling: PoolingParams | None = None,
+    new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Generation:
-    """Begin the samples: `asked` holds the same number of them for each prompt. `read`: the prompt whose answers are read."""
+    """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one."""
     _check_queue(model, len(asked))
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
@@ -207,21 +200,21 @@ def _begin(
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
     try:
-        for index, each in enumerate(asked):
+        for index, (prompt, sampling) in enumerate(asked):
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
-            watch = model.metrics.watch(len(each.prompt_token_ids), each.sampling)
-            updates = model.engine.generate(dataclasses.replace(each, request_id=sample_id))
-            reader = _reader(model, request, read) if isinstance(request, GenerationRequest) and read else None
-            samples.append(Sample(sample_id, index, index // n, updates, watch, reader))
+            watch = model.metrics.watch(len(prompt), sampling)
+            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority)
+            reader = new_reader() if new_reader is not None else None
+            samples.append(Sample(sample_id, index, index // n, model.engine.generate(one), watch, reader))
     except ValueError as error:
         raise engine_error(error, _FIELDS) from None
     except EngineDeadError as error:
         raise APIError(503, f"the engine is not running: {error}") from None
     if model.settings.enable_log_requests:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, asked[0].pooling or asked[0].sampling)
+        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, pooling or asked[0][1])
     usage = Usage(sum(map(len, prompts)))
-    if samples[0].reader is not None and model.reasoning_format is not None:
+    if new_reader is not None and model.reasoning_format is not None:
         usage.reasoning_tokens = 0
     role, conversation = model.settings.response_role, request.conversation
     if conversation is not None and not conversation.add_generation_prompt:
@@ -230,10 +223,8 @@ def _begin(
     return Generation(public_id, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
 
 
-def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader | None:
-    """What reads an answer to a conversation; texts are continued as they are."""
-    if request.conversation is None:
-        return None
+def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
+    """What reads one answer to a conversation."""
     reasoning = tools = counter = None
     if (marks := model.reasoning_format) is not None:
         reasoning = ReasoningReader(marks, prompt.in_reasoning)
