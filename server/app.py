@@ -1,35 +1,40 @@
-"""The HTTP application: which path leads where. Knows endpoints and middleware; sampling, text and events are elsewhere."""
+"""The HTTP application: all APIs, the reference, the chat page, middleware."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import engine as quire
-from server.anthropic.routes import add_routes as add_anthropic_routes
-from server.auth import APIKeyMiddleware
-from server.bodies import StrictJSONRoute
-from server.errors import add_error_handlers
-from server.metrics import HTTPMetricsMiddleware, Metrics, log_statistics
-from server.openai.response_routes import add_routes as add_response_routes
-from server.openai.routes import add_routes as add_openai_routes
-from server.openai.serving import EngineClient, Serving
-from server.reference import add_reference
+from server import anthropic, service
+from server.docs.openapi import add_reference
+from server.generation.served_model import EngineClient, ServedModel
+from server.http.auth import APIKeyMiddleware
+from server.http.bodies import StrictJSONRoute
+from server.http.errors import ErrorFormats, add_error_handlers
+from server.http.middleware import HTTPMetricsMiddleware, RequestIdMiddleware
+from server.metrics import Metrics, log_statistics
+from server.openai import chat, completions, embeddings, models, responses
+from server.openai.errors import error_body
 from server.settings import ServerConfig
 
 STATIC = Path(__file__).resolve().parent / "static"
+APIS = (
+    chat.api,
+    completions.api,
+    responses.api,
+    anthropic.api,
+    embeddings.api,
+    models.api,
+    service.api,
+)
 
 
 def create_app(
@@ -55,7 +60,7 @@ def create_app(
         num_blocks=engine.num_blocks,
         cache_dtype=kv_cache_dtype,
     )
-    serving = Serving(engine, settings, names, metrics)
+    model = ServedModel(engine, settings, names, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,13 +70,15 @@ def create_app(
             yield
         finally:
             task.cancel()
-            serving.close()
+            model.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
-    add_error_handlers(app)
+    own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
+    formats = ErrorFormats(error_body, own_errors)
+    add_error_handlers(app, formats)
     if settings.api_keys:
-        app.add_middleware(APIKeyMiddleware, keys=settings.api_keys)
+        app.add_middleware(APIKeyMiddleware, keys=settings.api_keys, formats=formats)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -79,57 +86,13 @@ def create_app(
     if settings.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(HTTPMetricsMiddleware, metrics=metrics)
-    add_openai_routes(app, serving)
-    add_response_routes(app, serving)
-    add_anthropic_routes(app, serving)
-    _add_service(app, serving)
-    add_reference(app, names[0])
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    return app
-
-
-def _add_service(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health", response_model=None)
-    @app.head("/health", response_model=None, include_in_schema=False)
-    @app.get("/ping", response_model=None)
-    @app.head("/ping", response_model=None, include_in_schema=False)
-    @app.post("/ping", response_model=None)
-    async def health() -> Response:
-        return Response(status_code=503 if serving.engine.dead else 200)
-
-    @app.get("/load")
-    @app.get("/v1/load")
-    async def load() -> dict[str, Any]:
-        return serving.load()
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": quire.__version__}
-
-    @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        return Response(generate_latest(serving.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    for api in APIS:
+        api.add_routes(app, model)
+    add_reference(app, APIS, names[0])
 
     @app.get("/", response_model=None, include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html")
 
-
-class RequestIdMiddleware:
-    """Answers with an X-Request-Id header: the client's own, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
-
-        async def with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, with_id)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app

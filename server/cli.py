@@ -1,4 +1,4 @@
-"""The command `quire`. Knows the commands and how errors are shown; each command is a module of its own.
+"""The command `quire`: its subcommands, each a module of its own, and how errors are shown.
 
 All that takes time is imported inside `main`, so that Ctrl-C ends the command quietly from the first moment on.
 """

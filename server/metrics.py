@@ -1,7 +1,6 @@
-"""What the server counts: Prometheus metrics under vLLM's names, and the statistics line of the log.
+"""Prometheus metrics under vLLM's names, and the statistics line of the log.
 
-Knows the engine's statistics and the times of requests; no endpoints. The engine's own counters are read when somebody
-looks, so that they cost nothing in between.
+The engine's own counters are read when the metrics are, so that they cost nothing in between.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.output_collector import RequestMetrics, RequestUpdate
-from server.sse import DIRECT_SEND
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +36,6 @@ _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # there is one
-_METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
 Stats = Callable[[], SchedulerStats | None]
 
@@ -64,7 +60,6 @@ class Metrics:
             collector(registry=self.registry)
         cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": cache_dtype}
         self.registry.register(_EngineCollector(stats, self._labels, cache))
-        tokens = _one_two_five(max_model_len)
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have begun")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
@@ -78,6 +73,20 @@ class Metrics:
             ("model_name", "reason"),
             registry=self.registry,
         )
+        self._add_histograms(_one_two_five(max_model_len))
+        self.http_requests = Counter(
+            "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time of an HTTP request, streams to their end",
+            ("method", "handler"),
+            buckets=(0.1, 0.5, 1),
+            registry=self.registry,
+        )
+
+    def _add_histograms(self, tokens: Sequence[float]) -> None:
+        """`tokens`: the buckets of token counts."""
         seconds = self._histogram
         self._first_token = seconds("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN)
         self.between = TokenTimes("vllm:inter_token_latency_seconds", "Between two tokens", self._labels)
@@ -102,16 +111,6 @@ class Metrics:
             "request_max_num_generation_tokens", "Most tokens among the samples of a request", tokens
         )
         self._request_n = counts("request_params_n", "n of a request", _SAMPLES)
-        self.http_requests = Counter(
-            "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
-        )
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Time of an HTTP request, streams to their end",
-            ("method", "handler"),
-            buckets=(0.1, 0.5, 1),
-            registry=self.registry,
-        )
 
     def _counter(self, name: str, help: str, *extra: str) -> Counter:
         counter = Counter(f"vllm:{name}", help, (*_LABELS, *extra), registry=self.registry)
@@ -237,7 +236,7 @@ class _EngineCollector(Collector):
         gauges = [
             ("num_requests_running", "Requests in the engine's batch", stats.num_running),
             ("num_requests_waiting", "Requests that wait for the engine", stats.num_waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
+            ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
         ]
         counters = [
             ("num_preemptions", "Preemptions", stats.num_preemptions),
@@ -255,34 +254,6 @@ class _EngineCollector(Collector):
 def _one_two_five(most: int) -> list[float]:
     """1, 2, 5, 10, 20, 50 … up to `most`."""
     return [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5) if step * 10**power <= most]
-
-
-class HTTPMetricsMiddleware:
-    """Counts and times HTTP requests by the route that took them."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, status = time.perf_counter(), 500
-        scope[DIRECT_SEND] = send
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            handler = getattr(scope.get("route"), "path", "none")
-            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
-            self._metrics.http_requests.labels(method, f"{status // 100}xx", handler).inc()
-            self._metrics.http_seconds.labels(method, handler).observe(time.perf_counter() - start)
 
 
 async def log_statistics(stats: Stats, interval: float) -> None:

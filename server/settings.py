@@ -1,4 +1,4 @@
-"""The server's settings, each declared once. Knows names, ranges and help texts; opens no socket and reads no model."""
+"""The server's settings, each declared once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError, check, flag
-from server.reasoning import REASONING_FORMATS
-from server.tools import TOOL_FORMATS
+from server.parsing.reasoning import REASONING_FORMATS
+from server.parsing.tools import TOOL_FORMATS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
@@ -89,7 +89,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a file, got {path!r}")
         if "" in self.api_key:  # it would be no key at all
             raise ConfigError("api_key must not be empty; is the variable set that it was taken from?")
-        self.read_chat_template()  # a file that is missing is told of before the model is loaded
+        self.read_chat_template()  # reports a missing file before the model is loaded
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
 

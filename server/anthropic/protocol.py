@@ -1,15 +1,25 @@
-"""The fields of /v1/messages, and what they are as a chat request. Knows Anthropic's names and OpenAI's; runs nothing."""
+"""The fields of /v1/messages, and the neutral request that they make."""
 
 from __future__ import annotations
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, create_model
+from pydantic import Discriminator, Field, Tag, create_model
 
-from server.errors import APIError, from_validation
-from server.fields import Body, fields_without_effect, one_message, unsupported_fields
-from server.openai.protocol import ChatCompletionRequest
+from server.generation.parameters import given_sampling, limits, parameter_fields
+from server.generation.request import (
+    FUNCTION_NAME,
+    Conversation,
+    GenerationRequest,
+    Message,
+    ReasoningEffort,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from server.http.bodies import Body, fields_without_effect, one_message, optional, unsupported_fields
+from server.http.errors import APIError
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
@@ -21,12 +31,13 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "diagnostics": (),
     "context_management": (),
 }
-# What a chat request calls something that /v1/messages calls otherwise.
-RENAMED = {
-    "max_completion_tokens": "max_tokens",
+# What this API calls fields of a neutral request.
+NAMES = {
+    "prompt": "messages",
     "stop": "stop_sequences",
-    "response_format": "output_config.format",
+    "structured_outputs": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "messages[].tool_calls[].arguments": "messages",
 }
 
 
@@ -104,7 +115,7 @@ class AnthropicMessage(Body):
 class AnthropicTool(Body):
     """Something that the model may call."""
 
-    name: str
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
     type: Annotated[
@@ -138,7 +149,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
@@ -150,94 +161,94 @@ class _Conversation(Body):
     system: _text_or_list(list[TextBlock]) | None = None  # type: ignore[valid-type]
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = Field(None, description="Left out: no thinking, where the chat template can tell so.")
+    thinking: Thinking | None = optional("Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="The older name of output_config.format.")
+    output_format: OutputFormat | None = optional("The older name of output_config.format.")
 
-    def as_chat(self) -> ChatCompletionRequest:
-        """The same as a chat request. `APIError` in the names of this request."""
-        messages = _chat_messages(self.messages)
+    def neutral(self) -> GenerationRequest:
+        messages = _messages(self.messages)
         if not messages:
-            raise APIError(400, "messages: there is no text in them", "messages")
+            raise APIError(400, "there is no text in them", "messages")
         if self.system:
             system = self.system if isinstance(self.system, str) else "\n".join(block.text for block in self.system)
-            messages.insert(0, {"role": "system", "content": system})
+            messages.insert(0, Message(role="system", content=system))
         last = messages[-1]
-        continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+        continues = last.role == "assistant" and bool(last.content) and not last.tool_calls
         thinks = self.thinking is not None and self.thinking.type != "disabled"
-        config, choice = self.output_config, self.tool_choice
-        chat: dict[str, Any] = self._sampling() | {
-            "model": self.model,
-            "messages": messages,
-            "continue_final_message": continues,
-            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": _chat_tool_choice(choice) if choice is not None else None,
-            "parallel_tool_calls": not choice.disable_parallel_tool_use if choice is not None else None,
-            "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks},
-            "include_reasoning": thinks,
-            "reasoning_effort": config.effort if config is not None else None,
-        }
-        format = (config.format if config is not None else None) or self.output_format
-        if format is not None:
-            schema = {"name": "output", "schema": format.schema_}
-            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-        try:
-            return ChatCompletionRequest.model_validate(chat)
-        except ValidationError as error:
-            raise from_validation(error.errors()).renamed(RENAMED) from None
+        config = self.output_config or OutputConfig()
+        format = config.format or self.output_format
+        conversation = Conversation(
+            messages=messages,
+            tools=[_tool(tool) for tool in self.tools or ()],
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            reasoning_effort=config.effort,
+            template_variables={"enable_thinking": thinks, "thinking": thinks},
+        )
+        return GenerationRequest(
+            prompt=conversation,
+            id_prefix="msg_",
+            names=NAMES,
+            model=self.model,
+            sampling=self.sampling(),
+            structured_outputs={"json": format.schema_ or "{}"} if format is not None else {},
+            tool_choice=_tool_choice(self.tool_choice),
+            include_reasoning=thinks,
+        )
 
-    def _sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`."""
         return {}
 
 
 _fields: dict[str, Any] = unsupported_fields(NOT_YET) | fields_without_effect(NO_EFFECT)
-_Base: type[Body] = create_model("MessagesBase", __base__=Body, **_fields)
+_Base: Any = create_model("MessagesBase", __base__=Body, **_fields)
 
 
-class MessagesRequest(_Conversation, _Base):  # type: ignore[misc, valid-type]
+_SAMPLING = ("temperature", "top_p", "top_k")
+_SamplingBase: Any = create_model("MessagesSampling", __base__=Body, **parameter_fields(_SAMPLING))
+
+
+class MessagesRequest(_Conversation, _SamplingBase, _Base):  # type: ignore[misc]
     """A conversation to be continued."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = Field(None, description="Texts that end the answer.")
-    stream: bool | None = Field(None, description="Send the answer as it comes.")
-    temperature: float | None = Field(None, description="0: always the likeliest token.")
-    top_p: float | None = Field(None, description="Sample from the likeliest tokens of this total probability.")
-    top_k: int | None = Field(None, description="Sample from this many likeliest tokens.")
+    max_tokens: int = Field(description="Most tokens of the answer.", json_schema_extra=limits("max_tokens"))
+    stop_sequences: list[str] | None = optional("Texts that end the answer.")
+    stream: bool | None = optional("Send the answer as it comes.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
-    def _sampling(self) -> dict[str, Any]:
-        same = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        return same | {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+    def sampling(self) -> dict[str, Any]:
+        stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
+        return given_sampling(self, _SAMPLING) | {"max_tokens": self.max_tokens} | stop
 
 
-class CountTokensRequest(_Conversation, _Base):  # type: ignore[misc, valid-type]
+class CountTokensRequest(_Conversation, _Base):  # type: ignore[misc]
     """A conversation whose length is asked for."""
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
 
-def _chat_messages(messages: list[AnthropicMessage]) -> list[dict[str, Any]]:
+def _messages(given: list[AnthropicMessage]) -> list[Message]:
     """Results of tools become messages of their own, before the text that stands beside them."""
-    chat: list[dict[str, Any]] = []
-    for message in messages:
-        turn: dict[str, Any] = {"role": message.role, "content": None}
-        texts = []
-        for block in message.blocks:
+    messages: list[Message] = []
+    for each in given:
+        message, texts = Message(role=each.role), []
+        for block in each.blocks:
             match block:
                 case TextBlock(text=text):
                     texts.append(text)
                 case ThinkingBlock(thinking=thinking):
-                    turn["reasoning"] = turn.get("reasoning", "") + thinking
+                    message.reasoning = (message.reasoning or "") + thinking
                 case ToolUseBlock():
-                    call = {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
-                    turn.setdefault("tool_calls", []).append(call)
+                    message.tool_calls.append(ToolCall(id=block.id, name=block.name, arguments=block.input))
                 case ToolResultBlock():
-                    chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
-        turn["content"] = "\n".join(texts) if texts else None
-        if len(turn) > 2 or texts or message.role == "assistant":
-            chat.append(turn)
-    return chat
+                    result = Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block))
+                    messages.append(result)
+        message.content = "\n".join(texts) if texts else None
+        if texts or message.tool_calls or message.reasoning is not None or message.role == "assistant":
+            messages.append(message)
+    return messages
 
 
 def _result(block: ToolResultBlock) -> str:
@@ -246,19 +257,33 @@ def _result(block: ToolResultBlock) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def _chat_tool(tool: AnthropicTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
+def _tool(given: AnthropicTool) -> Tool:
+    function: dict[str, Any] = {"name": given.name, "parameters": given.input_schema}
+    if given.strict is not None:
+        function["strict"] = given.strict
+    if given.description is not None:
+        function["description"] = given.description
+    return Tool(
+        name=given.name,
+        parameters=given.input_schema,
+        strict=bool(given.strict),
+        definition={"type": "function", "function": function},
+    )
 
 
-def _chat_tool_choice(choice: AnthropicToolChoice) -> Any:
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
-    return {"any": "required"}.get(choice.type, choice.type)
+def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    several = not choice.disable_parallel_tool_use
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                raise APIError(400, 'is required with the type "tool"', "tool_choice", "name")
+            return ToolChoice(mode="required", names=[choice.name], several=False)
+        case "any":
+            return ToolChoice(mode="required", several=several)
+        case mode:
+            return ToolChoice(mode=mode, several=several)
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Whether a server speaks the APIs that it claims to: checks from outside, over HTTP. Knows nothing of Quire's inside."""
+"""Whether a server speaks the APIs that it claims to: checks from outside, over HTTP."""

@@ -1,4 +1,4 @@
-"""Checks through the official openai and anthropic clients, where they are installed. Knows the clients; no server."""
+"""Checks through the official openai and anthropic clients, where they are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of OpenAI's older endpoints, their streams and errors. Knows what the API promises; nothing of any server."""
+"""Checks of OpenAI's older endpoints, their streams and errors."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def same_text(server: Server) -> None:
         c for chunk in chunks_of(server.stream(CHAT, messages=HELLO, max_tokens=12, **GREEDY)) for c in chunk["choices"]
     ]
     deltas = [choice["delta"] for choice in choices]
-    thoughts = "".join(delta.get("reasoning_content") or delta.get("reasoning") or "" for delta in deltas)
-    text = thoughts + "".join(delta.get("content") or "" for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content") or delta.get("reasoning") or "" for delta in deltas)
+    text = reasoning + "".join(delta.get("content") or "" for delta in deltas)
     want(text == whole, f"{text!r} is not {whole!r}")
 
 

@@ -1,4 +1,4 @@
-"""Checks of /v1/responses, Anthropic's /v1/messages, tokens and embeddings. Knows what the APIs promise; no server."""
+"""Checks of /v1/responses, Anthropic's /v1/messages, tokens and embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs checks against a server and says how each went. Knows HTTP, server-sent events and tables; no API."""
+"""Runs checks against a server and says how each went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire bench NAME`: finds the benchmark and hands it the rest of the command line. Knows names only."""
+"""`quire bench NAME`: finds the benchmark and hands it the rest of the command line."""
 
 from __future__ import annotations
 

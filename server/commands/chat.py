@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal, with a server or with a model of its own. Knows messages; no tokens."""
+"""`quire chat`: a conversation in the terminal, with a server or with a model of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from engine.config import EngineConfig, add_flags, check, flag, load
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
-from server.commands.common import SamplingFlags, load_with_model
+from server.commands.common import SAMPLING_FLAGS, SamplingFlags, load_with_model
 
 EPILOG = """examples:
   quire chat                                       with the bundled demo model
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
 
 class Model(Protocol):
-    """Somebody who answers."""
+    """What answers: a server or a model of its own."""
 
     name: str
 
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
         description="Chat in the terminal, with a running server or with a model loaded for the purpose.",
         epilog=EPILOG,
     )
-    add_flags(parser, ChatFlags, SamplingFlags, EngineConfig)
+    add_flags(parser, ChatFlags, SAMPLING_FLAGS, EngineConfig)
     parser.set_defaults(run=run)
 
 
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name != "config"}
     with asyncio.Runner() as runner:
         if load(given, ChatFlags)[0].url is not None:
-            chat, sampling = load(args, ChatFlags, SamplingFlags)
+            chat, sampling = load(args, ChatFlags, SAMPLING_FLAGS)
             model: Model = runner.run(ServedModel.connect(chat, sampling, given.get("model")))
         else:
-            config, chat, sampling = load_with_model(args, EngineConfig, ChatFlags, SamplingFlags)
+            config, chat, sampling = load_with_model(args, EngineConfig, ChatFlags, SAMPLING_FLAGS)
             model = runner.run(OwnModel.start(config, sampling))
         try:
             converse(runner, model, chat.system)

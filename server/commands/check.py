@@ -1,4 +1,4 @@
-"""`quire check URL`: which parts of the APIs a server speaks. Knows its options and the exit code; the checks are elsewhere."""
+"""`quire check URL`: which parts of the APIs a server speaks."""
 
 from __future__ import annotations
 

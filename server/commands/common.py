@@ -1,47 +1,62 @@
-"""What several commands share: the bundled model, sampling options, an engine that streams. Knows no HTTP."""
+"""The bundled model and the sampling options of several commands."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.config import ConfigError, EngineConfig, check, flag, load
-
-if TYPE_CHECKING:
-    from engine.core.sampling_params import SamplingParams
+from engine.core.parameters import Parameter, parameters_of
+from engine.core.sampling_params import SamplingParams
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo"
 DEMO_NAME = "quire-demo"
 
 
-@dataclass(frozen=True)
+# Parameters without an option: a terminal shows one answer and no log-probabilities, and --seed is the engine's.
+_WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs"])
+
+
 class SamplingFlags:
     """Sampling. What is not given is the model's own suggestion."""
-
-    max_tokens: int | None = flag(None, "most tokens of the answer (else as many as fit)", size=True, at_least=1)
-    temperature: float | None = flag(None, "0: always the likeliest token", at_least=0, at_most=100)
-    top_p: float | None = flag(None, "sample from the likeliest tokens of this total probability", above=0, at_most=1)
-    top_k: int | None = flag(None, "sample from this many likeliest tokens; 0: from all", at_least=-1)
-    min_p: float | None = flag(
-        None, "leave out tokens less likely than this share of the likeliest's", at_least=0, at_most=1
-    )
-    stop: tuple[str, ...] | None = flag(None, "texts that end the answer")
 
     def __post_init__(self) -> None:
         check(self)
 
     def given(self) -> dict[str, Any]:
         """What was given, by the names of the OpenAI API."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
-        from engine.core.sampling_params import SamplingParams
-
         return SamplingParams(**({"max_tokens": None} | defaults | self.given()))
+
+
+def _flag_of(parameter: Parameter) -> tuple[str, Any, Any]:
+    """The field of a settings class that has the type, range and description of a parameter."""
+    declared = parameter.range
+    help, is_size = declared.help, parameter.name == "max_tokens"
+    limits = {"above": declared.above, "at_least": declared.at_least, "at_most": declared.at_most}
+    help += " (else as many as fit)" if is_size else ""
+    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, **limits)
+
+
+SAMPLING_FLAGS = dataclasses.make_dataclass(
+    "SamplingFlags",
+    [
+        *(
+            _flag_of(each)
+            for each in parameters_of(SamplingParams).values()
+            if each.kind in (int, float, bool) and each.name not in _WITHOUT_OPTION
+        ),
+        ("stop", tuple[str, ...] | None, flag(None, "texts that end the answer")),
+    ],
+    bases=(SamplingFlags,),
+    namespace={"__doc__": SamplingFlags.__doc__},
+    frozen=True,
+)
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:

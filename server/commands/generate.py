@@ -1,4 +1,4 @@
-"""`quire generate`: continues a text in the terminal while it is made. Knows one prompt; no HTTP."""
+"""`quire generate`: continues a text in the terminal while it is generated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from engine.config import EngineConfig, add_flags
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineError
-from server.commands.common import SamplingFlags, load_with_model
+from server.commands.common import SAMPLING_FLAGS, SamplingFlags, load_with_model
 
 EPILOG = """examples:
   quire generate "Once upon a time"
@@ -36,13 +36,13 @@ def add_parser(commands: Any) -> None:
         help="the text to continue (else --file, else standard input, without its last line end)",
     )
     parser.add_argument("--file", metavar="FILE", help="file with the text to continue")
-    add_flags(parser, EngineConfig, SamplingFlags)
+    add_flags(parser, EngineConfig, SAMPLING_FLAGS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args)
-    config, sampling = load_with_model(args, EngineConfig, SamplingFlags)
+    config, sampling = load_with_model(args, EngineConfig, SAMPLING_FLAGS)
     asyncio.run(_generate(config, sampling, prompt))
     return 0
 

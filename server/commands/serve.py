@@ -1,4 +1,4 @@
-"""`quire serve`: an engine process, the HTTP app, a socket and signals. Knows how they start and stop; no requests."""
+"""`quire serve`: an engine process, the HTTP app, a socket and signals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listen(settings: ServerConfig) -> socket.socket:
-    """A bound socket; nobody can connect to it yet. `ConfigError` when the address is taken or is none."""
+    """A bound socket, not listening yet. `ConfigError` when the address is taken or is none."""
     if settings.uds:
         return _listen_unix(settings.uds)
     try:
@@ -166,7 +166,7 @@ class _Service:
     async def serve(
         self, engine: AsyncEngine, engine_config: EngineConfig, settings: ServerConfig, listener: socket.socket
     ) -> None:
-        """Until a signal; `ConfigError` when somebody else has begun to listen on the address."""
+        """Until a signal; `ConfigError` when another process listens on the address by now."""
         import uvicorn
 
         from server.app import create_app

@@ -1,99 +1,180 @@
-"""A conversation to a prompt, by the chat template. Knows messages and what templates expect of them; no endpoints."""
+"""A conversation and its tools as OpenAI's chat spells them, and what they are in a neutral request."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from engine.text.chat_template import ChatTemplateError
-from server.errors import APIError
-from server.openai.protocol import Message
-from server.openai.serving import Serving
+from pydantic import Field, model_validator
 
+from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice
+from server.http.bodies import Body, one_message, optional, wrong
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt, and what is known of the model's thoughts."""
-
-    token_ids: list[int]
-    in_reasoning: bool  # it ends inside of them
-    past_reasoning: bool  # there will be none
+# What OpenAI's chat calls fields of a neutral conversation.
+NAMES = {
+    "prompt": "messages",
+    "tools[].name": "tools[].function.name",
+    "messages[].tool_calls[].arguments": "messages[].tool_calls[].function.arguments",
+    "template_variables": "chat_template_kwargs",
+}
 
 
-def encode_messages(
-    serving: Serving, messages: list[Message], options: dict[str, Any], add_special_tokens: bool
-) -> Prompt:
-    """The prompt's token ids by the chat template, which writes the beginning of text itself.
+class TextPart(Body):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
 
-    `options`: arguments of `ChatTemplate.render`.
-    """
-    if serving.template is None:
-        raise APIError(400, serving.no_template)
-    conversation = [_for_template(serving, message, index) for index, message in enumerate(messages)]
-    try:
-        text = serving.template.render(conversation, **{**serving.settings.default_chat_template_kwargs, **options})
-    except ChatTemplateError as error:
-        raise APIError(400, f"the chat template refuses the messages: {error}", "messages") from None
-    continued = conversation[-1]["content"] if options["continue_final_message"] else ""
-    reasoning = serving.reasoning_format
-    return Prompt(
-        serving.tokenizer.encode(text, add_special_tokens=add_special_tokens),
-        reasoning is not None and reasoning.opened_by(text, continued),
-        reasoning is None or reasoning.closed_by(text, continued),
+
+class FunctionCall(Body):
+    name: str
+    arguments: Any = None  # a JSON object as text, as the API has it, or the object itself
+
+
+class ToolCallFields(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class MessageFields(Body):
+    """One message. Fields that the answer's message has and that say nothing may come back as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | list[TextPart] | None, one_message("a text or a list of text parts; other parts are not supported")
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCallFields] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    NO_EFFECT: ClassVar[Any] = {"annotations": ([],)}
+
+
+class Function(Body):
+    """What a tool is, for the model; further fields go to the chat template."""
+
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = optional("A JSON schema; none: there are no arguments.")
+    strict: bool | None = optional("True: refuse a schema that cannot be enforced, not just say so.")
+
+
+class ToolFields(Body):
+    """Something that the model may call; further fields go to the chat template."""
+
+    type: Literal["function"]
+    function: Function
+
+    NAMES_UNKNOWN: ClassVar[bool] = False
+
+
+class ToolName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
+class ToolSubset(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+ToolChoiceField = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    one_message(
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+    ),
+]
+
+
+class ConversationFields(Body):
+    """What goes into a chat template."""
+
+    messages: list[MessageFields] = Field(
+        min_length=1, description="The conversation; `content` is a text or a list of text parts."
+    )
+    tools: list[ToolFields] | None = optional(
+        "Functions that the model may call, each with a name, a description and a JSON schema of its parameters."
+    )
+    add_generation_prompt: bool | None = optional("Let the chat template open an answer.", True)
+    continue_final_message: bool | None = optional("Continue the last message instead of beginning one.", False)
+    chat_template_kwargs: dict[str, Any] | None = optional("Further variables for the chat template.")
+    documents: list[dict[str, Any]] | None = optional("For chat templates that show documents.")
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> ConversationFields:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise wrong("cannot be true together with add_generation_prompt", "continue_final_message")
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                raise wrong("is required", "messages", index, "content")
+        return self
+
+    def conversation(self, **more: Any) -> Conversation:
+        """The neutral conversation. `more`: other fields of it."""
+        adds = self.add_generation_prompt
+        fields: dict[str, Any] = {
+            "messages": [_message(each) for each in self.messages],
+            "tools": [_tool(each) for each in self.tools or ()],
+            "documents": self.documents,
+            "add_generation_prompt": adds if adds is not None else not self.continue_final_message,
+            "continue_final_message": bool(self.continue_final_message),
+            "template_variables": self.chat_template_kwargs or {},
+        }
+        return Conversation(**{**fields, **more})
+
+
+def _message(given: MessageFields) -> Message:
+    if isinstance(given.content, list):
+        content = "\n".join(part.text for part in given.content)
+    else:
+        content = given.content or given.refusal or ""
+    calls = [
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in given.tool_calls or ()
+    ]
+    return Message(
+        role=given.role,
+        content=content,
+        name=given.name,
+        tool_call_id=given.tool_call_id,
+        tool_calls=calls,
+        reasoning=given.reasoning_content if given.reasoning_content is not None else given.reasoning,
     )
 
 
-def _for_template(serving: Serving, message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: content is one text, the arguments of tool calls are objects."""
-    assert serving.template is not None
-    turn: dict[str, Any] = {"role": message.role, "content": message_text(message)}
-    if message.role == "developer" and "developer" not in serving.template.source:
-        turn["role"] = "system"
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.tool_call_id is not None:
-        turn["tool_call_id"] = _tool_call_id(serving, message.tool_call_id)
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": _tool_call_id(serving, call.id or f"call_{index}_{number}"),
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(
-                        call.function.arguments, f"messages[{index}].tool_calls[{number}].function.arguments"
-                    ),
-                },
-            }
-            for number, call in enumerate(message.tool_calls)
-        ]
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if reasoning is not None:
-        turn["reasoning"] = turn["reasoning_content"] = reasoning
-    return turn
+def _tool(given: ToolFields) -> Tool:
+    function = given.function
+    return Tool(
+        name=function.name,
+        parameters=function.parameters,
+        strict=bool(function.strict),
+        definition=given.model_dump(exclude_unset=True),
+    )
 
 
-def message_text(message: Message) -> str:
-    """What it says, in one text."""
-    if isinstance(message.content, list):
-        return "\n".join(part.text for part in message.content)
-    return message.content or message.refusal or ""
-
-
-def _arguments(given: Any, field: str) -> Any:
-    if not isinstance(given, str):
-        return {} if given is None else given
-    try:
-        return json.loads(given or "{}")
-    except (ValueError, RecursionError):
-        raise APIError(400, f"{field}: must be JSON, got {given[:100]!r}", field) from None
-
-
-def _tool_call_id(serving: Serving, given: str) -> str:
-    """The id as the chat template wants it: calls of another server's answers may have ids of another form."""
-    short = serving.tool_format is not None and serving.tool_format.short_ids
-    if not short or (len(given) == 9 and given.isalnum()):
-        return given
-    return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
+def tool_choice(given: Any, parallel: bool | None) -> ToolChoice:
+    """`given`: of the type `ToolChoiceField` or None. `parallel`: whether there may be several calls."""
+    several = parallel is not False
+    match given:
+        case NamedTool(function=tool):
+            return ToolChoice(mode="required", names=[tool.name], several=False)
+        case AllowedTools(allowed_tools=subset):
+            return ToolChoice(mode=subset.mode, names=[tool.function.name for tool in subset.tools], several=several)
+        case None:
+            return ToolChoice(several=several)
+    return ToolChoice(mode=given, several=several)

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes and in vLLM's for prompts. Knows tokens and their texts; no endpoint."""
+"""Log-probabilities in OpenAI's two shapes, and in vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 def logprobs_content(
     tokenizer: Tokenizer, token_ids: Sequence[int], found: Sequence[TokenLogprobs], as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Chat's shape: one object for each token, with the most likely tokens at its place."""
+    """Chat's shape: one object for each token, with the likeliest tokens at its position."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-// Knows the server's HTTP API. Knows nothing of the page.
+// The server's HTTP API, for the page.
 import { readEvents } from "./sse.js";
 
 /** What went wrong, in words for the reader. status: the HTTP status, or 0 when no answer came at all. */

@@ -1,4 +1,4 @@
-// Knows the page: what is shown, what is kept in the browser, and when to ask the server.
+// The page: what is shown, what is kept in the browser, and when to ask the server.
 import { ApiError, listModels, streamChat } from "./api.js";
 import { renderMarkdown } from "./markdown.js";
 

@@ -1,4 +1,4 @@
-// Knows the Markdown that models write: text in, DOM nodes out. Text only ever becomes textContent, never markup.
+// The Markdown that models write: text in, DOM nodes out. Text only ever becomes textContent, never markup.
 const MAX_DEPTH = 8; // nesting beyond this is shown as plain text
 
 /** Render `text` into `container`. Blocks whose source did not change keep their nodes, so streaming stays cheap. */

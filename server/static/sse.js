@@ -1,4 +1,4 @@
-// Knows server-sent events: bytes in, the data of each event out. Knows nothing of HTTP, JSON or chat.
+// Server-sent events: bytes in, the data of each event out.
 
 /** Incremental parser: push text cut anywhere, get the data strings of the events completed by it. */
 export class EventParser {

@@ -1,4 +1,4 @@
-"""An engine without a model: the AsyncEngine's face, real text handling, and tokens that follow from the prompt."""
+"""An engine without a model: the interface of `AsyncEngine`, real text handling, and canned tokens."""
 
 import asyncio
 import math
@@ -112,7 +112,7 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestUpdate, None]:
         assert request_id not in self.active
         self.active[request_id] = []
-        stream = OutputCollector(prompt, UNSAMPLED, self.tokenizer)
+        collector = OutputCollector(prompt, UNSAMPLED, self.tokenizer)
         now = time.monotonic()
         try:
             while self.holds and request_id not in self.aborted:
@@ -124,8 +124,8 @@ class FakeEngine:
                 output.finish_reason = "error"
             else:
                 output.embedding = array("f", embedding_of(prompt, pooling)).tobytes()
-            stream.add(output, time.monotonic())
-            yield stream.take()
+            collector.add(output, time.monotonic())
+            yield collector.take()
         finally:
             del self.active[request_id]
             self.ended[request_id] = 0
@@ -137,11 +137,25 @@ class FakeEngine:
     def tokens(self, sampling: SamplingParams) -> list[int]:
         tokenizer = self.tokenizer or make_tokenizer()
         ids = tokenizer.encode(self.answer)
-        turn = (sampling.seed or 0) % 7
-        ids = ids[turn:] + ids[:turn]
+        first = (sampling.seed or 0) % 7
+        ids = ids[first:] + ids[:first]
         if sampling.ignore_eos:
             return (ids * (1 + (sampling.max_tokens or 0) // len(ids)))[: sampling.max_tokens]
         return [*ids, 257][: sampling.max_tokens]
+
+    def _stats(self) -> SchedulerStats:
+        num_active = len(self.active)
+        return SchedulerStats(
+            num_running=min(num_active, self.max_running),
+            num_waiting=max(num_active - self.max_running, 0),
+            num_blocks=32,
+            num_free_blocks=32 - num_active,
+            num_preemptions=0,
+            prefix_queries=100,
+            prefix_hits=25,
+            prompt_tokens=50,
+            generation_tokens=self._generated,
+        )
 
     async def _generate(
         self, request_id: str, prompt: list[int], sampling: SamplingParams
@@ -149,7 +163,7 @@ class FakeEngine:
         assert request_id not in self.active
         self.requests.append((request_id, prompt, sampling))
         generated = self.active[request_id] = []
-        stream = OutputCollector(prompt, sampling, self.tokenizer)
+        collector = OutputCollector(prompt, sampling, self.tokenizer)
         tokens = self.tokens(sampling)
         now = time.monotonic()
         try:
@@ -160,23 +174,13 @@ class FakeEngine:
                 if self.dead:
                     raise EngineDeadError(self.death)
                 if request_id in self.aborted:
-                    stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
-                    yield stream.take()
+                    collector.add(EngineOutput(request_id, [], "abort"), time.monotonic())
+                    yield collector.take()
                     return
                 token = tokens[len(generated)]
                 generated.append(token)
                 self._generated += 1
-                self.stats = SchedulerStats(
-                    num_running=min(len(self.active), self.max_running),
-                    num_waiting=max(len(self.active) - self.max_running, 0),
-                    num_blocks=32,
-                    num_free_blocks=32 - len(self.active),
-                    num_preemptions=0,
-                    prefix_queries=100,
-                    prefix_hits=25,
-                    prompt_tokens=50,
-                    generation_tokens=self._generated,
-                )
+                self.stats = self._stats()
                 finish = None
                 if token == 257 or token in (sampling.stop_token_ids or ()):
                     finish = "stop"
@@ -197,8 +201,8 @@ class FakeEngine:
                     output.prompt_logprobs = [
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
-                stream.add(output, time.monotonic())
-                update = stream.take()
+                collector.add(output, time.monotonic())
+                update = collector.take()
                 yield update
                 if update.finish_reason is not None:
                     return

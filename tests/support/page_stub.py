@@ -1,4 +1,4 @@
-"""A stand-in for the server behind the chat page: knows the API's shapes and canned answers, and no model.
+"""A stand-in for the server behind the chat page: the API's shapes with canned answers.
 
 Run it by hand to work on the page: python -m tests.support.page_stub --port 8001
 """

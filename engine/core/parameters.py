@@ -1,0 +1,106 @@
+"""Request parameters, each declared once: a dataclass field with its type, default, range and description.
+
+    @dataclass(frozen=True)
+    class Params:
+        top_p: float = parameter(1.0, "sample from the likeliest tokens of this total probability", above=0, at_most=1)
+
+The checks of the class, the HTTP schema, the options of `quire generate` and the tables of docs/api.md follow from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a field is beyond its name, type and default."""
+
+    help: str  # a phrase for documentation
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    wanted: str = ""  # what an error asks for, where the range alone does not say it well
+    unset: str = ""  # what the default means, where its value does not say it
+
+
+def parameter(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field that requests may set; `more` holds the other fields of `Range`."""
+    return dataclasses.field(default=default, metadata={"parameter": Range(help, **more)})
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A declared parameter."""
+
+    name: str
+    annotation: Any  # its type, as a type
+    default: Any
+    range: Range
+
+    @property
+    def kind(self) -> Any:
+        """The type without None."""
+        members = typing.get_args(self.annotation) if isinstance(self.annotation, types.UnionType) else ()
+        kinds = [member for member in members if member is not types.NoneType]
+        return kinds[0] if len(kinds) == 1 else self.annotation
+
+    @property
+    def is_optional(self) -> bool:
+        return types.NoneType in typing.get_args(self.annotation)
+
+    @property
+    def wanted(self) -> str:
+        """The range in words, as they follow "must be"."""
+        if self.range.wanted:
+            return self.range.wanted
+        low = self.range.above if self.range.above is not None else self.range.at_least
+        if self.range.at_most is None:
+            return f"at least {low:g}"
+        if self.kind is int:
+            return f"an integer from {low:g} to {self.range.at_most:g}"
+        return f"in {'[' if self.range.above is None else '('}{low:g}, {self.range.at_most:g}]"
+
+
+def parameters_of(cls: type) -> dict[str, Parameter]:
+    """The parameters of a dataclass by name, in their order. Fields without a declaration are none."""
+    hints = typing.get_type_hints(cls)
+    return {
+        field.name: Parameter(field.name, hints[field.name], field.default, field.metadata["parameter"])
+        for field in dataclasses.fields(cls)
+        if "parameter" in field.metadata
+    }
+
+
+class NumberChecks:
+    """The checks of all numbers of a parameter class, for its `__post_init__`."""
+
+    def __init__(self, cls: type) -> None:
+        self._checks = []
+        for each in parameters_of(cls).values():
+            if each.kind in (int, float):
+                kinds = (int,) if each.kind is int else (float, int)
+                self._checks.append((each.name, each.default, kinds, *_limits(each.range), each))
+
+    def __call__(self, instance: Any) -> None:
+        """`ValueError` names the first parameter that is out of range, its value and the range."""
+        for name, default, kinds, low, high, parameter in self._checks:
+            value = getattr(instance, name)
+            if value is default or (value is None and parameter.is_optional):
+                continue
+            is_number = type(value) in kinds or (isinstance(value, kinds) and not isinstance(value, bool))
+            if not (is_number and low <= value <= high):
+                raise ValueError(f"{name} must be {parameter.wanted}, got {value!r}")
+
+
+def _limits(range: Range) -> tuple[float, float]:
+    """The lowest and the highest value. Above a number: the float next to it."""
+    low = range.at_least if range.at_least is not None else -math.inf
+    if range.above is not None:
+        low = math.nextafter(range.above, math.inf)
+    return low, range.at_most if range.at_most is not None else math.inf

@@ -1,0 +1,41 @@
+"""Errors as Anthropic's clients read them: as a body, and as the last event of a stream."""
+
+from __future__ import annotations
+
+import msgspec
+
+from server.http.errors import APIError
+from server.http.sse import event
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+def error_body(error: APIError) -> bytes:
+    """The JSON object of an error."""
+    name = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": name, "message": error.message}})
+
+
+def failure(error: APIError) -> bytes:
+    """The event of an error."""
+    return event(error_body(error), b"error")

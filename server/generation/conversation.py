@@ -1,0 +1,100 @@
+"""Prompts from conversations, by the chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.tokenizer import Tokenizer
+from server.generation.request import Conversation, Message, ToolCall
+from server.http.errors import APIError
+from server.parsing.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and where it stands in the model's reasoning."""
+
+    token_ids: list[int]
+    in_reasoning: bool = False  # it ends inside the reasoning
+    past_reasoning: bool = True  # there will be none
+
+
+class ConversationEncoder:
+    """Makes prompts of conversations, for one model."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        reasoning: ReasoningFormat | None,
+        *,
+        default_variables: Mapping[str, Any],
+        short_call_ids: bool,
+    ) -> None:
+        """`default_variables`: for the template. `short_call_ids`: it wants ids of tool calls of nine letters."""
+        self._template, self._tokenizer, self._reasoning = template, tokenizer, reasoning
+        self._default_variables, self._short_call_ids = default_variables, short_call_ids
+
+    def encode(self, conversation: Conversation, add_special_tokens: bool) -> Prompt:
+        """The prompt. The template writes the beginning of text itself. `APIError` when it refuses the messages."""
+        conversation.check()
+        messages = [self._for_template(message, index) for index, message in enumerate(conversation.messages)]
+        options = {**self._default_variables, **conversation.template_options()}
+        try:
+            text = self._template.render(messages, **options)
+        except ChatTemplateError as error:
+            reason = f"the chat template refuses the messages: {error}"
+            raise APIError(400, reason, "messages", lead=None) from None
+        continued = messages[-1]["content"] if conversation.continue_final_message else ""
+        reasoning = self._reasoning
+        return Prompt(
+            self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
+            reasoning is not None and reasoning.opened_by(text, continued),
+            reasoning is None or reasoning.closed_by(text, continued),
+        )
+
+    def _for_template(self, message: Message, index: int) -> dict[str, Any]:
+        """A message as templates expect it: content is one text, the arguments of tool calls are objects."""
+        given: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.role == "developer" and "developer" not in self._template.source:
+            given["role"] = "system"
+        if message.name is not None:
+            given["name"] = message.name
+        if message.tool_call_id is not None:
+            given["tool_call_id"] = self._call_id(message.tool_call_id)
+        if message.tool_calls:
+            given["tool_calls"] = [
+                {
+                    "id": self._call_id(call.id or f"call_{index}_{number}"),
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": _arguments(call, "messages", index, "tool_calls", number, "arguments"),
+                    },
+                }
+                for number, call in enumerate(message.tool_calls)
+            ]
+        if message.reasoning is not None:
+            given["reasoning"] = given["reasoning_content"] = message.reasoning
+        return given
+
+    def _call_id(self, given: str) -> str:
+        """The id as the chat template wants it: calls in another server's answers may have ids of another form."""
+        if not self._short_call_ids or (len(given) == 9 and given.isalnum()):
+            return given
+        return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
+
+
+def _arguments(call: ToolCall, *path: str | int) -> Any:
+    given = call.arguments
+    if not isinstance(given, str):
+        return {} if given is None else given
+    try:
+        return json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        raise APIError(400, f"the arguments of {call.name} must be JSON, got {given[:100]!r}", *path) from None

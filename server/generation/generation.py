@@ -1,0 +1,147 @@
+"""One request's answers while they are generated: samples, their updates as events, usage.
+
+A request for `n` answers to each of several prompts is `n` × prompts samples, each a request of its own to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from engine.errors import EngineDeadError
+from engine.output_collector import RequestMetrics, RequestUpdate
+from server.generation.usage import Usage
+from server.http.errors import APIError
+from server.metrics import Metrics, SampleWatch
+from server.parsing.answer import AnswerReader
+from server.parsing.pieces import Piece
+
+TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
+
+
+@dataclass(slots=True)
+class Sample:
+    """One answer that is being generated, or one embedding that is being computed."""
+
+    request_id: str  # to the engine
+    index: int  # of its choice in the response
+    prompt_index: int
+    updates: AsyncGenerator[RequestUpdate, None]
+    watch: SampleWatch
+    reader: AnswerReader | None  # None: the text is not read
+    num_reasoning_tokens: int = 0
+
+    def finish_reason(self, update: RequestUpdate) -> str | None:
+        """The engine's; `TOOL_CALLS` if the answer ends with calls."""
+        calls = update.finish_reason == "stop" and self.reader is not None and self.reader.has_calls
+        return TOOL_CALLS if calls else update.finish_reason
+
+
+# An update of a sample, with what it adds to the answer: content, reasoning, tool calls. No pieces without a reader.
+Event = tuple[Sample, RequestUpdate, list[Piece]]
+_NO_PIECES: list[Piece] = []
+
+
+@dataclass(slots=True)
+class Generation:
+    """All samples of one request. `events` may be run once."""
+
+    id: str
+    created: int
+    model: str
+    role: str  # of the messages that are generated
+    n: int
+    prompts: list[list[int]]
+    samples: list[Sample]
+    usage: Usage
+    metrics: Metrics
+    running: dict[str, Generation]  # of all clients, by id
+    timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
+    _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What the engine says of each sample until all have ended; closing this ends them.
+
+        `APIError` when the engine fails. A reader that is slow gets fewer and longer updates.
+        """
+        if self.running.setdefault(self.id, self) is not self:
+            raise already_running(self.id)
+        try:
+            if len(self.samples) == 1:
+                (sample,) = self.samples
+                async with aclosing(sample.updates) as updates:
+                    async for update in updates:
+                        yield self._event(sample, update)
+            else:
+                async with aclosing(self._merged()) as merged:
+                    async for sample, update in merged:
+                        yield self._event(sample, update)
+        except EngineDeadError as error:
+            raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
+        finally:
+            del self.running[self.id]
+            for sample in self.samples:
+                if sample.index not in self._ended:
+                    sample.watch.abandoned()
+        for first in range(0, len(self.samples), self.n):
+            watches = [sample.watch for sample in self.samples[first : first + self.n]]
+            if watches[0].generates:
+                self.metrics.request_ended(self.n, max(watch.num_tokens for watch in watches))
+
+    def _event(self, sample: Sample, update: RequestUpdate) -> Event:
+        sample.watch.see(update)
+        usage = self.usage
+        usage.completion_tokens += len(update.token_ids)
+        if sample.index == 0:
+            self.timings = update.timings
+        if update.finish_reason is not None:
+            self._see_end(sample, update)
+        if (reader := sample.reader) is None:
+            return sample, update, _NO_PIECES
+        pieces = reader.push(update.text, update.token_ids, update.finish_reason is not None)
+        if usage.reasoning_tokens is not None:
+            before = sample.num_reasoning_tokens
+            sample.num_reasoning_tokens = reader.num_reasoning_tokens
+            usage.reasoning_tokens += sample.num_reasoning_tokens - before
+        return sample, update, pieces
+
+    def _see_end(self, sample: Sample, update: RequestUpdate) -> None:
+        self._ended.add(sample.index)
+        if sample.index % self.n == 0:  # the other samples share the first one's prompt
+            self.usage.cached_tokens += update.num_cached_tokens
+        if update.finish_reason == "error":
+            raise APIError(500, "the engine failed at this request; the server's log says why")
+
+    async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
+        queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
+        tasks = [asyncio.create_task(_feed(queue, sample)) for sample in self.samples]
+        try:
+            unfinished = len(tasks)
+            while unfinished:
+                item = await queue.get()
+                if item is None:
+                    unfinished -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None], sample: Sample) -> None:
+    try:
+        async with aclosing(sample.updates) as updates:
+            async for update in updates:
+                await queue.put((sample, update))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+def already_running(generation_id: str) -> APIError:
+    return APIError(400, f"{generation_id} is being answered", "request_id")

@@ -1,0 +1,104 @@
+"""What guides an answer: the request's structured outputs, tools and reasoning as the engine's `StructuredOutputs`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs, Tags, Thoughts
+from engine.errors import TagsError
+from server.generation.conversation import Prompt
+from server.generation.request import GenerationRequest, Tool
+from server.generation.served_model import ServedModel
+from server.http.errors import APIError
+from server.http.warnings import Warnings
+from server.parsing.tools import ToolFormat, call_tags
+
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# A schema with one of these says itself what other properties there may be.
+_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+_REFUSAL = re.compile(r"structured_outputs(?:\.(\w+))?(:? )(.*)", re.DOTALL)
+
+
+async def guided(
+    model: ServedModel, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
+) -> SamplingParams:
+    """`sampling`, with a grammar for the answer if there is anything to guide. `APIError` names what is refused.
+
+    Where the model may choose to call, tools whose schema cannot be enforced may be called with any object, unless they
+    are `strict`; `warnings` say so.
+    """
+    mode = request.tool_mode
+    format = model.tool_format if mode != "none" else None
+    content = request.structured_outputs if mode != "required" else {}
+    if format is None and not content:
+        return sampling
+    if content and format is not None and format.bare:
+        reason = "cannot be given together with tools: this model writes its calls as JSON objects, too"
+        raise APIError(400, reason, "structured_outputs")
+    thoughts = None
+    if (marks := model.reasoning_format) is not None and not prompt.past_reasoning:
+        thoughts = Thoughts(begin=marks.begin, end=marks.end, opened=prompt.in_reasoning)
+    free_form: set[int] = set()
+    while True:
+        tags = _tags(request, format, model.takes_several_calls(request), free_form) if format is not None else None
+        try:
+            structured = StructuredOutputs(**content, tags=tags, thoughts=thoughts)
+            return await model.engine.prepare(sampling.clone(structured_outputs=structured))
+        except TagsError as error:
+            assert not free_form
+            free_form = _not_enforced(request, error, warnings)
+        except ValueError as error:
+            raise _refused(error, bool(content)) from None
+
+
+def _tags(request: GenerationRequest, format: ToolFormat, several: bool, free_form: Collection[int]) -> Tags:
+    """`free_form`: the indexes of tools whose arguments may be any object."""
+    tools = [
+        (tool.name, _ANY_ARGUMENTS if index in free_form else _arguments(index, tool))
+        for index, tool in request.callable_tools
+    ]
+    return call_tags(format, tools, required=request.tool_mode == "required", several=several)
+
+
+def _arguments(index: int, tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, and if nothing is said of further properties, without them."""
+    if tool.parameters is None:
+        return _NO_ARGUMENTS
+    schema = {"type": "object", **tool.parameters}
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if "object" not in kinds:
+        raise APIError(400, f"the schema of {tool.name} must be that of an object", "tools", index)
+    schema["type"] = "object"
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _OPEN:
+        schema |= {"additionalProperties": False} if set(map(str, required)) <= properties.keys() else {}
+    return schema
+
+
+def _not_enforced(request: GenerationRequest, error: TagsError, warnings: Warnings) -> set[int]:
+    """The indexes of tools whose schemas are not enforced. 400 for those that must be."""
+    tools = request.callable_tools
+    indexes = set()
+    for number, reason in error.reasons.items():
+        index, tool = tools[number]
+        if tool.strict or request.tool_mode == "required":
+            raise APIError(400, f"the schema of {tool.name}: {reason}", "tools", index)
+        warning = f"the arguments of {tool.name} are any object, for its schema: {reason}"
+        warnings.add(warning, "tools", index, names=request.names)
+        indexes.add(index)
+    return indexes
+
+
+def _refused(error: ValueError, has_content: bool) -> APIError:
+    """The engine's reason, with the field that it is about. `has_content`: the request has structured outputs."""
+    match = _REFUSAL.match(str(error))
+    if match is None:
+        return APIError(400, str(error), lead=None)
+    name, lead, reason = match.groups()
+    if name == "tags" or not has_content:
+        return APIError(400, reason, "tools", lead=lead)
+    return APIError(400, reason, "structured_outputs", *([name] if name else []), lead=lead)

@@ -1,0 +1,69 @@
+"""The sampling parameters as fields of JSON bodies: what `SamplingParams` declares, for every API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from engine.core.parameters import Parameter, Range, parameters_of
+from engine.core.pooling_params import POOLINGS, PoolingParams
+from engine.core.sampling_params import SamplingParams
+from server.http.bodies import one_message
+from server.http.errors import APIError
+
+LogitBias = Annotated[dict[str, float], one_message("an object of token ids, each with a number")]
+Stop = Annotated[str | list[str], one_message("a text or a list of texts")]
+PARAMETERS = parameters_of(SamplingParams)
+_POOLING = parameters_of(PoolingParams)
+_JSON_TYPES: dict[str, Any] = {  # where JSON or the check of the request has another type
+    "stop": Stop,
+    "logit_bias": LogitBias,
+    "bad_words": list[str],
+    "pooling": Literal[POOLINGS],
+}
+LEFT_OUT = " Left out: "  # in descriptions: what follows is the default
+_UNSET = {"max_tokens": "chat: as many as fit; completions: 16"}
+
+
+def parameter_fields(names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
+    """Fields for `pydantic.create_model`, as `SamplingParams` declares them. It checks the ranges, too."""
+    return {name: _field(PARAMETERS[name]) for name in names}
+
+
+def pooling_fields() -> dict[str, Any]:
+    """The same for `PoolingParams`."""
+    return {name: _field(parameter) for name, parameter in _POOLING.items()}
+
+
+def limits(name: str) -> dict[str, Any]:
+    """The range of a sampling parameter, for the JSON schema of a field by another name."""
+    return _limits(PARAMETERS[name].range)
+
+
+def _limits(declared: Range) -> dict[str, Any]:
+    found = {"minimum": declared.at_least, "exclusiveMinimum": declared.above, "maximum": declared.at_most}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _field(parameter: Parameter) -> Any:
+    schema, declared = _limits(parameter.range), parameter.range
+    description = f"{declared.help[0].upper()}{declared.help[1:]}."
+    if unset := _UNSET.get(parameter.name, declared.unset):
+        description += f"{LEFT_OUT}{unset}."
+    elif parameter.default is not None:
+        schema["default"] = parameter.default
+    kind: Any = _JSON_TYPES.get(parameter.name, parameter.kind)
+    return kind | None, Field(None, description=description, json_schema_extra=schema)
+
+
+def given_sampling(body: Any, names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
+    """The sampling parameters that a request gives, as fields of `SamplingParams`."""
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if bias := given.get("logit_bias"):
+        try:
+            given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+        except ValueError:
+            raise APIError(400, f"token ids must be integers, got {[*bias][:5]}", "logit_bias") from None
+    return given

@@ -1,0 +1,184 @@
+"""The model being served: its engine, its names, its chat template, and how text becomes token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from engine.core.batch import SchedulerStats
+from engine.core.engine_request import EngineRequest
+from engine.core.sampling_params import SamplingParams
+from engine.errors import ConfigError
+from engine.output_collector import RequestUpdate
+from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.tokenizer import Tokenizer, TokenizerError
+from server.generation.conversation import ConversationEncoder, Prompt
+from server.generation.generation import Generation
+from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
+from server.http.errors import APIError
+from server.metrics import Metrics
+from server.parsing.reasoning import find_reasoning_format
+from server.parsing.tools import find_tool_format
+from server.settings import ServerConfig
+
+_log = logging.getLogger(__name__)
+_SHORT_TEXT = 2000  # characters: less than a millisecond's work
+_T = TypeVar("_T")
+
+
+class EngineClient(Protocol):
+    """The engine as the server sees it: `engine.AsyncEngine`."""
+
+    stats: SchedulerStats | None
+    dead: bool
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def default_sampling(self) -> dict[str, Any]: ...
+    @property
+    def generates(self) -> bool: ...
+    @property
+    def default_pooling(self) -> str: ...
+    async def prepare(self, sampling: SamplingParams) -> SamplingParams: ...
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]: ...
+    async def abort(self, request_id: str) -> None: ...
+
+
+class ServedModel:
+    """A model being served, for all endpoints."""
+
+    def __init__(
+        self, engine: EngineClient, settings: ServerConfig, served_model_names: Sequence[str], metrics: Metrics
+    ) -> None:
+        """`ConfigError` when the chat template given in `settings` cannot be compiled."""
+        self.engine, self.settings, self.metrics = engine, settings, metrics
+        self.names = list(served_model_names)
+        self.started = int(time.time())
+        self.template, self._no_template = self._load_template()
+        source = self.template.source if self.template is not None else ""
+        self.tool_format = find_tool_format(settings.tool_call_parser, source)
+        self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
+        self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
+        self.running: dict[str, Generation] = {}
+        self._threads = ThreadPoolExecutor(4, "text")
+
+    def _load_template(self) -> tuple[ChatTemplate | None, str]:
+        """The chat template, or why there is none. One that comes with the model need not work to serve completions."""
+        tokenizer = self.engine.tokenizer
+        special = tokenizer.special_tokens_map if tokenizer is not None else {}
+        if reserved := RESERVED_TEMPLATE_VARIABLES & self.settings.default_chat_template_kwargs.keys():
+            raise ConfigError(f"default_chat_template_kwargs must not hold {min(reserved)}")
+        own = self.settings.read_chat_template()
+        if own is not None:
+            try:
+                return ChatTemplate(own, special), ""
+            except ChatTemplateError as error:
+                raise ConfigError(f"chat_template: {error}") from None
+        advice = "use /v1/completions, or start the server with --chat-template FILE"
+        if tokenizer is None or tokenizer.chat_template is None:
+            return None, f"the model {self.names[0]} has no chat template: {advice}"
+        try:
+            return ChatTemplate(tokenizer.chat_template, special), ""
+        except ChatTemplateError as error:
+            _log.warning("the model's chat template does not work: %s", error)
+            return None, f"the chat template of the model {self.names[0]} does not work ({error}): {advice}"
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_name(self, name: str | None) -> None:
+        """404 for a model that is not the one served. No name means it."""
+        if name is not None and name not in self.names:
+            reason = f"The model `{name}` does not exist. Served here: {', '.join(self.names)}."
+            raise APIError(404, reason, "model", lead=None)
+
+    def takes_several_calls(self, request: GenerationRequest) -> bool:
+        """Whether an answer may call more than one tool."""
+        return request.tool_choice.several and not self._takes_single_calls
+
+    # ---- text ----
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): give the prompt as token ids")
+        return self.engine.tokenizer
+
+    async def in_thread(self, function: Callable[..., _T], *args: Any, num_chars: int | None = None) -> _T:
+        """Text work beside the event loop: long prompts and slow templates do not hold up other requests.
+
+        `num_chars`: how much text it is, where that is known; a short one is done sooner than it gets there and back.
+        """
+        try:
+            if num_chars is not None and num_chars <= _SHORT_TEXT:
+                return function(*args)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        except TokenizerError as error:
+            raise APIError(400, str(error)) from None
+
+    async def encode(self, request: PromptRequest) -> list[Prompt]:
+        """The request's prompts, not truncated."""
+        given = request.prompt
+        if isinstance(given, list):
+            num_chars = sum(len(each) for each in given if isinstance(each, str))
+            return await self.in_thread(self._encode_texts, given, request.add_special_tokens, num_chars=num_chars)
+        if self.template is None:
+            raise APIError(400, self._no_template)
+        encoder = ConversationEncoder(
+            self.template,
+            self.tokenizer,
+            self.reasoning_format,
+            default_variables=self.settings.default_chat_template_kwargs,
+            short_call_ids=self.tool_format is not None and self.tool_format.short_ids,
+        )
+        texts = [message.content or "" for message in given.messages]
+        size = None if given.tools else sum(map(len, texts))
+        return [await self.in_thread(encoder.encode, given, request.add_special_tokens, num_chars=size)]
+
+    def _encode_texts(self, given: TextPrompts, add_special_tokens: bool) -> list[Prompt]:
+        return [
+            Prompt(self.tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each) for each in given
+        ]
+
+    def truncated(self, prompt: Prompt, request: PromptRequest, num_reserved: int) -> list[int]:
+        """The prompt's tokens as far as the request wants them. `num_reserved`: those that the answer may have."""
+        token_ids, most = prompt.token_ids, request.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most < 0:
+            most = max(self.engine.max_model_len - num_reserved, 1)
+        return token_ids[:most] if request.keep_first_tokens else token_ids[max(len(token_ids) - most, 0) :]
+
+    # ---- all requests ----
+
+    def load(self) -> dict[str, Any]:
+        """How busy the server is; what the engine has not said yet is 0."""
+        stats = self.engine.stats
+        return {
+            "server_load": len(self.running),
+            "num_requests_running": stats.num_running if stats is not None else 0,
+            "num_requests_waiting": stats.num_waiting if stats is not None else 0,
+            "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
+            "num_blocks": self.engine.num_blocks,
+            "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
+        }
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its client gets what there is. 404 when there is none of this id."""
+        generation = self.running.get(request_id)
+        if generation is None:
+            raise APIError(404, f"no request {request_id!r} is being answered", "request_id", lead=None)
+        for sample in generation.samples:
+            await self.engine.abort(sample.request_id)

@@ -1,0 +1,235 @@
+"""From a client's request to the engine's: checks, sampling parameters, prompts, and the samples that answer it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+from engine.core.engine_request import EngineRequest
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
+from engine.core.sampling_params import SamplingParams
+from engine.errors import EngineDeadError
+from engine.output_collector import with_samples
+from server.generation.conversation import Prompt
+from server.generation.generation import Generation, Sample, already_running
+from server.generation.guided import guided
+from server.generation.request import EmbeddingRequest, GenerationRequest, PromptRequest
+from server.generation.served_model import ServedModel
+from server.generation.usage import Usage
+from server.http.errors import APIError, engine_error, spelled
+from server.http.warnings import Warnings
+from server.parsing.answer import AnswerReader, TokenCounter
+from server.parsing.reasoning import ReasoningReader
+from server.parsing.tools import ToolReader
+
+_log = logging.getLogger(__name__)
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1000  # characters
+# What the engine's errors may begin with, and the field of the request that it is.
+_FIELDS = {
+    name: (name,)
+    for name in (
+        "prompt",
+        *(field.name for field in dataclasses.fields(SamplingParams)),
+        *(field.name for field in dataclasses.fields(PoolingParams)),
+    )
+}
+
+
+async def generate(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> Generation:
+    """Check everything and start the answers. `APIError` calls fields as the request's API does.
+
+    400 for what the model cannot do, 404 for another model, 503 when the engine takes no more requests.
+    """
+    with spelled(request.names):
+        model.check_name(request.model)
+        if request.conversation is not None:
+            request.conversation.check()
+        _check_tools(model, request)
+        _check_stop(request)
+        _warn_of_unused_variables(model, request, warnings)
+        sampling = _sampling(model, request)
+        prompts = await model.encode(request)
+        sampling = _with_marks(model, request, sampling)
+        sampling = await guided(model, request, prompts[0], sampling, warnings)
+        if not model.engine.generates:
+            reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
+            raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
+        token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
+        _check_prompts(model, token_ids, 1)
+        asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
+        new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
+        return _begin(model, request, token_ids, asked, new_reader=new_reader)
+
+
+async def embed(model: ServedModel, request: EmbeddingRequest) -> Generation:
+    """The same for embeddings: each is one update of its prompt's only sample."""
+    with spelled(request.names):
+        model.check_name(request.model)
+        try:
+            pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
+        except ValueError as error:
+            raise engine_error(error, _FIELDS) from None
+        prompts = await model.encode(request)
+        token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
+        _check_prompts(model, token_ids, 0)
+        return _begin(model, request, token_ids, [(prompt, UNSAMPLED) for prompt in token_ids], pooling=pooling)
+
+
+# ---- checks ----
+
+
+def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
+    choice, names = request.tool_choice, {tool.name for tool in request.tools}
+    if not names and (choice.names or choice.mode == "required"):
+        raise APIError(400, "needs tools", "tool_choice")
+    if unknown := [name for name in choice.names if name not in names]:
+        raise APIError(400, f"there is no tool of the name {unknown[0]!r}", "tool_choice")
+    if request.tool_mode == "none":
+        return
+    if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
+        raise APIError(400, '"auto" is turned off here (--no-enable-auto-tool-choice)', "tool_choice")
+    if model.tool_format is None and model.template is not None:
+        reason = "the model's chat template has no known form of tool calls; --tool-call-parser of the server names one"
+        raise APIError(400, reason, "tools")
+
+
+def _check_stop(request: GenerationRequest) -> None:
+    stop = request.sampling.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
+        reason = f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters"
+        raise APIError(400, reason, "stop")
+
+
+def _warn_of_unused_variables(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> None:
+    if (conversation := request.conversation) is None:
+        return
+    source = model.template.source if model.template is not None else ""
+    for name in ("reasoning_effort", "enable_thinking"):
+        if getattr(conversation, name) is not None and not any(
+            variable in source for variable in conversation.thinking_variables
+        ):
+            warnings.add("the chat template does not ask for it", name, names=request.names)
+
+
+def _check_prompts(model: ServedModel, prompts: list[list[int]], num_reserved: int) -> None:
+    """`num_reserved`: tokens of the context that the prompt must leave."""
+    most = model.engine.max_model_len
+    for prompt in prompts:
+        if not prompt:
+            raise APIError(400, "is empty: it must have at least one token", "prompt", lead=" ")
+        if len(prompt) + num_reserved > most:
+            kept = ", at least one of them for the answer" if num_reserved else ""
+            reason = (
+                f"This model's maximum context length is {most} tokens{kept}. "
+                f"However, your prompt has {len(prompt)} tokens. Please shorten it."
+            )
+            raise APIError(400, reason, "prompt", lead=None)
+
+
+def _check_queue(model: ServedModel, num_new: int) -> None:
+    most = model.settings.max_num_queued_reqs
+    if most is None:
+        return
+    running = model.engine.stats.num_running if model.engine.stats is not None else 0
+    waiting = max(model.engine.num_requests - running, 0)
+    if waiting and waiting + num_new > most:
+        model.metrics.rejected("queue_full")
+        raise APIError(503, f"{waiting} requests are waiting, and at most {most} may: try again later")
+
+
+# ---- sampling ----
+
+
+def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
+    """The request's values, else the model's defaults, else those of `SamplingParams`."""
+    defaults = {"max_tokens": request.default_max_tokens, **model.engine.default_sampling}
+    try:
+        return SamplingParams(**{**defaults, **request.sampling})
+    except ValueError as error:
+        raise engine_error(error, _FIELDS) from None
+
+
+def _with_marks(model: ServedModel, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
+    """Marks of reasoning and calls that are special tokens must be in the text to be read."""
+    if request.conversation is None:
+        return sampling
+    marks = [model.reasoning_format.end] if model.reasoning_format is not None else []
+    if model.tool_format is not None and request.tool_mode != "none":
+        marks.append(model.tool_format.begin)
+    special = {model.tokenizer.id_to_token(i) for i in model.tokenizer.special_ids}
+    return sampling.clone(skip_special_tokens=False) if special.intersection(marks) else sampling
+
+
+def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) -> SamplingParams:
+    """With `max_tokens` at most what the context has left."""
+    left = model.engine.max_model_len - len(prompt)
+    max_tokens = left if sampling.max_tokens is None else min(left, sampling.max_tokens)
+    if max_tokens == sampling.max_tokens:
+        return sampling
+    try:
+        return sampling.clone(max_tokens=max_tokens)
+    except ValueError as error:
+        raise engine_error(error, _FIELDS) from None
+
+
+# ---- to the engine ----
+
+
+def _begin(
+    model: ServedModel,
+    request: PromptRequest,
+    prompts: list[list[int]],
+    asked: list[tuple[list[int], SamplingParams]],
+    *,
+    pooling: PoolingParams | None = None,
+    new_reader: Callable[[], AnswerReader] | None = None,
+) -> Generation:
+    """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one."""
+    _check_queue(model, len(asked))
+    unique = uuid.uuid4().hex
+    public_id = f"{request.id_prefix}{request.request_id or unique}"
+    if public_id in model.running:
+        raise already_running(public_id)
+    engine_id = f"{public_id}-{unique}" if request.request_id else public_id
+    n = len(asked) // len(prompts)
+    samples: list[Sample] = []
+    try:
+        for index, (prompt, sampling) in enumerate(asked):
+            sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
+            watch = model.metrics.watch(len(prompt), sampling)
+            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority)
+            reader = new_reader() if new_reader is not None else None
+            samples.append(Sample(sample_id, index, index // n, model.engine.generate(one), watch, reader))
+    except ValueError as error:
+        raise engine_error(error, _FIELDS) from None
+    except EngineDeadError as error:
+        raise APIError(503, f"the engine is not running: {error}") from None
+    if model.settings.enable_log_requests:
+        lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, pooling or asked[0][1])
+    usage = Usage(sum(map(len, prompts)))
+    if new_reader is not None and model.reasoning_format is not None:
+        usage.reasoning_tokens = 0
+    role, conversation = model.settings.response_role, request.conversation
+    if conversation is not None and not conversation.add_generation_prompt:
+        role = conversation.messages[-1].role
+    name, now = request.model or model.names[0], int(time.time())
+    return Generation(public_id, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
+
+
+def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
+    """What reads one answer to a conversation."""
+    reasoning = tools = counter = None
+    if (marks := model.reasoning_format) is not None:
+        reasoning = ReasoningReader(marks, prompt.in_reasoning)
+        counter = TokenCounter(marks.end, model.tokenizer.token_text)
+    if model.tool_format is not None and request.tool_mode != "none":
+        names = request.tool_choice.names or [tool.name for tool in request.tools]
+        tools = ToolReader(model.tool_format, names, None if model.takes_several_calls(request) else 1)
+    return AnswerReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

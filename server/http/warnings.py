@@ -1,0 +1,75 @@
+"""Warnings: the fields of a request that have no effect, named in the answer, or refused with --strict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import msgspec
+
+from server.http.bodies import Body
+from server.http.errors import APIError, Names, field_name
+
+MAX_WARNINGS = 20
+MAX_SHOWN = 100  # characters of a field's name
+HEADER = "X-Quire-Warnings"
+
+
+class Warnings:
+    """What of a request has no effect."""
+
+    def __init__(self, strict: bool) -> None:
+        """`strict`: refuse it."""
+        self._strict = strict
+        self.messages: list[str] = []
+
+    def add(self, reason: str, *path: str | int, names: Names | None = None) -> None:
+        """`names`: as of `field_name`. `APIError` with `strict`."""
+        name = field_name(path, names or {})
+        name = name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "…"
+        if self._strict:
+            raise APIError(400, reason, name)
+        if len(self.messages) < MAX_WARNINGS:
+            self.messages.append(f"{name}: {reason}")
+
+    def add_fields(self, body: Body) -> Warnings:
+        """All fields of `body` that are unknown or have no effect."""
+        for path, reason in _fields_without_effect(body):
+            self.add(reason, *path)
+        return self
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For the response: a JSON list in ASCII."""
+        return {HEADER: json.dumps(self.messages)} if self.messages else {}
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """For the response's JSON object."""
+        return {"warnings": self.messages} if self.messages else {}
+
+    @property
+    def member(self) -> bytes:
+        """The same as bytes: a comma and the list, or nothing."""
+        return b',"warnings":' + msgspec.json.encode(self.messages) if self.messages else b""
+
+
+def _fields_without_effect(body: Body, *above: str | int) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    if not body.NAMES_UNKNOWN:
+        return
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield (*above, name), "is not a field of this request; ignored"
+    given = body.model_fields_set
+    for name, silent in body.NO_EFFECT.items():
+        if silent is None or name not in given:
+            continue
+        value = getattr(body, name)
+        if value is not None and value not in silent:
+            yield (*above, name), "has no effect here"
+    for name in [name for name in type(body).model_fields if name in given]:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            yield from _fields_without_effect(value, *above, name)
+        elif isinstance(value, list) and value and isinstance(value[0], Body):
+            for index, item in enumerate(value):
+                yield from _fields_without_effect(item, *above, name, index)

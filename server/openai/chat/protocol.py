@@ -1,0 +1,77 @@
+"""The fields of /v1/chat/completions, and the neutral request that they make."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import model_validator
+
+from server.generation.parameters import given_sampling, limits
+from server.generation.request import GenerationRequest, ReasoningEffort
+from server.http.bodies import optional, wrong
+from server.openai.conversation import NAMES, ConversationFields, ToolChoiceField, tool_choice
+from server.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH, SamplingFields, body_class
+
+NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "web_search_options": (),
+    "moderation": (),
+    "verbosity": ("medium",),
+    "echo": (False,),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+}
+_ChatBase: Any = body_class("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
+
+
+class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # type: ignore[misc]
+    """A conversation to be continued."""
+
+    max_completion_tokens: int | None = optional(
+        "The newer name of `max_tokens`.", json_schema_extra=limits("max_tokens")
+    )
+    logprobs: bool | None = optional("Give the log-probabilities of the sampled tokens.", False)
+    top_logprobs: int | None = optional(
+        "With `logprobs`: also those of this many likeliest tokens.", 0, json_schema_extra=limits("logprobs")
+    )
+    tool_choice: ToolChoiceField | None = optional(
+        '`"auto"`, `"none"`, `"required"`, a function by its name, or `allowed_tools` with some of them and a mode.',
+        "auto",
+    )
+    parallel_tool_calls: bool | None = optional("False: at most one tool call.", True)
+    reasoning_effort: ReasoningEffort | None = optional(
+        "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`, for the chat template; `none` turns reasoning off."
+    )
+    enable_thinking: bool | None = optional("For the chat template: whether to reason first.")
+    include_reasoning: bool | None = optional("False: leave the reasoning out of the answer.", True)
+
+    NO_EFFECT: ClassVar[Any] = NO_EFFECT
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("needs logprobs=true", "top_logprobs")
+        return self
+
+    def neutral(self) -> GenerationRequest:
+        sampling = given_sampling(self)
+        sampling["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        structured, names = self.structured_fields()
+        names = {**NAMES, "logprobs": "top_logprobs", **names}
+        if self.max_completion_tokens is not None:
+            sampling["max_tokens"] = self.max_completion_tokens
+            names["max_tokens"] = "max_completion_tokens"
+        return GenerationRequest(
+            prompt=self.conversation(reasoning_effort=self.reasoning_effort, enable_thinking=self.enable_thinking),
+            id_prefix="chatcmpl-",
+            names=names,
+            add_special_tokens=bool(self.add_special_tokens),
+            sampling=sampling,
+            structured_outputs=structured,
+            tool_choice=tool_choice(self.tool_choice, self.parallel_tool_calls),
+            include_reasoning=self.include_reasoning is not False,
+            **self.engine_fields(),
+        )

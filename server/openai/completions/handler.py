@@ -1,0 +1,204 @@
+"""/v1/completions: texts or token ids continued, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from engine.core.batch import TokenLogprobs
+from engine.output_collector import RequestUpdate
+from server.generation.generation import Generation, Sample
+from server.generation.served_model import ServedModel
+from server.generation.start import generate
+from server.http.responses import streamed, whole
+from server.http.sse import event
+from server.http.warnings import Warnings
+from server.openai.completions.protocol import CompletionRequest
+from server.openai.errors import DONE, failure
+from server.openai.fields import prompts_of
+from server.openai.logprobs import LegacyLogprobs, prompt_logprobs
+from server.openai.usage import metrics_object, usage_object
+
+_encode = msgspec.json.encode
+_TEXT_EVENT = (
+    b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+)
+
+
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        warnings = Warnings(model.settings.strict).add_fields(body)
+        generation = await generate(model, body.neutral(), warnings)
+        if body.stream:
+            keep_alive = model.settings.sse_keep_alive_interval
+            return streamed(
+                _events(model, body, generation, warnings), warnings, failure=failure, end=DONE, keep_alive=keep_alive
+            )
+        return await whole(request, _answer(model, body, generation, warnings), warnings)
+
+
+def _echoes(model: ServedModel, body: CompletionRequest, generation: Generation) -> list[str]:
+    """What stands before the answer to each prompt."""
+    if not body.echo:
+        return [""] * len(generation.prompts)
+    skip, is_whole = body.skip_special_tokens is not False, body.truncate_prompt_tokens is None
+    return [
+        text if isinstance(text, str) and is_whole else model.tokenizer.decode(ids, skip)
+        for text, ids in zip(prompts_of(body.prompt), generation.prompts, strict=True)
+    ]
+
+
+class _Choice:
+    """One answer while it is generated."""
+
+    def __init__(self, model: ServedModel, body: CompletionRequest, prompt: list[int]) -> None:
+        self._body, self._prompt = body, prompt
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: LegacyLogprobs | None = None
+        if body.logprobs is not None:
+            skip, as_ids = body.skip_special_tokens is not False, bool(body.return_tokens_as_token_ids)
+            self._logprobs = LegacyLogprobs(model.tokenizer, skip, as_ids)
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def begin(self, echo: str, scores: list[TokenLogprobs] | None) -> None:
+        """The prompt's text, and the log-probabilities of its tokens."""
+        self._text.append(echo)
+        if scores is not None and self._logprobs is not None and self._body.echo:
+            self._logprobs.add_prompt(self._prompt, scores)
+
+    def add(self, update: RequestUpdate) -> None:
+        self._finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
+        if self._body.only_echoes:  # discard the dummy token
+            self._finish_reason, self._stop_reason = update.finish_reason and "length", None
+            return
+        self._text.append(update.text)
+        if self._body.return_token_ids:
+            self._token_ids += update.token_ids
+        if self._logprobs is not None and update.logprobs is not None:
+            self._logprobs.add(update.token_ids, update.logprobs)
+
+    def take(self, index: int) -> dict[str, Any] | None:
+        """What is new, as an object of `choices`; None when there is nothing to say yet."""
+        text, self._text = "".join(self._text), []
+        logprobs = self._logprobs.take() if self._logprobs is not None else None
+        if not text and self._finish_reason is None and not (logprobs and logprobs["tokens"]):
+            return None
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason,
+            "stop_reason": self._stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"], self._token_ids = self._token_ids, []
+        return choice
+
+
+async def _answer(model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
+    """The response's JSON."""
+    updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
+    async for sample, update, _ in generation.events():
+        updates[sample.index].append(update)
+    if body.only_echoes:
+        generation.usage.completion_tokens = 0
+    scores = [updates[sample.index][0].prompt_logprobs for sample in generation.samples[:: generation.n]]
+    echoes = _echoes(model, body, generation)
+    choices = []
+    for sample in generation.samples:
+        at = sample.prompt_index
+        choice = _Choice(model, body, generation.prompts[at])
+        choice.begin(echoes[at], scores[at])
+        for update in updates[sample.index]:
+            choice.add(update)
+        taken = choice.take(sample.index) or {}
+        if body.return_token_ids:
+            taken["prompt_token_ids"] = generation.prompts[at]
+        if body.prompt_logprobs is not None and (found := scores[at]) is not None:
+            taken["prompt_logprobs"] = prompt_logprobs(model.engine.tokenizer, generation.prompts[at], found)
+        choices.append(taken)
+    answer = {
+        "id": generation.id,
+        "object": "text_completion",
+        "created": generation.created,
+        "model": generation.model,
+        "choices": choices,
+        "usage": usage_object(generation.usage),
+        "metrics": metrics_object(generation.timings),
+    }
+    return _encode(answer)[:-1] + warnings.member + b"}"
+
+
+async def _events(
+    model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings
+) -> AsyncGenerator[bytes, None]:
+    """The response's events; the echo of a prompt comes first."""
+    stream = _Stream(model, body, generation, warnings)
+    begun, head = stream.only_text_from_here, stream.head
+    async for sample, update, _ in generation.events():
+        if sample.index in begun and update.finish_reason is None:
+            if update.text:  # nearly all are such: the same bytes as `stream.write` makes
+                yield _TEXT_EVENT % (head, sample.index, _encode(update.text))
+        elif data := stream.write(sample, update):
+            yield data
+    if stream.with_usage:
+        yield stream.usage_event()
+
+
+class _Stream:
+    """Writes the events of a streamed response."""
+
+    def __init__(self, model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings) -> None:
+        self._model, self._body, self._generation = model, body, generation
+        options = body.stream_options
+        self.with_usage = options is not None and bool(options.include_usage)
+        self._usage_always = self.with_usage and options is not None and bool(options.continuous_usage_stats)
+        head = {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": generation.model,
+        }
+        self.head = _encode(head)[:-1]
+        self._echoes = _echoes(model, body, generation)
+        self._choices: dict[int, _Choice] = {}
+        self._warnings = warnings.member  # until an event has told of them
+        self._only_text = not (
+            self._usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
+        )
+        self.only_text_from_here: set[int] = (
+            set()
+        )  # indexes of choices whose events hold nothing but text until the last
+
+    def write(self, sample: Sample, update: RequestUpdate) -> bytes:
+        """The event of one update; none when there is nothing to say yet."""
+        body, index, at = self._body, sample.index, sample.prompt_index
+        prompt = self._generation.prompts[at]
+        is_first = index not in self._choices
+        if is_first:
+            self._choices[index] = _Choice(self._model, body, prompt)
+            self._choices[index].begin(self._echoes[at], update.prompt_logprobs)
+        self._choices[index].add(update)
+        if body.only_echoes:
+            self._generation.usage.completion_tokens = 0
+        taken = self._choices[index].take(index)
+        if taken is None:  # held back: it may begin a stop string
+            return b""
+        if is_first and body.return_token_ids:
+            taken["prompt_token_ids"] = prompt
+        usage = b',"usage":' + _encode(usage_object(self._generation.usage)) if self._usage_always else b""
+        warnings, self._warnings = self._warnings, b""
+        if self._only_text:
+            self.only_text_from_here.add(index)
+        return event(b'%b,"choices":[%b]%b%b}' % (self.head, _encode(taken), usage, warnings))
+
+    def usage_event(self) -> bytes:
+        usage = _encode(usage_object(self._generation.usage))
+        metrics = _encode(metrics_object(self._generation.timings))
+        return event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (self.head, usage, metrics))

@@ -1,0 +1,74 @@
+"""The fields of /v1/completions, and the neutral request that they make."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from server.generation.parameters import given_sampling, limits
+from server.generation.request import GenerationRequest
+from server.http.bodies import optional, wrong
+from server.openai.fields import (
+    NO_EFFECT,
+    NOT_YET_IN_BOTH,
+    Prompt,
+    SamplingFields,
+    body_class,
+    prompts_of,
+)
+
+DEFAULT_MAX_TOKENS = 16
+NOT_YET_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "prompt_embeds": ()}
+
+_CompletionBase: Any = body_class("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_COMPLETIONS)
+
+
+class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
+    """Text to be continued."""
+
+    prompt: Prompt = Field(description="A text, token ids, or a list of either.")
+    logprobs: int | None = optional(
+        "Log-probabilities of the sampled tokens and of this many likeliest ones; with `echo` of the prompt's too.",
+        json_schema_extra=limits("logprobs"),
+    )
+    echo: bool | None = optional("Begin the answer with the prompt; then `max_tokens` may be 0.", False)
+
+    NO_EFFECT: ClassVar[Any] = NO_EFFECT
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        given = self.prompt
+        if not given or (not isinstance(given[0], int) and not all(given)):  # a text's characters are never empty
+            raise wrong("must not be empty", "prompt")
+        if self.scores_prompts and self.stream and (self.n or 1) > 1:
+            raise wrong("with logprobs and several answers is not possible in a stream", "echo")
+        return self
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the log-probabilities are those of the prompt too."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing is to be generated."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def neutral(self) -> GenerationRequest:
+        sampling = given_sampling(self)
+        if self.only_echoes:
+            sampling["max_tokens"] = 1  # the least that there is; it is left out of the answer
+        if self.scores_prompts and self.prompt_logprobs is None:
+            sampling["prompt_logprobs"] = self.logprobs
+        structured, names = self.structured_fields()
+        return GenerationRequest(
+            prompt=prompts_of(self.prompt),
+            id_prefix="cmpl-",
+            names=names,
+            add_special_tokens=self.add_special_tokens is not False,
+            sampling=sampling,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            structured_outputs=structured,
+            **self.engine_fields(),
+        )

@@ -1,0 +1,33 @@
+"""What the API reference says of /v1/embeddings."""
+
+from __future__ import annotations
+
+from server.docs.endpoint import CREATED, HELLO, MODEL, USAGE, Endpoint
+
+TAG = "Embeddings"
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        TAG,
+        "Texts to vectors",
+        "Of the served model's final hidden states: of the last token, or the mean of all (`pooling`). `input` is a text, "
+        "token ids, or a list of either. Any model gives vectors; those of models trained for embeddings are good ones.",
+        {
+            "A text": {"model": MODEL, "input": "Once upon a time"},
+            "Several texts": {"model": MODEL, "input": ["One", "Two"], "encoding_format": "base64"},
+            "Token ids": {"model": MODEL, "input": [[1, 2, 3], [4]], "pooling": "mean"},
+            "A conversation": {"model": MODEL, "messages": HELLO},
+        },
+        {
+            "id": "embd-41f0",
+            "object": "list",
+            "created": CREATED,
+            "data": [{"index": 0, "object": "embedding", "embedding": [0.6, -0.8]}],
+            "model": MODEL,
+            "usage": {**USAGE, "completion_tokens": 0, "total_tokens": 9},
+        },
+        statuses=(404, 409),
+    ),
+)

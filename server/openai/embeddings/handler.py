@@ -1,0 +1,57 @@
+"""/v1/embeddings: vectors of texts, token ids or a conversation."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from engine.output_collector import EmbeddingOutput
+from server.generation.generation import Generation
+from server.generation.served_model import ServedModel
+from server.generation.start import embed
+from server.http.errors import APIError
+from server.http.responses import whole
+from server.http.warnings import Warnings
+from server.openai.embeddings.protocol import EmbeddingBody
+from server.openai.usage import usage_object
+
+_encode = msgspec.json.encode
+
+
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    @app.post("/v1/embeddings", response_model=None)
+    async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+        warnings = Warnings(model.settings.strict).add_fields(body)
+        generation = await embed(model, body.neutral())
+        as_base64 = body.encoding_format == "base64"
+        return await whole(request, _answer(model, generation, warnings, as_base64), warnings)
+
+
+async def _answer(model: ServedModel, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:
+    """The response's JSON."""
+    found = [b""] * len(generation.samples)
+    async for sample, update, _ in generation.events():
+        if update.embedding is None:
+            raise APIError(409, "the request was aborted")
+        found[sample.index] = update.embedding
+    end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]
+    data = await model.in_thread(_data, found, as_base64)
+    return b'{"id":%b,"object":"list","created":%d,"data":[%b],%b%b}' % (
+        _encode(generation.id), generation.created, data, end, warnings.member,
+    )  # fmt: skip
+
+
+def _data(embeddings: list[bytes], as_base64: bool) -> bytes:
+    """One by one, so that a long list does not hold up other requests."""
+    return b",".join(
+        _encode(
+            {
+                "index": index,
+                "object": "embedding",
+                "embedding": base64.b64encode(each).decode() if as_base64 else EmbeddingOutput.read(each).embedding,
+            }
+        )
+        for index, each in enumerate(embeddings)
+    )

@@ -1,0 +1,215 @@
+"""Request fields that several of OpenAI's endpoints have, and what they are in a neutral request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, create_model, model_validator
+
+from server.generation.parameters import parameter_fields
+from server.generation.request import TextPrompts
+from server.http.bodies import (
+    WITHOUT_EFFECT,
+    Body,
+    Table,
+    fields_without_effect,
+    one_message,
+    optional,
+    unsupported_fields,
+    wrong,
+)
+from server.http.errors import Names
+
+# Fields of OpenAI's and vLLM's requests that change the answer and are not supported yet, with the values that leave the
+# answer as it is. `None` always does.
+NOT_YET_IN_BOTH: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1,),
+    "guided_whitespace_pattern": (),
+    "use_beam_search": (False,),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+NOT_YET_IN_STRUCTURED: dict[str, tuple[Any, ...]] = {
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+    "structural_tag": (),
+}
+
+# Fields that never change the answer, and the values of them that need no word. None: labels, which ask for nothing.
+NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    "user": None,
+    "metadata": None,
+    "safety_identifier": None,
+    "prompt_cache_key": None,  # prompts that begin alike share their KV anyway
+    "prompt_cache_retention": (),
+    "prompt_cache_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "prediction": (),
+    "spaces_between_special_tokens": None,  # our decoding puts none there
+    "guided_decoding_backend": None,  # there is one
+}
+
+
+def body_class(name: str, *not_yet: Table) -> Any:
+    """A base of request bodies: the fields that are `not_yet` supported, and those without effect."""
+    fields: dict[str, Any] = unsupported_fields(*not_yet) | fields_without_effect(NO_EFFECT)
+    return create_model(name, __base__=Body, **fields)
+
+
+TokenIds = list[int]
+Prompt = Annotated[
+    str | TokenIds | list[str] | list[TokenIds],
+    Field(union_mode="left_to_right"),
+    one_message("a text, a list of texts, a list of token ids, or a list of such lists"),
+]
+
+
+def prompts_of(given: Any) -> TextPrompts:
+    """Each prompt of a field of the type `Prompt`."""
+    return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = optional("Send one more chunk at the end, with the usage.")
+    continuous_usage_stats: bool | None = optional("Send the usage so far with every chunk.")
+    include_obfuscation: bool | None = optional(WITHOUT_EFFECT)
+
+    NO_EFFECT: ClassVar[Any] = {"include_obfuscation": (False,)}
+
+
+JsonSchema = Annotated[dict[str, Any] | str, one_message("a JSON schema: an object, or its JSON as a text")]
+
+
+class NamedSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Left out: any JSON object.")
+    strict: bool | None = optional("Accepted; answers always follow the schema.")
+
+
+class ResponseFormat(Body):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description='With "json_object": the same, briefly.')
+
+    @model_validator(mode="after")
+    def _check_format(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise wrong("is required", "response_format", "json_schema")
+        return self
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments for the engine's `StructuredOutputs`; none: the answer is free."""
+        if self.type == "text":
+            return {}
+        schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        return {"json_object": True} if schema is None else {"json": schema or "{}"}
+
+
+_structured: dict[str, Any] = unsupported_fields(NOT_YET_IN_STRUCTURED)
+_StructuredBase: type[Body] = create_model("StructuredBase", __base__=Body, **_structured)
+
+
+class StructuredOutputsFields(_StructuredBase):  # type: ignore[misc, valid-type]
+    """What the answer has to be: exactly one of these."""
+
+    json_: JsonSchema | None = Field(None, alias="json", description="An instance of this JSON schema.")
+    regex: str | None = optional("A match of this regular expression, as a whole.")
+    choice: list[str] | None = optional("One of these texts.")
+    grammar: str | None = optional("A sentence of this grammar, in Lark's notation or llama.cpp's.")
+    json_object: bool | None = optional("Any JSON object.")
+
+
+class EngineFields(Body):
+    """What every request to the engine may say."""
+
+    model: str | None = optional("One of the names that `/v1/models` lists.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only this many last tokens of the prompt; -1: as many as fit."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Only prompts with the same salt share their KV cache."
+    )
+    add_special_tokens: bool | None = optional(
+        "Begin the prompt with the tokenizer's special tokens. Left out: texts yes, conversations no."
+    )
+    priority: int | None = optional(
+        "Requests with lower values are scheduled first, and preempted last.", 0, ge=-(2**31), le=2**31 - 1
+    )
+    request_id: str | None = Field(
+        None,
+        pattern=r"^[\w.:-]{1,128}$",
+        description="The end of the answer's `id`, by which `POST /v1/requests/{id}/abort` ends the request.",
+    )
+
+    def engine_fields(self) -> dict[str, Any]:
+        """Arguments for a neutral request."""
+        return {
+            "model": self.model,
+            "request_id": self.request_id,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "cache_salt": self.cache_salt or "",
+            "priority": self.priority or 0,
+        }
+
+
+_SamplingBase: Any = create_model("SamplingBase", __base__=EngineFields, **parameter_fields())
+
+
+class SamplingFields(_SamplingBase):  # type: ignore[misc]
+    """What both kinds of completion say about sampling. `None` takes the model's default, else OpenAI's."""
+
+    return_token_ids: bool | None = optional("Give the token ids of prompt and answer.", False)
+    return_tokens_as_token_ids: bool | None = optional("Name tokens `token_id:1` in log-probabilities.", False)
+    stream: bool | None = optional("Send the answer as it is generated.", False)
+    stream_options: StreamOptions | None = optional(
+        "`include_usage`: one more event with the token counts; `continuous_usage_stats`: counts in every event."
+    )
+    response_format: ResponseFormat | None = optional(
+        '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name": …, "schema": …}}`.'
+    )
+    structured_outputs: StructuredOutputsFields | None = optional(
+        "The same with more to choose from: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
+    )
+    guided_json: JsonSchema | None = optional("The older name of `structured_outputs.json`.")
+    guided_regex: str | None = optional("The older name of `structured_outputs.regex`.")
+    guided_choice: list[str] | None = optional("The older name of `structured_outputs.choice`.")
+    guided_grammar: str | None = optional("The older name of `structured_outputs.grammar`.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise wrong("needs stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("is not given in streams", "prompt_logprobs")
+        if len(self.asked) > 1:
+            first, second, *_ = self.asked
+            raise wrong(f"cannot be given together with {first}", second)
+        return self
+
+    @property
+    def asked(self) -> dict[str, dict[str, Any]]:
+        """What the answer has to be: the field that says so, with arguments for the engine's `StructuredOutputs`."""
+        found = {}
+        if self.response_format is not None and (format := self.response_format.asked):
+            found["response_format"] = format
+        if (given := self.structured_outputs) is not None:
+            names = ("regex", "choice", "grammar")
+            found["structured_outputs"] = {"json": given.json_} | {name: getattr(given, name) for name in names}
+            found["structured_outputs"]["json_object"] = bool(given.json_object)
+        for name in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                found[f"guided_{name}"] = {name: value}
+        return found
+
+    def structured_fields(self) -> tuple[dict[str, Any], Names]:
+        """Arguments for the engine's `StructuredOutputs`, and what the field that has them is called."""
+        for name, asked in self.asked.items():
+            return asked, {} if name == "structured_outputs" else {"structured_outputs": name}
+        return {}, {}

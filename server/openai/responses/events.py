@@ -1,0 +1,129 @@
+"""A response of /v1/responses while it is generated: its output items, and the events that tell of them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from server.http.errors import APIError
+from server.http.sse import event
+from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
+
+_PREFIX = {Content: "msg_", Reasoning: "rs_", CallStart: "fc_"}
+
+
+class ResponseBuilder:
+    """Puts the pieces of one answer into `response["output"]` and says so in events.
+
+    A block is one output item: announced, filled, done. Its events: `output_item.added`, for text also
+    `content_part.added`; deltas; the text's or the arguments' own `done`; `content_part.done`; `output_item.done`.
+    """
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        """`response`: the object to be filled, without output yet."""
+        self.response = response
+        self._blocks = Blocks()
+        self._open: Block | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of the open text
+        self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._sequence_number = 0
+
+    def start(self) -> bytes:
+        return self._event("response.created", response=self.response) + self._event(
+            "response.in_progress", response=self.response
+        )
+
+    def hold(self, logprobs: list[dict[str, Any]]) -> None:
+        """Log-probabilities of the tokens that the next content is made of."""
+        self._held_logprobs += logprobs
+
+    def add(self, piece: Piece) -> bytes:
+        logprobs, self._held_logprobs = self._held_logprobs, []
+        data = b""
+        if self._blocks.add(piece):
+            data = self._close("completed") + self._begin(self._blocks.all[-1])
+        match piece:
+            case Content(text):
+                self._logprobs += logprobs
+                data += self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+            case Reasoning(text):
+                data += self._part_event("response.reasoning_text.delta", delta=text)
+            case CallArguments(_, text):
+                data += self._item_event("response.function_call_arguments.delta", delta=text)
+        return data
+
+    def finish(self, status: str, reason: str | None, usage: dict[str, Any]) -> bytes:
+        """`status`: "completed", or "incomplete" for a `reason`."""
+        data = self._close(status)
+        if reason is not None:
+            self.response["incomplete_details"] = {"reason": reason}
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
+        self.response |= {"status": status, "usage": usage}
+        return data + self._event(f"response.{status}", response=self.response)
+
+    def fail(self, error: APIError) -> bytes:
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return self._event("response.failed", response=self.response)
+
+    # ---- one item ----
+
+    def _begin(self, block: Block) -> bytes:
+        item: dict[str, Any] = {"id": _PREFIX[block.kind] + secrets.token_hex(16), "status": "in_progress"}
+        if block.kind is Content:
+            item |= {"type": "message", "role": "assistant", "content": []}
+        elif block.kind is Reasoning:
+            item |= {"type": "reasoning", "summary": [], "content": []}
+        else:
+            item |= {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": ""}
+        self.response["output"].append(item)
+        self._open, self._logprobs = block, []
+        data = self._event("response.output_item.added", output_index=self._index, item=item)
+        if block.kind is not CallStart:
+            data += self._part_event("response.content_part.added", part=self._part(""))
+        return data
+
+    def _close(self, status: str) -> bytes:
+        block, self._open = self._open, None
+        if block is None:
+            return b""
+        self._logprobs += self._held_logprobs
+        text, item = block.text, self.response["output"][-1]
+        item["status"] = status
+        if block.kind is CallStart:
+            item["arguments"] = text
+            data = self._item_event("response.function_call_arguments.done", name=block.name, arguments=text)
+        else:
+            part = self._part(text)
+            item["content"] = [part]
+            if block.kind is Content:
+                data = self._part_event("response.output_text.done", text=text, logprobs=self._logprobs)
+            else:
+                data = self._part_event("response.reasoning_text.done", text=text)
+            data += self._part_event("response.content_part.done", part=part)
+        return data + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self.response["output"][-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
+
+    # ---- events ----
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _part_event(self, event_type: str, **members: Any) -> bytes:
+        return self._item_event(event_type, content_index=0, **members)
+
+    def _item_event(self, event_type: str, **members: Any) -> bytes:
+        return self._event(event_type, item_id=self.response["output"][-1]["id"], output_index=self._index, **members)
+
+    def _event(self, event_type: str, **members: Any) -> bytes:
+        data = msgspec.json.encode({"type": event_type, "sequence_number": self._sequence_number, **members})
+        self._sequence_number += 1
+        return event(data, event_type.encode())

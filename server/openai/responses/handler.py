@@ -1,0 +1,260 @@
+"""/v1/responses: the answer to a conversation of items, whole or streamed, and the responses that are kept."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+from pydantic import TypeAdapter
+
+from server.generation.generation import Generation
+from server.generation.request import Message
+from server.generation.served_model import ServedModel
+from server.generation.start import generate
+from server.generation.usage import Usage
+from server.http.errors import APIError, spelled, unexpected
+from server.http.responses import streamed, whole
+from server.http.warnings import Warnings
+from server.openai.errors import failure
+from server.openai.logprobs import logprobs_content
+from server.openai.responses.events import ResponseBuilder
+from server.openai.responses.protocol import LOGPROBS, Item, ItemReference, ResponsesRequest, messages_of
+from server.openai.responses.store import ResponseStore, StoredResponse
+
+_encode = msgspec.json.encode
+_items: TypeAdapter[Any] = TypeAdapter(list[Item])
+# The engine's reasons to end: the response's status and, if it is not complete, why.
+_ENDS = {"length": ("incomplete", "max_output_tokens"), "abort": ("incomplete", "aborted")}
+
+
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    settings = model.settings
+    store = ResponseStore(settings.max_stored_responses)
+
+    @app.post("/v1/responses", response_model=None)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        warnings = Warnings(settings.strict).add_fields(body)
+        working = await _begin(model, store, body, warnings)
+        if body.stream:
+            keep_alive = settings.sse_keep_alive_interval
+            events = _events(model, store, working)
+            return streamed(events, warnings, failure=failure, end=b"", keep_alive=keep_alive)
+        return await whole(request, _answer(model, store, working), warnings)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        warnings = Warnings(settings.strict).add_fields(body)
+        return await _count_input_tokens(model, store, body) | warnings.as_dict()
+
+    @app.get("/v1/responses/{response_id}", response_model=None)
+    async def get_response(response_id: str) -> Response:
+        return Response(_stored(store, response_id).body, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        _stored(store, response_id)
+        store.remove(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        return _input_items(_stored(store, response_id), limit, order, after)
+
+
+@dataclass(slots=True)
+class _Working:
+    """A response that is being generated."""
+
+    generation: Generation
+    builder: ResponseBuilder
+    messages: list[Message]  # the conversation so far, without instructions
+    input_items: list[dict[str, Any]]
+
+
+async def _begin(model: ServedModel, store: ResponseStore, body: ResponsesRequest, warnings: Warnings) -> _Working:
+    """Check everything and start the answer."""
+    for name in body.include or ():
+        if name != LOGPROBS:
+            warnings.add(f"{name[:100]!r} has no effect here", "include")
+    items, messages = _conversation(store, body)
+    generation = await generate(model, body.neutral(messages), warnings)
+    builder = ResponseBuilder(_response(body, generation, warnings))
+    return _Working(generation, builder, messages, [_input_item(item) for item in items])
+
+
+async def _count_input_tokens(model: ServedModel, store: ResponseStore, body: ResponsesRequest) -> dict[str, Any]:
+    """How many tokens the prompt has."""
+    model.check_name(body.model)
+    _, messages = _conversation(store, body)
+    request = body.neutral(messages)
+    with spelled(request.names):
+        [prompt] = await model.encode(request)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+
+
+def _conversation(store: ResponseStore, body: ResponsesRequest) -> tuple[list[Any], list[Message]]:
+    """The request's items, and all messages so far."""
+    items = [_resolved(store, item, index) for index, item in enumerate(body.items)]
+    return items, _previous(store, body.previous_response_id) + messages_of(items)
+
+
+def _previous(store: ResponseStore, response_id: str | None) -> list[Message]:
+    if response_id is None:
+        return []
+    stored = store.get(response_id)
+    if stored is None:
+        reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
+        raise APIError(404, reason, "previous_response_id")
+    return stored.messages
+
+
+def _resolved(store: ResponseStore, item: Any, index: int) -> Any:
+    if not isinstance(item, ItemReference):
+        return item
+    found = store.item(item.id)
+    if found is None:
+        raise APIError(404, f"there is no item {item.id[:100]!r}", "input", index, "id")
+    return _items.validate_python([found])[0]
+
+
+def _input_item(item: Any) -> dict[str, Any]:
+    """As it is listed later: with an id, its text in a part."""
+    given: dict[str, Any] = item.model_dump(exclude_none=True)
+    if isinstance(given.get("content"), str):
+        given["content"] = [{"type": "input_text", "text": given["content"]}]
+    return {"id": f"{given['type'][:3]}_{secrets.token_hex(16)}", **given}
+
+
+def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings) -> dict[str, Any]:
+    """The object as it is before there is any output."""
+    sampling = generation.samples[0].watch.sampling
+    reasoning, text = body.reasoning, body.text
+    format = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}
+    return {
+        "id": generation.id,
+        "object": "response",
+        "created_at": generation.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": generation.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": format},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        **warnings.as_dict(),
+    }
+
+
+async def _events(model: ServedModel, store: ResponseStore, working: _Working) -> AsyncGenerator[bytes, None]:
+    """The response's events, the last of which has all of it. An error becomes `response.failed`."""
+    builder = working.builder
+    yield builder.start()
+    try:
+        async with aclosing(_fill(model, working)) as filling:
+            async for data in filling:
+                yield data
+    except APIError as error:
+        yield builder.fail(error)
+    except Exception as error:
+        yield builder.fail(unexpected(error))
+    _keep(store, working)
+
+
+async def _answer(model: ServedModel, store: ResponseStore, working: _Working) -> bytes:
+    """The response's JSON."""
+    async with aclosing(_fill(model, working)) as filling:
+        async for _ in filling:
+            pass
+    _keep(store, working)
+    return _encode(working.builder.response)
+
+
+async def _fill(model: ServedModel, working: _Working) -> AsyncGenerator[bytes, None]:
+    builder, generation = working.builder, working.generation
+    reason: str | None = None
+    async with aclosing(generation.events()) as events:
+        async for _, update, pieces in events:
+            if update.logprobs is not None:
+                builder.hold(logprobs_content(model.tokenizer, update.token_ids, update.logprobs))
+            reason = update.finish_reason
+            if data := b"".join(map(builder.add, pieces)):
+                yield data
+    status, why = _ENDS.get(reason or "", ("completed", None))
+    yield builder.finish(status, why, _usage(generation.usage))
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+# ---- kept responses ----
+
+
+def _keep(store: ResponseStore, working: _Working) -> None:
+    response = working.builder.response
+    if not response["store"] or response["status"] == "failed":
+        return
+    output = response["output"]
+    messages = working.messages + messages_of(_items.validate_python(output))
+    body, items = _encode(response), working.input_items
+    store.put(response["id"], StoredResponse(body, messages, items, output, len(body) * 2 + len(_encode(items)) * 2))
+
+
+def _stored(store: ResponseStore, response_id: str) -> StoredResponse:
+    """404 when there is none of this id."""
+    found = store.get(response_id)
+    if found is None:
+        reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
+        raise APIError(404, reason, "response_id", lead=None)
+    return found
+
+
+def _input_items(found: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """A page of the items that the request brought."""
+    items = found.input_items if order == "asc" else found.input_items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        items = items[ids.index(after) + 1 :] if after in ids else []
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }

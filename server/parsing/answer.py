@@ -1,0 +1,70 @@
+"""One sample's text, read as it is generated: reasoning, then content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from server.parsing.pieces import Content, Piece, Reasoning
+from server.parsing.reasoning import ReasoningReader
+from server.parsing.tools import ToolReader
+
+
+class AnswerReader:
+    """Divides one answer into pieces, which are the same, joined, however the text is cut."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningReader | None = None,
+        tools: ToolReader | None = None,
+        *,
+        counter: TokenCounter | None = None,
+        shows_reasoning: bool = True,
+    ) -> None:
+        """`counter`: counts the tokens of the reasoning. Without readers the answer is plain content."""
+        self._reasoning, self._tools, self._counter = reasoning, tools, counter
+        self._shows_reasoning = shows_reasoning
+
+    def push(self, text: str, token_ids: Iterable[int], finished: bool) -> list[Piece]:
+        """The pieces that are certain now. `finished`: no more will come."""
+        pieces: list[Piece] = []
+        if self._reasoning is not None and not self._reasoning.over:
+            if self._counter is not None:
+                self._counter.add(token_ids)
+            reasoning, text = self._reasoning.push(text, finished)
+            if reasoning and self._shows_reasoning:
+                pieces.append(Reasoning(reasoning))
+            if not (text or self._reasoning.over):
+                return pieces
+        if self._tools is not None:
+            return pieces + self._tools.push(text, finished)
+        if text:
+            pieces.append(Content(text))
+        return pieces
+
+    @property
+    def has_calls(self) -> bool:
+        return self._tools is not None and self._tools.num_calls > 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its marks included."""
+        if self._reasoning is None or self._counter is None or not self._reasoning.found:
+            return 0
+        return self._counter.num_tokens
+
+
+class TokenCounter:
+    """Counts tokens until a mark is complete."""
+
+    def __init__(self, mark: str, token_text: Callable[[int], str]) -> None:
+        self._mark, self._token_text = mark, token_text
+        self._tail: str | None = ""  # of the text so far; None: the mark is complete
+        self.num_tokens = 0
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if self._tail is None:
+                return
+            self.num_tokens += 1
+            text = self._tail + self._token_text(token_id)
+            self._tail = None if self._mark in text else text[-len(self._mark) :]

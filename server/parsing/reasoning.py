@@ -1,0 +1,99 @@
+"""Separates a model's reasoning from its answer by the marks around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.parsing.pieces import begun
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks around the reasoning, which stands at the beginning of an answer."""
+
+    begin: str
+    end: str
+
+    def opened_by(self, prompt: str, continued: str = "") -> bool:
+        """Whether the prompt ends inside reasoning, so that the answer goes on with it.
+
+        `continued`: the beginning of the answer, where it is given.
+        """
+        return prompt.rstrip().endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end)
+
+    def closed_by(self, prompt: str, continued: str = "") -> bool:
+        """Whether no reasoning may come, for it was in the prompt, or the answer has begun without."""
+        return not self.opened_by(prompt, continued) and (bool(continued) or prompt.rstrip().endswith(self.end))
+
+
+_THINK = ReasoningFormat("<think>", "</think>")
+REASONING_FORMATS = {
+    "think": _THINK,
+    "deepseek_r1": _THINK,
+    "glm45": _THINK,
+    "qwen3": _THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+}
+
+
+def find_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
+    """The format of this name; for "auto" the one whose marks the chat template has. None: answers hold no reasoning."""
+    if name != "auto":
+        return REASONING_FORMATS.get(name)
+    return next((each for each in REASONING_FORMATS.values() if each.begin in template or each.end in template), None)
+
+
+class ReasoningReader:
+    """Splits one answer while it arrives. White space around the reasoning belongs to the marks."""
+
+    def __init__(self, format: ReasoningFormat, opened: bool) -> None:
+        """`opened`: the prompt ends inside reasoning."""
+        self._format, self._opened = format, opened
+        self._held = ""
+        self._read = self._read_start
+        self.found = opened  # there is reasoning
+        self.over = False  # all further text is content
+
+    def push(self, text: str, finished: bool) -> tuple[str, str]:
+        """(reasoning, content) that the text so far makes certain. `finished`: no more will come."""
+        self._held += text
+        return self._read(finished)
+
+    def _read_start(self, finished: bool) -> tuple[str, str]:
+        begin, text = self._format.begin, self._held.lstrip()
+        if text.startswith(begin):
+            self.found, self._held = True, text.removeprefix(begin)
+        elif begin.startswith(text) and not finished:
+            return "", ""
+        elif not self._opened:
+            return self._content(finished)
+        self._read = self._read_lead
+        return self._read(finished)
+
+    def _read_lead(self, finished: bool) -> tuple[str, str]:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return "", ""
+        self._read = self._read_reasoning
+        return self._read(finished)
+
+    def _read_reasoning(self, finished: bool) -> tuple[str, str]:
+        reasoning, end, rest = self._held.partition(self._format.end)
+        if end:
+            self._held, self._read = rest, self._read_gap
+            return reasoning.rstrip(), self._read(finished)[1]
+        if finished:
+            self._held = ""
+            return reasoning, ""
+        certain = reasoning[: len(reasoning) - begun(reasoning, self._format.end)].rstrip()
+        self._held = reasoning[len(certain) :]
+        return certain, ""
+
+    def _read_gap(self, finished: bool) -> tuple[str, str]:
+        self._held = self._held.lstrip()
+        return self._content(finished) if self._held or finished else ("", "")
+
+    def _content(self, finished: bool) -> tuple[str, str]:
+        self.over, self._read = True, self._content
+        text, self._held = self._held, ""
+        return "", text

@@ -1,0 +1,341 @@
+"""Tool calls: how model families write them, and a reader of what a model writes.
+
+A call has the tool's name and its arguments, a JSON object; what stands around them differs:
+
+    hermes       <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>           Hermes, Qwen
+    llama3_json  {"name": "f", "parameters": {…}}, perhaps after <|python_tag|>        Llama 3.1, 3.2, 3.3
+    mistral      [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                      Mistral
+    mistral_args [TOOL_CALLS]f[ARGS]{…}                                               newer ones
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core.structured_outputs import Tag, Tags
+from server.parsing.pieces import CallArguments, CallStart, Content, Piece, begun
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes its calls."""
+
+    name: str
+    signs: tuple[str, ...]  # one of them is in the chat templates of this family
+    foreign: tuple[str, ...]  # none of these is
+    begin: str  # a mark before one call, or before several
+    end: str = ""  # a mark after each call
+    written: tuple[str, str, str] = ("", "", "")  # a call, before its name, between that and the arguments, after them
+    opening: str = ""  # what else is written before the first call, after the mark
+    separator: str = ""  # what is written between calls
+    closing: str = ""  # what is written after the last one
+    bare: bool = False  # an answer that is nothing but the object is a call, without a mark
+    between: str = ""  # characters that may stand between calls, besides white space
+    headed: bool = False  # newer models write the name before the object, which is the arguments
+    short_ids: bool = False  # the chat template wants ids of nine letters and digits
+
+    def new_id(self) -> str:
+        if self.short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+_MISTRAL: dict[str, Any] = {"headed": True, "between": "[,]", "short_ids": True}
+TOOL_FORMATS = {
+    each.name: each
+    for each in (
+        ToolFormat(
+            "hermes",
+            ("<tool_call>",),
+            ("<function=", "<arg_key>"),
+            "<tool_call>",
+            "</tool_call>",
+            written=('\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+            separator="\n<tool_call>",
+        ),
+        ToolFormat(
+            "mistral",
+            ("[TOOL_CALLS]",),
+            ("[ARGS]",),
+            "[TOOL_CALLS]",
+            written=('{"name": "', '", "arguments": ', "}"),
+            opening="[",
+            separator=", ",
+            closing="]",
+            **_MISTRAL,
+        ),
+        ToolFormat(
+            "mistral_args",
+            ("[ARGS]",),
+            (),
+            "[TOOL_CALLS]",
+            written=("", "[ARGS]", ""),
+            separator="[TOOL_CALLS]",
+            **_MISTRAL,
+        ),
+        ToolFormat(
+            "llama3_json",
+            ("<|python_tag|>", '"parameters": dictionary of argument name'),
+            (),
+            "<|python_tag|>",
+            written=('{"name": "', '", "parameters": ', "}"),
+            separator="; ",
+            bare=True,
+            between=",;",
+        ),
+    )
+}
+
+
+def find_tool_format(name: str, template: str) -> ToolFormat | None:
+    """The format of this name; for "auto" the one that the chat template writes. None: calls cannot be read."""
+    if name != "auto":
+        return TOOL_FORMATS.get(name)
+    for each in TOOL_FORMATS.values():
+        if any(sign in template for sign in each.signs) and not any(sign in template for sign in each.foreign):
+            return each
+    return None
+
+
+def call_tags(
+    format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, several: bool
+) -> Tags:
+    """What guides the answer, so that every call is one of `tools` with arguments by its JSON schema."""
+    before, between, after = format.written
+    return Tags(
+        trigger=format.begin,
+        opening=format.opening,
+        tags=[
+            Tag(
+                begin=before + name + between,
+                schema=schema,
+                end=after,
+                head=_head(re.escape(name)) if format.bare else None,
+            )
+            for name, schema in tools
+        ],
+        between=format.separator,
+        closing=format.closing,
+        several=several,
+        required=required,
+    )
+
+
+class ToolReader:
+    """Splits one answer into content and calls while it arrives.
+
+    What begins like a call and turns out to be none stays content. White space around calls belongs to them.
+    """
+
+    def __init__(self, format: ToolFormat, names: Collection[str], max_calls: int | None) -> None:
+        """`names`: the tools that there are. Calls beyond the first `max_calls` are dropped."""
+        self._format, self._names, self._max_calls = format, names, max_calls
+        self._held = ""  # text that is not read yet
+        self._raw = ""  # text that was read and is content if it turns out to be no call
+        self._object: _CallObject | None = None  # the call that is being read
+        self._in_calls = False  # a mark has been read: a call is expected
+        self._may_be_bare = format.bare
+        self.num_calls = 0
+
+    def push(self, text: str, finished: bool) -> list[Piece]:
+        """The pieces that the text so far makes certain. `finished`: no more will come."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        if finished:
+            if self._object is None or self._raw:
+                pieces.append(Content(self._raw + self._held))
+            self._raw = self._held = ""
+        return [piece for piece in pieces if self._counts(piece)]
+
+    def _counts(self, piece: Piece) -> bool:
+        if isinstance(piece, Content):
+            return bool(piece.text)
+        return self._max_calls is None or piece.index < self._max_calls  # type: ignore[union-attr]
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Reads on a little; false when more text is needed first."""
+        if not self._held:
+            return False
+        if self._object is not None:
+            return self._read_call(self._object, pieces)
+        if self._in_calls:
+            return self._read_between(pieces)
+        return self._read_content(pieces)
+
+    def _read_content(self, pieces: list[Piece]) -> bool:
+        if self._may_be_bare:
+            text = self._held.lstrip(" \t\r\n")
+            if not text:
+                return False
+            self._may_be_bare = False
+            if text.startswith("{"):
+                self._raw, self._held = self._held[: -len(text)], text
+                self._object = _CallObject(whole=False)
+                return True
+        before, mark, rest = self._held.partition(self._format.begin)
+        if mark:
+            pieces.append(Content(before.rstrip()))
+            self._raw, self._held = before[len(before.rstrip()) :] + mark, rest
+            self._in_calls = True
+            return True
+        certain = before[: len(before) - begun(before, self._format.begin)].rstrip()
+        pieces.append(Content(certain))
+        self._held = before[len(certain) :]
+        return False
+
+    def _read_between(self, pieces: list[Piece]) -> bool:
+        text = self._held.lstrip()
+        self._raw += self._held[: len(self._held) - len(text)] if self._raw else ""
+        self._held = text
+        for mark in filter(None, (self._format.end, self._format.begin)):
+            if text.startswith(mark) and not (self._raw and mark == self._format.end):
+                self._raw += mark if mark == self._format.begin else ""
+                self._held = text.removeprefix(mark)
+                return True
+            if text and mark.startswith(text):
+                return False
+        if not text:
+            return False
+        if text[0] in self._format.between:
+            self._raw += text[0] if self._raw else ""
+            self._held = text[1:]
+        elif text[0] == "{":
+            self._object = _CallObject()
+        elif self._format.headed and (header := _HEADER.match(text)):
+            if header.end() == len(text):
+                return False
+            self._raw, self._held = self._raw + header[0], text[header.end() :]
+            self._object = _CallObject(header[1])
+        else:
+            self._give_up(pieces)
+        return True
+
+    def _read_call(self, call: _CallObject, pieces: list[Piece]) -> bool:
+        end = call.feed(self._held)
+        read, self._held = self._held[:end], self._held[end:]
+        if not call.begun:
+            self._raw += read
+            if call.name is None or (self._format.bare and call.name not in self._names):
+                if call.over or call.name is not None:
+                    self._give_up(pieces)
+                return True
+            call.begun, self._raw = True, ""
+            pieces.append(CallStart(self.num_calls, self._format.new_id(), call.name))
+            self.num_calls += 1
+        if arguments := call.take_arguments():
+            pieces.append(CallArguments(self.num_calls - 1, arguments))
+        if call.over:
+            self._object, self._in_calls = None, True
+        return True
+
+    def _give_up(self, pieces: list[Piece]) -> None:
+        """It was no call: what was read is content, and what follows most probably too."""
+        pieces.append(Content(self._raw))
+        self._raw, self._object, self._in_calls = "", None, False
+
+
+_SPACE = r"[ \t\r\n]*"
+_STRING = r'[^"\\]*'
+
+
+def _head(name: str) -> str:
+    """A regular expression: a call's object up to the colon before its arguments. `name`: one for its name."""
+    other = f'(?:"(?:id|type)"{_SPACE}:{_SPACE}"{_STRING}"{_SPACE},{_SPACE})*'
+    key = f'"(?:arguments|parameters)"{_SPACE}:'
+    return rf'\{{{_SPACE}{other}"name"{_SPACE}:{_SPACE}"{name}"{_SPACE},{_SPACE}{other}{key}'
+
+
+_HEADER = re.compile(r"([\w.:/-]+)(?:\[[\w\[\]]*)?")  # name[ARGS] or name[CALL_ID]id[ARGS]
+_HEAD = re.compile(_head(f"({_STRING})") + _SPACE)
+_FIRST_KEYS = ('"name"', '"id"', '"type"', '"arguments"', '"parameters"')
+
+
+class _CallObject:
+    """Reads `{"name": …, "arguments": {…}}` and gives out the arguments as they come, if the name stands before them.
+
+    With `whole`, an object in another order is given out when it is complete. With a name given, the object is the
+    arguments alone.
+    """
+
+    def __init__(self, name: str | None = None, whole: bool = True) -> None:
+        self._given, self._whole = name, whole
+        self.name: str | None = None  # None: not known yet
+        self.begun = False  # set by the reader once it has given out the start of this call
+        self.over = False  # the object is complete, or it is no call
+        self._chars: list[str] = []
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._start: int | None = None  # where the arguments begin
+        self._stop: int | None = None  # where they end
+        self._num_taken = 0
+
+    def feed(self, text: str) -> int:
+        """Reads to the object's end, or to that of `text`; how many characters that is."""
+        num_before = len(self._chars)
+        for char in text:
+            self._read(char)
+            if self.over:
+                break
+        num_read = len(self._chars) - num_before
+        if self.name is None and not self._may_be_call():
+            self.over = True
+        if self.over and self.name is None and self._whole:
+            self._read_whole()
+        return num_read
+
+    def take_arguments(self) -> str:
+        """What is new of the arguments."""
+        if self._start is None:
+            return ""
+        taken = "".join(self._chars[self._start + self._num_taken : self._stop])
+        self._num_taken += len(taken)
+        return taken
+
+    def _read(self, char: str) -> None:
+        if self._in_string:
+            self._in_string = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+            if char == "{" and self._start is None:
+                self._find_arguments()
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == (0 if self._given else 1) and self._start is not None and self._stop is None:
+                self._stop = len(self._chars) + 1
+            self.over = self._depth <= 0
+        elif self._depth == 0 and not char.isspace():
+            self.over = True
+        self._chars.append(char)
+
+    def _find_arguments(self) -> None:
+        """The opening bracket that comes now may be that of the arguments."""
+        if self._given is not None:
+            self.name, self._start = self._given, len(self._chars)
+        elif self._depth == 2 and (head := _HEAD.fullmatch("".join(self._chars).lstrip())):
+            self.name, self._start = head[1], len(self._chars)
+
+    def _may_be_call(self) -> bool:
+        text = "".join(self._chars[:100]).lstrip()[1:].lstrip() if self._given is None else ""
+        return not text or any(key.startswith(text[: len(key)]) for key in _FIRST_KEYS)
+
+    def _read_whole(self) -> None:
+        try:
+            call = json.loads("".join(self._chars), strict=False)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return
+        arguments = call.get("arguments", call.get("parameters")) or {}
+        self.name, self._start, self._stop = call["name"], 0, None
+        self._chars = [arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)]

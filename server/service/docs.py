@@ -1,0 +1,48 @@
+"""What the API reference says of the endpoints about the server."""
+
+from __future__ import annotations
+
+from server.docs.endpoint import Endpoint
+
+TAG = "Service"
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/requests/{request_id}/abort",
+        TAG,
+        "End a request",
+        "By the `id` of its answer; a request may choose the end of that itself, as `request_id`. Its client gets what "
+        "there is, with the `finish_reason` `abort`.",
+        answer={"id": "chatcmpl-2f1b", "aborted": True},
+        statuses=(404,),
+    ),
+    Endpoint(
+        "GET",
+        "/load",
+        TAG,
+        "How busy the server is",
+        "`server_load`: requests that are being answered. Also as `/v1/load`.",
+        answer={
+            "server_load": 3,
+            "num_requests_running": 2,
+            "num_requests_waiting": 1,
+            "kv_cache_usage": 0.25,
+            "num_blocks": 1000,
+            "num_free_blocks": 750,
+        },
+    ),
+    Endpoint("GET", "/v1/load", TAG, "How busy the server is", answer={"server_load": 3}),
+    Endpoint("GET", "/health", TAG, "Whether the engine runs", "The body is empty.", text="", statuses=(503,)),
+    Endpoint("GET", "/ping", TAG, "The same", text="", statuses=(503,)),
+    Endpoint("POST", "/ping", TAG, "The same", text="", statuses=(503,)),
+    Endpoint("GET", "/version", TAG, "The server's version", answer={"version": "0.1.0"}),
+    Endpoint(
+        "GET",
+        "/metrics",
+        TAG,
+        "Counters for Prometheus",
+        "Under vLLM's names.",
+        text='vllm:num_requests_running{engine="0",model_name="MODEL"} 2.0\n',
+    ),
+)

@@ -1,0 +1,39 @@
+"""Endpoints about the server itself: health, load, version, metrics, and the end of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+import engine as quire
+from server.generation.served_model import ServedModel
+
+
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    @app.get("/health", response_model=None)
+    @app.head("/health", response_model=None, include_in_schema=False)
+    @app.get("/ping", response_model=None)
+    @app.head("/ping", response_model=None, include_in_schema=False)
+    @app.post("/ping", response_model=None)
+    async def health() -> Response:
+        return Response(status_code=503 if model.engine.dead else 200)
+
+    @app.get("/load")
+    @app.get("/v1/load")
+    async def load() -> dict[str, Any]:
+        return model.load()
+
+    @app.post("/v1/requests/{request_id}/abort")
+    async def abort_request(request_id: str) -> dict[str, Any]:
+        await model.abort(request_id)
+        return {"id": request_id, "aborted": True}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": quire.__version__}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(generate_latest(model.metrics.registry), media_type=CONTENT_TYPE_LATEST)

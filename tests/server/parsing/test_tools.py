@@ -1,0 +1,177 @@
+"""The reader of tool calls: every family's form, broken forms, and any way to cut the text."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from server.parsing.pieces import Blocks, CallArguments, CallStart, Content
+from server.parsing.tools import TOOL_FORMATS, ToolReader, call_tags, find_tool_format
+from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
+
+Found = list[tuple[str, str]]  # ("", content) or (name, arguments)
+
+
+def read(format: str, parts: list[str], max_calls: int | None = None) -> Found:
+    reader, blocks = ToolReader(TOOL_FORMATS[format], ["f", "g"], max_calls), Blocks()
+    for number, part in enumerate(parts, 1):
+        blocks.extend(reader.push(part, number == len(parts)))
+    return [(block.name, block.text) for block in blocks.all]
+
+
+def cuts(text: str, rng: random.Random) -> list[str]:
+    parts = []
+    while text:
+        size = rng.choice((1, 1, 2, 3, 5, 9))
+        parts.append(text[:size])
+        text = text[size:]
+    return [*parts, ""] if rng.random() < 0.5 else parts
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+CASES: list[tuple[str, str, Found]] = [
+    ("hermes", "Just text <b>.\n", [("", "Just text <b>.\n")]),
+    ("hermes", CALL, [("f", '{"x": 1}')]),
+    ("hermes", f"Let me see.\n\n{CALL}", [("", "Let me see."), ("f", '{"x": 1}')]),
+    ("hermes", f"{CALL}\n{CALL}", [("f", '{"x": 1}')] * 2),
+    ("hermes", f"{CALL}\nThat is it.", [("f", '{"x": 1}'), ("", "That is it.")]),
+    ("hermes", f"{CALL} and {CALL}", [("f", '{"x": 1}'), ("", "and"), ("f", '{"x": 1}')]),
+    ("hermes", CALL.removesuffix("\n</tool_call>") + "\n" + CALL, [("f", '{"x": 1}')] * 2),
+    ("hermes", '<tool_call>{"arguments": {"q": [1]}, "name": "g"}</tool_call>', [("g", '{"q": [1]}')]),
+    ("hermes", '<tool_call>{"id": "1", "name": "g", "type": "function", "arguments": {}}', [("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"ü\\"}"}</tool_call>', [("f", '{"a": "ü"}')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"s": "}]\\"</tool_call>\\\\", "o": {"a": [{}]}}}</tool_call>',
+        [("f", '{"s": "}]\\"</tool_call>\\\\", "o": {"a": [{}]}}')],
+    ),
+    ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', [("other", "{}")]),
+    ("hermes", "no <tool_call>garbage</tool_call> here", [("", "no <tool_call>garbage</tool_call> here")]),
+    ("hermes", '<tool_call>\n{"names": 5}</tool_call>', [("", '<tool_call>\n{"names": 5}</tool_call>')]),
+    ("hermes", f"{CALL}<tool_call>x", [("f", '{"x": 1}'), ("", "<tool_call>x")]),
+    ("hermes", "half a <tool_ca", [("", "half a <tool_ca")]),
+    ("hermes", '<tool_call>\n{"name": "f", "arg', [("", '<tool_call>\n{"name": "f", "arg')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x', [("f", '{"x')]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]', [("f", '{"x": 1}')]),
+    (
+        "mistral",
+        'Well.[TOOL_CALLS][{"name": "f", "arguments": {"x": "]"}, "id": "abcdefghi"}, {"name": "g", "arguments": {}}]',
+        [("", "Well."), ("f", '{"x": "]"}'), ("g", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": {}}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{}', [("f", '{"x": {}}'), ("g", "{}")]),
+    ("mistral", '[TOOL_CALLS]f{"x": 1}', [("f", '{"x": 1}')]),
+    ("mistral", "[TOOL_CALLS]hello world", [("", "[TOOL_CALLS]hello world")]),
+    ("mistral", "[TOOL_CALLS] [", [("", "[TOOL_CALLS] [")]),
+    ("mistral", "a [list]", [("", "a [list]")]),
+    ("llama3_json", ' {"name": "f", "parameters": {"x": 1}}', [("f", '{"x": 1}')]),
+    ("llama3_json", '{"type": "function", "name": "f", "parameters": {"x": 1}}', [("f", '{"x": 1}')]),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", "{}")]),
+    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", "{}"), ("g", "{}")]),
+    ("llama3_json", '{"name": "John", "age": 3}', [("", '{"name": "John", "age": 3}')]),
+    ("llama3_json", '{"name": "John", "parameters": {}}', [("", '{"name": "John", "parameters": {}}')]),
+    ("llama3_json", '{"city": {"name": "f"}}', [("", '{"city": {"name": "f"}}')]),
+    ("llama3_json", "{x | x > 0}", [("", "{x | x > 0}")]),
+    ("llama3_json", 'So: {"name": "f", "parameters": {}}', [("", 'So: {"name": "f", "parameters": {}}')]),
+    ("llama3_json", "<|python_tag|>print(1)", [("", "<|python_tag|>print(1)")]),
+    ("llama3_json", "  ", [("", "  ")]),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "found"), CASES)
+def test_forms(format: str, text: str, found: Found) -> None:
+    assert read(format, [text]) == found
+    assert read(format, list(text)) == found
+    rng = random.Random(text)
+    for _ in range(40):
+        assert read(format, cuts(text, rng)) == found
+
+
+def test_arguments_are_given_out_as_they_come() -> None:
+    reader = ToolReader(TOOL_FORMATS["hermes"], ["f"], None)
+    assert reader.push("Hm <tool", False) == [Content("Hm")]
+    assert reader.push('_call>{"name": "f", "argum', False) == []
+    start, arguments = reader.push('ents": {"a": "b', False)
+    assert isinstance(start, CallStart)
+    assert (start.index, start.name) == (0, "f")
+    assert arguments == CallArguments(0, '{"a": "b')
+    assert reader.push("c", False) == [CallArguments(0, "c")]
+    assert reader.push('"}}</tool_call>', True) == [CallArguments(0, '"}')]
+
+
+def test_content_is_held_back_only_while_it_may_be_a_mark() -> None:
+    reader = ToolReader(TOOL_FORMATS["llama3_json"], ["f"], None)
+    assert reader.push('{"c', False) == [Content('{"c')]
+    assert reader.push("ity <|py", False) == [Content("ity")]
+    assert reader.push("x", False) == [Content(" <|pyx")]
+
+
+def test_only_so_many_calls() -> None:
+    assert read("hermes", [f"a{CALL}{CALL} b {CALL}"], max_calls=1) == [("", "a"), ("f", '{"x": 1}'), ("", "b")]
+
+
+def test_nothing_is_lost_or_slow_in_a_long_answer() -> None:
+    text = "{" * 2000 + '"' * 2001 + "<tool_call>" * 500 + "[" * 2000
+    for format in TOOL_FORMATS:
+        assert "".join(content for _, content in read(format, list(text))) == text
+
+
+def test_ids() -> None:
+    long, short = TOOL_FORMATS["hermes"].new_id(), TOOL_FORMATS["mistral"].new_id()
+    assert long.startswith("call_")
+    assert len(short) == 9
+    assert short.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        (HERMES, "hermes"),
+        (QWEN3, "hermes"),
+        (LLAMA3, "llama3_json"),
+        (MISTRAL, "mistral"),
+        (MISTRAL + "[ARGS]", "mistral_args"),
+        (THINKER, None),
+        ("<tool_call>\n<function=name>\n<parameter=x>", None),
+        ("", None),
+    ],
+)
+def test_the_template_tells_the_format(template: str, format: Any) -> None:
+    found = find_tool_format("auto", template)
+    assert (found.name if found else None) == format
+    assert find_tool_format("none", template) is None
+    assert find_tool_format("mistral", template) is TOOL_FORMATS["mistral"]
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_grammar_allows_is_read_as_calls(format: str, number: int) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form = TOOL_FORMATS[format]
+    tags = call_tags(form, [("f", schema), ("g", {})], required=True, several=number > 1)
+    assert (tags.required, tags.several) == (True, number > 1)
+    assert [tag.schema for tag in tags.tags] == [schema, {}]
+    calls = tags.between.join(tag.begin + '{"x": "]"}' + tag.end for tag in tags.tags[:number])
+    text = ("" if form.bare else tags.trigger) + tags.opening + calls + tags.closing
+    assert read(format, [text]) == [("f", '{"x": "]"}'), ("g", '{"x": "]"}')][:number]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ('{"name":"f","parameters":{}}', True),
+        ('{ "type" : "function", "id": "x", "name": "f" ,\n"arguments"  :  {}}', True),
+        ('{"name": "f.g", "parameters": {}}', False),
+        ('{"parameters": {}, "name": "f"}', False),
+        ('{"name": "\\u0066", "parameters": {}}', False),
+        ('{"name": "f", "name": "f", "parameters": {}}', False),
+    ],
+)
+def test_bare_calls_are_read_where_the_grammar_sees_them(text: str, is_call: bool) -> None:
+    """Anything else would have arguments that nobody has checked."""
+    (tag,) = call_tags(TOOL_FORMATS["llama3_json"], [("f", {})], required=False, several=True).tags
+    assert tag.head is not None
+    assert bool(re.match(tag.head, text)) is is_call
+    assert [name for name, _ in read("llama3_json", [text])] == (["f"] if is_call else [""])
