@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import kernels
-from benchmarks import sampling
 from benchmarks.check_attention import attention_errors, product_errors, rounding_errors
+from benchmarks.micro import sampling
 from kernels import Part, reference
 
 BANDWIDTH = 4.3e12  # bytes a second that an H200 copies

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.result_files import save
+from benchmarks.report.result_files import save
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.families import read_spec
