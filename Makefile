@@ -16,7 +16,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test clients lint format bench clean
+.PHONY: help serve test gpu clients lint format bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://12
 
 test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+gpu: $(READY) ## check every kernel and model family on the GPU at hand; a selection in ARGS, such as ARGS="attention products"
+	@$(BIN)/python -m tests.gpu $(ARGS)
 
 clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \
