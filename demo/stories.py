@@ -1,4 +1,4 @@
-"""Short stories and poems from plots and couplets with slots. Knows heroes and places, not chats."""
+"""Short stories and poems from plots and couplets with slots."""
 
 # ruff: noqa: E501, SIM905
 # fmt: off
@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from grammar import article, chance, made_up_word, pick, render, sentence_case
-from world import FEMALE_NAMES, NAMES, PET_NAMES
+from demo.grammar import article, chance, made_up_word, pick, render, sentence_case
+from demo.world import FEMALE_NAMES, NAMES, PET_NAMES
 
 ANIMAL_HEROES = """cat dog mouse rabbit fox bear owl frog duck hedgehog squirrel penguin elephant lion tiger wolf horse pony donkey sheep goat pig hen
 bee ant snail turtle bird crow parrot monkey koala panda kangaroo dolphin whale fish octopus crab kitten puppy dragon unicorn dinosaur hamster

@@ -1,4 +1,4 @@
-"""What the demo model can do, one function per skill: each adds a few turns to a chat. Knows no tokens and no tensors."""
+"""What the demo model can do, one function per skill: each adds a few turns to a chat."""
 
 # ruff: noqa: E501, SIM905
 # fmt: off
@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeVar
 
-import quire_facts
-import stories
-import unknown
-import world
-from grammar import (
+from demo import quire_facts, stories, unknown, world
+from demo.grammar import (
     EXACT,
     KEEP,
     Typist,

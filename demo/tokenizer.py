@@ -1,16 +1,17 @@
-"""Trains the demo model's tokenizer: byte-level BPE in which each digit is one token, with a chat template. Knows no model.
+"""Trains the demo model's tokenizer: byte-level BPE in which each digit is one token, with a chat template.
 
-python configs/demo/train/tokenizer.py        # writes tokenizer.json and tokenizer_config.json to configs/demo
+python -m demo.tokenizer        # writes tokenizer.json and tokenizer_config.json to configs/demo
 """
 
 from __future__ import annotations
 
 import json
 
-from data import FOLDER, texts
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
+
+from demo.data import FOLDER, texts
 
 VOCAB_SIZE = 3072
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -1,7 +1,7 @@
 """Trains the demo model from scratch on text made up on the fly, tests it, and writes its folder.
 
-python configs/demo/train/train.py --minutes 5 --out out/demo        # one GPU
-python configs/demo/train/train.py --device cpu --tiny --minutes 3 --out out/tiny
+python -m demo.train --minutes 5 --out out/demo        # one GPU
+python -m demo.train --device cpu --tiny --minutes 3 --out out/tiny
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
-from data import FOLDER, LENGTHS, TARGET, Encoder, evaluation, is_right, make_rows
-from model import TINY, Model, Shape, finish, project, save, write_json
-from skills import Chat, Persona, Turn
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+
+from demo.data import FOLDER, LENGTHS, TARGET, Encoder, evaluation, is_right, make_rows
+from demo.model import TINY, Model, Shape, finish, project, save, write_json
+from demo.skills import Chat, Persona, Turn
 
 CARD_BEGIN, CARD_END = "<!-- scores -->", "<!-- end of scores -->"
 

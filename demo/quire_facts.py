@@ -368,7 +368,7 @@ QUESTIONS = [
     ("[how do I|how can I|how to] [make answers more random|get more random answers|change the randomness]?", ("Raise the temperature. At 0 the answer is always the same.",), "raise the temperature"),
     ("[how do I|how can I|how to] [get the same answer|get the same answer twice|make answers reproducible|get reproducible answers]?", ("Set a seed in the request, or set the temperature to 0.",), "set a seed"),
     ("[how do I|how can I|how to] [limit the length|get shorter answers|limit the answer|limit the length of the answer]?", ("Set max_tokens in the request.",), "max_tokens"),
-    ("[how do I|how can I|how to] [train you|train this model|train the demo model|retrain you]?", ("Run python configs/demo/train/train.py on a GPU. It takes a few minutes.",), "configs/demo/train/train.py"),
+    ("[how do I|how can I|how to] [train you|train this model|train the demo model|retrain you]?", ("Run python -m demo.train on a GPU. It takes a few minutes.",), "demo.train"),
     ("[where|in which folder] [are you stored|is this model|is the demo model|is the model stored|are your weights]?", ("I am in the folder configs/demo of the Quire repository.",), "configs/demo"),
     ("[what's the difference between quire and vllm|how is quire different from vllm|quire or vllm|is quire like vllm]?", ("Both serve language models with paged attention. Quire is much smaller and easier to read.",), "Quire is smaller"),
     (

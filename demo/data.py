@@ -1,7 +1,7 @@
-"""Conversations to train and test the demo model, made up from skills, system prompts and lengths. Knows tokens, not tensors.
+"""Conversations to train and test the demo model, made up from skills, system prompts and lengths.
 
-python configs/demo/train/data.py --samples 20        # read some
-python configs/demo/train/data.py --speed             # how fast one process makes them
+python -m demo.data --samples 20        # read some
+python -m demo.data --speed             # how fast one process makes them
 """
 
 # ruff: noqa: E501
@@ -19,15 +19,13 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import skills
-import stories
-import unknown
-import world
-from grammar import article, chance, made_up_word, pick, render
-from skills import SKILLS, Chat, Persona, Turn
 from tokenizers import Tokenizer
 
-FOLDER = Path(__file__).resolve().parent.parent
+from demo import skills, stories, unknown, world
+from demo.grammar import article, chance, made_up_word, pick, render
+from demo.skills import SKILLS, Chat, Persona, Turn
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs" / "demo"
 LENGTHS = (128, 256, 512, 1024, 2048)  # rows of a batch have one of these lengths
 LENGTH_WEIGHTS = (0.36, 0.27, 0.12, 0.03, 0.012)  # by number of conversations
 TARGET = 0x8000  # the bit of a stored token that says: this one is to be predicted

@@ -1,4 +1,4 @@
-"""The demo model for training: a Qwen3-shaped transformer, and its folder in the Hugging Face format. Knows no data.
+"""The demo model for training: a Qwen3-shaped transformer, and its folder in the Hugging Face format.
 
 ids [B, T] → embed → 7 × (x + attention(norm(x)); x + mlp(norm(x))) → norm → logits [B, T, vocab]
 """

@@ -9,22 +9,18 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from demo.data import LENGTHS, TARGET, Encoder, evaluation, is_right, make_chat, make_rows
+from demo.grammar import held_out
+from demo.model import TINY, Model, Shape, save
+from demo.skills import Chat, Persona, Turn
+from demo.tokenizer import CHAT_TEMPLATE
+from demo.world import NAMES
+
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
-TRAIN = DEMO / "train"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_importable():
-    """The training scripts import each other by plain names, as scripts of one folder do."""
-    sys.path.insert(0, str(TRAIN))
-    yield
-    sys.path.remove(str(TRAIN))
 
 
 @pytest.fixture(scope="module")
 def encoder():
-    from data import Encoder
-
     return Encoder(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
 
 
@@ -39,16 +35,12 @@ def messages(chat):
 
 
 def test_a_seed_gives_the_same_conversations_again(encoder):
-    from data import make_rows
-
     first, again, other = (make_rows(encoder, seed, 60) for seed in (1, 1, 2))
     assert all((first[length] == again[length]).all() for length in first)
     assert any(first[length].shape != other[length].shape or (first[length] != other[length]).any() for length in first)
 
 
 def test_conversations_are_varied_and_whole():
-    from data import LENGTHS, make_chat
-
     rng = random.Random(5)
     chats = [make_chat(rng, length=rng.choice(LENGTHS[:3])) for _ in range(1500)]
     turns = [turn for chat in chats for turn in chat.turns]
@@ -64,10 +56,6 @@ def test_conversations_are_varied_and_whole():
 
 
 def test_every_expected_answer_is_right_and_from_the_held_out_side():
-    from data import evaluation, is_right
-    from grammar import held_out
-    from world import NAMES
-
     cases = evaluation(seed=3, per_skill=12)
     assert len({skill for skill, _, _ in cases}) > 40
     assert all(is_right(chat.turns[index], chat.turns[index].answer) for _, chat, index in cases)
@@ -78,9 +66,6 @@ def test_every_expected_answer_is_right_and_from_the_held_out_side():
 
 
 def test_a_wrong_answer_is_not_right():
-    from data import is_right
-    from skills import Turn
-
     assert is_right(Turn("", "", expect=("132",)), "47 + 85 = 132.")
     assert not is_right(Turn("", "", expect=("132",)), "47 + 85 = 1320.")
     assert not is_right(Turn("", "", expect=("one",), exact=True), "one.")
@@ -93,7 +78,6 @@ def test_a_wrong_answer_is_not_right():
 
 @pytest.mark.filterwarnings("ignore")
 def test_rows_are_what_the_chat_template_gives(encoder):
-    from data import TARGET, make_chat
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -110,9 +94,6 @@ def test_rows_are_what_the_chat_template_gives(encoder):
 
 
 def test_only_answers_and_their_ends_are_targets(encoder):
-    from data import TARGET
-    from skills import Chat, Persona, Turn
-
     chat = Chat(random.Random(0), persona=Persona("Be kind."))
     chat.turns = [Turn("what is 1 + 1?", "2."), Turn("thanks", "You are welcome!")]
     ids = [token for piece in encoder.encode([chat])[0] for token in piece]
@@ -130,7 +111,6 @@ def test_the_tokenizer_keeps_every_text_and_splits_digits(encoder):
 @pytest.mark.filterwarnings("ignore")
 def test_an_exported_model_is_the_same_in_transformers(tmp_path):
     import torch
-    from model import TINY, Model, save
     from transformers import AutoModelForCausalLM
 
     model = Model(TINY, torch.device("cpu"), seed=4)
@@ -145,14 +125,11 @@ def test_an_exported_model_is_the_same_in_transformers(tmp_path):
 
 
 def test_the_committed_chat_template_is_that_of_the_training():
-    from tokenizer import CHAT_TEMPLATE
-
     assert json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
 
 
 def test_the_committed_configuration_is_the_trained_shape(tmp_path):
     import torch
-    from model import Model, Shape, save
 
     save(Model(Shape(), torch.device("cpu")), tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size < 10_000_000
@@ -163,7 +140,7 @@ def test_the_committed_configuration_is_the_trained_shape(tmp_path):
 @pytest.mark.slow
 def test_the_training_script_runs(tmp_path):
     arguments = f"--device cpu --tiny --steps 4 --workers 1 --per-skill 1 --out {tmp_path}".split()
-    command = [sys.executable, str(TRAIN / "train.py"), *arguments]
+    command = [sys.executable, "-m", "demo.train", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     names = {path.name for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""Templates to text: `[a|b]` choices and `{slot}` values, and the way people type. Knows nothing of conversations."""
+"""Templates to text: `[a|b]` choices and `{slot}` values, and the way people type."""
 
 # ruff: noqa: SIM905
 
