@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import nearest
 from engine.errors import ConfigError
+from engine.flags import nearest
 
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
 _COMMON |= {"attention_bias": False, "dtype": "bfloat16", "torch_dtype": "bfloat16"}

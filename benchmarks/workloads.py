@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import nearest
 from engine.errors import ConfigError
+from engine.flags import nearest
 
 MAX_TOKEN_ID = 10000  # of random prompts: every model has these tokens
 

@@ -5,22 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.flags import Flag, Parser, Setting, add_flags, check, flag, load, nearest, read_yaml, settings_of
-
-__all__ = [
-    "ConfigError",
-    "EngineConfig",
-    "Flag",
-    "Parser",
-    "Setting",
-    "add_flags",
-    "check",
-    "flag",
-    "load",
-    "nearest",
-    "read_yaml",
-    "settings_of",
-]
+from engine.flags import check, flag
 
 
 @dataclass(frozen=True)

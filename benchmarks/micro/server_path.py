@@ -25,9 +25,9 @@ from benchmarks.processes import free_port, wait_until_ready
 from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from engine import async_engine, process
-from engine.config import Parser, add_flags, check, flag, load
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
+from engine.flags import Parser, add_flags, check, flag, load
 
 STEP_SECONDS = "QUIRE_BENCH_STEP_SECONDS"  # environment: between two steps of the engine without a model
 VOCABULARY = 10_000  # token ids are below this

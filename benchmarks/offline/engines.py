@@ -24,8 +24,8 @@ from benchmarks import workloads
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
 from benchmarks.workloads import Workload
-from engine.config import Parser, add_flags, check, flag, load, nearest
 from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load, nearest
 
 MODULES = {"quire": "engine", "vllm": "vllm", "transformers": "transformers", "transformers-batching": "transformers"}
 DEFAULTS = {"models": ("qwen3-0.6b",), "work": ("latency1", "latency8", "nano")}

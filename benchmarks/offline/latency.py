@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from benchmarks.report.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID, fixed
-from engine.config import EngineConfig, Parser, add_flags, check, flag, load
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 EPILOG = """examples:

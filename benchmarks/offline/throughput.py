@@ -13,8 +13,9 @@ from typing import Any
 from benchmarks import workloads
 from benchmarks.report.result_files import save
 from benchmarks.workloads import Request
-from engine.config import EngineConfig, Parser, add_flags, check, flag, load
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load
 
 EPILOG = """examples:
   quire bench throughput --model configs/demo --input-len 64 --output-len 64 --num-prompts 64

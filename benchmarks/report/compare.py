@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.metrics import t95
-from engine.config import Parser
 from engine.errors import ConfigError
+from engine.flags import Parser
 
 EPILOG = """examples:
   quire bench compare before.json after.json

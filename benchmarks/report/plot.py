@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.report.compare import read
 from benchmarks.serving.servers import speeds
-from engine.config import Parser
 from engine.errors import ConfigError
+from engine.flags import Parser
 
 # Of Okabe and Ito's palette, which people with any kind of colour vision can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, GRAY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#999999"

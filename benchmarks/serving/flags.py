@@ -14,8 +14,8 @@ from benchmarks import workloads
 from benchmarks.serving import metrics
 from benchmarks.serving.client import Answer
 from benchmarks.serving.metrics import METRICS, Report
-from engine.config import check, flag
 from engine.errors import ConfigError
+from engine.flags import check, flag
 
 RANDOM = ("random", "prefix_repetition")
 FILES = ("custom", "sharegpt")

@@ -27,7 +27,7 @@ from benchmarks.serving import metrics
 from benchmarks.serving.client import UNREACHABLE, Answer, Client, Failure
 from benchmarks.serving.flags import DatasetFlags, ReportFlags, Target, TargetFlags, TrafficFlags
 from benchmarks.serving.prompts import Prompts
-from engine.config import Parser, add_flags, load
+from engine.flags import Parser, add_flags, load
 
 TEST_SEED, WARMUP_SEED = 2**40, 2**41  # far from the seeds of measured prompts; `random` ignores signs
 EPILOG = """examples:

@@ -32,8 +32,8 @@ from benchmarks.processes import (
     wait_until_ready,
 )
 from benchmarks.workloads import MAX_TOKEN_ID, named
-from engine.config import Parser, add_flags, check, flag, load, nearest
 from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load, nearest
 
 MODULES = {"quire": "server.cli", "vllm": "vllm"}
 EPILOG = """examples:

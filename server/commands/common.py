@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ConfigError, EngineConfig, check, flag, load
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.flags import check, flag, load
 
 if TYPE_CHECKING:
     from engine.core.sampling_params import SamplingParams

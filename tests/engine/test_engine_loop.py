@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine, runner_options
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.models.families import read_spec
 from engine.worker.kv_cache import KVCacheTooSmallError
 from tests.support.fake_runner import FakeRunner, next_token
