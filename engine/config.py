@@ -1,4 +1,4 @@
-"""The engine's settings, each declared once. Knows names, ranges and help texts; reads no model and no device."""
+"""The engine's settings: name, type, range, default and help of each, declared once."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class EngineConfig:
         20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
     )
     disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
+    debug_checks: bool = flag(False, "verify the scheduler's bookkeeping after every step: slow, to find bugs")
 
     def __post_init__(self) -> None:
         check(self)

@@ -110,6 +110,7 @@ class Engine:
             config.enable_prefix_caching,
         )
         self.in_flight: Handle | None = None
+        self._debug_checks = config.debug_checks
         self._grammars = GrammarManager(Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._seconds_left = 0.0  # for which the device was still busy when the last step was to be read
         self._held: dict[str, Request] = {}  # their grammars are being compiled
@@ -170,6 +171,8 @@ class Engine:
         if self._grammars:
             outputs.outputs += self._constrain(launched, output.batch, outputs.outputs)
         self.in_flight = launched
+        if self._debug_checks:
+            self.scheduler.check()
         return outputs
 
     def _take_compiled(self) -> list[EngineOutput]:

@@ -48,6 +48,19 @@ def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
 
 
+def test_debug_checks_find_broken_bookkeeping(tiny_model: Path) -> None:
+    for debug_checks in (False, True):
+        engine = make_engine(tiny_model, debug_checks=debug_checks)
+        engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=9)))
+        engine.step()
+        engine.scheduler.running[0].num_slots += 1  # more than its blocks have
+        if debug_checks:
+            with pytest.raises(AssertionError):
+                engine.step()
+        else:
+            engine.step()
+
+
 def test_one_step_ahead(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
     engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
