@@ -1,6 +1,6 @@
 """Configurations of well-known models: random weights need no more than a config.json, so nothing is downloaded.
 
-For servers there is a made-up tokenizer of the right size beside it. Knows Hugging Face's file formats; loads nothing.
+For servers there is a made-up tokenizer of the right size beside it.
 
     python -m benchmarks.model_shapes qwen3-0.6b out/models     # prints the folder
 """

@@ -1,4 +1,4 @@
-"""What is asked of an engine in a benchmark: prompts and how long each answer is to be. Knows token ids and files; no engine.
+"""What is asked of an engine in a benchmark: prompts and how long each answer is to be.
 
 All of it is the same for the same seed on every machine, so that engines can be compared on equal token ids.
 """

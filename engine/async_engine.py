@@ -151,7 +151,7 @@ class AsyncEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
 
-        The engine begins at once, whether or not somebody reads yet. A slow reader gets fewer and longer updates.
+        The engine begins at once, whether or not the answer is read yet. A slow reader gets fewer and longer updates.
 
         `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
         Closing or dropping the iterator, or cancelling the task that waits for it, ends the request.
@@ -311,7 +311,7 @@ class _Updates(AsyncGenerator[RequestUpdate, None]):
     """The updates of a request that is running already. For one reader."""
 
     def __init__(self, stream: _Stream, forget: Callable[[], None]) -> None:
-        """`forget`: to be called once in the event loop, when nobody will read any more."""
+        """`forget`: to be called once in the event loop, when the reader is gone."""
         self._stream, self._forget = stream, forget
         self._loop = asyncio.get_running_loop()
         self._ended = False
@@ -392,7 +392,7 @@ class _EngineProcess:
 
         def watch() -> None:
             code = self._popen.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers are gone
                 loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(callback(code))))
 
         tasks: set[asyncio.Task[None]] = set()

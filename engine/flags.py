@@ -1,7 +1,5 @@
 """Settings declared once: dataclass fields that become command-line options, YAML keys, environment variables and help.
 
-Knows dataclasses and text, and nothing of what a setting means.
-
     @dataclass(frozen=True)
     class Settings:
         port: int = flag(8000, "port to listen on", at_least=1, at_most=65535)

@@ -4,7 +4,7 @@
     python -m benchmarks.micro.sampling --batch 1 64 --vocab-size 128256 --output-json sampling.json
 
 Two kinds of logits: peaked ones, as of a model that knows what to say (a few hundred tokens far above the rest), and normal
-ones with a standard deviation of 3, which leave nucleus sampling thousands of tokens. Knows `kernels.sample`; no engine.
+ones with a standard deviation of 3, which leave nucleus sampling thousands of tokens.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(logits: Tensor, filters: tuple[float, int, float, float]) -> dict[st
         torch.full((batch,), x, dtype=dtype, device=device) for x, dtype in zip(filters, dtypes, strict=True)
     )
     numbers = torch.arange(batch, device=device)
-    nobody = torch.full((batch,), -1, dtype=torch.int32, device=device)
+    unmasked = torch.full((batch,), -1, dtype=torch.int32, device=device)
     tokens = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def plain() -> None:
@@ -87,7 +87,7 @@ def measure(logits: Tensor, filters: tuple[float, int, float, float]) -> dict[st
 
     def both() -> None:
         plain()
-        kernels.sample(logits, temperature, top_k, top_p, min_p, numbers, numbers, Part.REST, nobody, tokens)
+        kernels.sample(logits, temperature, top_k, top_p, min_p, numbers, numbers, Part.REST, unmasked, tokens)
 
     first = microseconds(plain, device)
     return {"us": first if filters[1:] == (0, 1.0, 0.0) else microseconds(both, device), "plain_us": first}

@@ -2,7 +2,7 @@
 
 The server is `quire serve` as it is, over real sockets and processes; only the steps are made up, one each `--step-ms`
 for all streams. A client in this process reads all streams and does nothing else. What is measured is CPU time, which is
-the same on a busy machine. Knows processes and clocks.
+the same on a busy machine.
 """
 
 from __future__ import annotations

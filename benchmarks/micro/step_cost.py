@@ -234,9 +234,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = model_folder("llama-100m", Path(scratch))
         for batch in args.batch:
-            for road in (in_engine_process, offline):
-                times = road(folder, batch, args.steps, not args.no_prefix_caching)
-                rows += [{"road": road.__name__, **row} for row in times.summary(batch)]
+            for loop in (in_engine_process, offline):
+                times = loop(folder, batch, args.steps, not args.no_prefix_caching)
+                rows += [{"loop": loop.__name__, **row} for row in times.summary(batch)]
                 gc.collect()
     print(table(rows))
     if args.save_result:
@@ -248,10 +248,10 @@ def main(argv: list[str] | None = None) -> int:
 def table(rows: list[dict[str, Any]]) -> str:
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     lines = ["µs a step, least (median)".ljust(36) + "".join(f"{batch:>16,}" for batch in batches)]
-    for road, piece in dict.fromkeys((row["road"], row["piece"]) for row in rows):
-        found = {row["batch"]: row for row in rows if (row["road"], row["piece"]) == (road, piece)}
+    for loop, piece in dict.fromkeys((row["loop"], row["piece"]) for row in rows):
+        found = {row["batch"]: row for row in rows if (row["loop"], row["piece"]) == (loop, piece)}
         cells = [f"{found[b]['min_us']:.1f} ({found[b]['median_us']:.1f})" if b in found else "–" for b in batches]
-        lines.append(f"{road}: {piece}".ljust(36) + "".join(f"{cell:>16}" for cell in cells))
+        lines.append(f"{loop}: {piece}".ljust(36) + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
 

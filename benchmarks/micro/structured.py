@@ -5,7 +5,7 @@
 
 Half of the requests are plain in every run. The other half are plain, too, or each have a JSON schema of their own, or
 tools that they may call; they run before the plain ones begin, and on until those are done, so that the batch is always
-full. What counts is the speed of the plain half; that of the others is told, too. Knows the engine; no server.
+full. What counts is the speed of the plain half; that of the others is told, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The same work on every engine installed, side by side: ratios of medians.
 
-Each engine runs in a process of its own, one after another and in turns (A B, then B A, …), so that a machine that slows
-down slows both. Knows processes, time limits and tables; `benchmarks/offline/one_engine.py` is what runs inside.
+Each engine runs in a process of its own, one after another, in alternating order (A B, then B A, …), so that a machine that slows
+down slows both.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Results:
 
 def main(argv: list[str]) -> int:
     parser = Parser(
-        prog="quire bench engines", description="Compare engines on the same work, in turns.", epilog=EPILOG
+        prog="quire bench engines", description="Compare engines on the same work, in alternating order.", epilog=EPILOG
     )
     add_flags(parser, EnginesFlags)
     (flags,) = load(parser.parse_args(argv), EnginesFlags)

@@ -1,4 +1,4 @@
-"""Latency of one batch, in this process: from the prompts to the last token. Knows the LLM; no server.
+"""Latency of one batch, in this process: from the prompts to the last token.
 
 Flags, labels and JSON keys are those of `vllm bench latency`.
 """

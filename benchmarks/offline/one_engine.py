@@ -2,7 +2,7 @@
 
     python -P benchmarks/offline/one_engine.py JOB.json EVENTS.jsonl
 
-Knows the offline interfaces of the engines; nothing of how their times are compared. Imports nothing of ours but the
+Imports nothing of ours but the
 engine under test, so that every engine gets the same clean process. JOB is a dictionary with `engine`, `model` (a
 folder), `settings` (keywords of the engine's LLM class), `started` (time.time() of the process's start), `deadline`
 (time.time() after which nothing more is begun) and `works`: [{name, prompts, output_lens, repeat, reset}]. Each line of

@@ -1,4 +1,4 @@
-"""Offline throughput: all requests given at once, tokens a second until the last is done. Knows workloads and the LLM."""
+"""Offline throughput: all requests given at once, tokens a second until the last is done."""
 
 from __future__ import annotations
 

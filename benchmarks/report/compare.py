@@ -1,4 +1,4 @@
-"""Two result files side by side: ratios, what is better, and whether it is more than chance. Knows the files; runs nothing."""
+"""Two result files side by side: ratios, what is better, and whether it is more than chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files as pictures: one per file. Knows the files and matplotlib (the optional extra `plot`); runs nothing.
+"""Result files as pictures, one per file; needs the optional extra `plot`.
 
 engines                  speeds as multiples of the baseline; several files go into one picture with --output
 servers                  output tokens a second, and their share of the offline speed where that was measured

@@ -1,4 +1,4 @@
-"""Measurements as JSON files. Knows nothing of what was measured."""
+"""Measurements as JSON files."""
 
 from __future__ import annotations
 

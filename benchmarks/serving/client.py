@@ -1,7 +1,6 @@
 """A cheap client for OpenAI-compatible servers: many streamed answers on one core, with a time for every event.
 
-Knows HTTP/1.1 and server-sent events; nothing of workloads or statistics. An event costs one comparison of bytes: only
-the first ones of an answer, and those that look different from them, are parsed.
+An event costs one comparison of bytes: only the first ones of an answer, and those that look different from them, are parsed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import msgspec
 from engine.errors import ConfigError
 
 _now = time.perf_counter
-UNREACHABLE = ("connection refused", "host not found", "cannot connect", "TLS", "timeout")  # causes: nobody is there
+UNREACHABLE = ("connection refused", "host not found", "cannot connect", "TLS", "timeout")  # causes: there is no server
 _HAS_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 
 

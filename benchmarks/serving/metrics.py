@@ -1,4 +1,4 @@
-"""From the times of answers to the figures of a serving benchmark. Knows arithmetic and vLLM's names; no network.
+"""From the times of answers to the figures of a serving benchmark.
 
 The figures, their names and the printed labels are those of `vllm bench serve`. What is beyond it has names of its own.
 """

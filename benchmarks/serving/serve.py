@@ -201,7 +201,7 @@ class Benchmark:
     # Traffic
 
     async def _look_at_server(self) -> None:
-        """Find the model's name, and keep what the server says of itself. `Failure` when nobody is there."""
+        """Find the model's name, and keep what the server says of itself. `Failure` when it cannot be reached."""
         deadline = time.monotonic() + self.target.ready_check_timeout_sec
         while True:
             try:
@@ -385,7 +385,7 @@ def about_clients(clients: list[dict[str, float]]) -> list[str]:
 
 
 def _finite(rate: float) -> float | str:
-    """JSON knows no infinity."""
+    """JSON has no infinity."""
     return "inf" if rate == math.inf else rate
 
 

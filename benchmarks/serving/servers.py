@@ -1,4 +1,4 @@
-"""The servers of several engines under the same client, in turns, beside their own offline speed. Knows processes and tables.
+"""The servers of several engines under the same client, in alternating order, beside their own offline speed.
 
 Each server runs with random weights in a process of its own; `benchmarks.serving.serve` in another one is the client.
 """

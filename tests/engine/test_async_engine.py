@@ -177,7 +177,7 @@ def test_updates_of_crowded_streams_have_pauses() -> None:
         assert stream.take().token_ids == [2, 3, 4]
         pace.seconds = 50e-6
         stream.add_token(5, 10.0201)
-        assert stream.ready, "nobody else is there now"
+        assert stream.ready, "it is the only one now"
 
     asyncio.run(test())
 

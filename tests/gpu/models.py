@@ -49,7 +49,7 @@ def check_story(checks: Checks) -> None:
     lengths = [len(tokens) for tokens in expected]
 
     def differing(found: list[list[int]]) -> float:
-        """The share of answers that are not as expected."""
+        """The fraction of answers that are not as expected."""
         pairs = zip(found, expected, strict=True)
         return sum(tokens[: len(wanted)] != wanted for tokens, wanted in pairs) / len(expected)
 

@@ -1,4 +1,4 @@
-"""The checks themselves, run on the CPU, where the reference implementations take the kernels' place: they must be right."""
+"""The checks themselves, run on the CPU, where reference implementations stand in for the kernels: they must be right."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`quire serve` in processes of its own, for tests that meet Quire as its users do. Knows its command and its metrics."""
+"""`quire serve` in processes of its own, for tests that meet Quire as its users do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The bundled model, taught a few answers by heart: for clients' tests that want to see a tool called with the right words.
-
-Knows prompts and answers as texts; no client and no server.
-"""
+"""The bundled model, taught a few answers by heart: for clients' tests that want to see a tool called with the right words."""
 
 from __future__ import annotations
 

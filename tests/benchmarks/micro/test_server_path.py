@@ -1,4 +1,4 @@
-"""The measurement of the road from engine to socket: the real server's processes, an engine without a model."""
+"""The measurement of the path from engine to socket: the real server's processes, an engine without a model."""
 
 import json
 from pathlib import Path

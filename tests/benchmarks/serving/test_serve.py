@@ -197,7 +197,7 @@ def test_a_server_that_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_find_max_rate(stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The stub serves 250 requests a second; that all wait their turn shows in the time to first token."""
+    """The stub serves 250 requests a second; that all wait in a queue shows in the time to first token."""
     words = ["--num-prompts", "30", "--find-max-rate", "p90_ttft:30", "--save-result", "--result-dir", str(tmp_path)]
     assert bench(stub.url("queue"), *words, "--burstiness", "100") == 0
     found = saved(tmp_path)["find_max_rate"]
