@@ -43,7 +43,7 @@ beside its steps. Both are of the time in which all streams run. An event carrie
 
 @dataclass(frozen=True)
 class PathFlags:
-    """Road from engine to socket."""
+    """Path from engine to socket."""
 
     streams: int = flag(256, "answers at the same time", at_least=1)
     tokens: int = flag(256, "of each answer", at_least=2)

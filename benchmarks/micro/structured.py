@@ -49,7 +49,7 @@ class StructuredFlags:
     input_len: int = flag(128, "tokens of each prompt", at_least=1)
     output_len: int = flag(256, "tokens of each plain answer", at_least=2)
     temperature: float = flag(0.6, "of sampling", at_least=0, at_most=100)
-    repeat: int = flag(5, "runs of each kind, in turns; the first turn does not count", at_least=1)
+    repeat: int = flag(5, "runs of each kind, alternately; the first of each does not count", at_least=1)
     models_folder: str = flag("out/models", "where the files of well-known shapes are written", metavar="FOLDER")
     output_json: str | None = flag(None, "where to save the results", metavar="FILE")
 
@@ -89,10 +89,10 @@ def measure(flags: StructuredFlags, config: EngineConfig) -> dict[str, Any]:
     asked = {kind: [_sampling(flags, input_processor, kind, i) for i in range(half)] for kind in KINDS}
     runs: dict[str, list[float]] = {kind: [] for kind in KINDS}
     others: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for turn in range(flags.repeat + 1):
+    for number in range(flags.repeat + 1):
         for kind in KINDS:
-            rates = _run(engine, flags, asked[kind], turn, min(MAX_TOKEN_ID, input_processor.spec.vocab_size - 1))
-            if turn:
+            rates = _run(engine, flags, asked[kind], number, min(MAX_TOKEN_ID, input_processor.spec.vocab_size - 1))
+            if number:
                 runs[kind].append(rates[0])
                 others[kind].append(rates[1])
     engine.close()
@@ -112,20 +112,20 @@ def measure(flags: StructuredFlags, config: EngineConfig) -> dict[str, Any]:
 
 
 def _run(
-    engine: Engine, flags: StructuredFlags, others: list[SamplingParams], turn: int, top: int
+    engine: Engine, flags: StructuredFlags, others: list[SamplingParams], number: int, top: int
 ) -> tuple[float, float]:
     """Tokens a second of the plain half and of the others, from when all decode until the plain half is half done."""
     half, dice = len(others), np.random.default_rng(0)
     prompts = dice.integers(0, top, (2 * half, flags.input_len)).tolist()
-    names = [f"{turn} {i}" for i in range(2 * half)]
+    names = [f"{number} {i}" for i in range(2 * half)]
     for name, prompt, sampling in zip(names, prompts, others, strict=False):
-        engine.add_request(EngineRequest(name, prompt, sampling, cache_salt=str(turn)))
+        engine.add_request(EngineRequest(name, prompt, sampling, cache_salt=str(number)))
     _step_until(engine, dict.fromkeys(names[:half], 1))
     sampling = SamplingParams(
         temperature=flags.temperature, max_tokens=flags.output_len, ignore_eos=True, detokenize=False
     )
     for name, prompt in zip(names[half:], prompts[half:], strict=True):
-        engine.add_request(EngineRequest(name, prompt, sampling, cache_salt=str(turn)))
+        engine.add_request(EngineRequest(name, prompt, sampling, cache_salt=str(number)))
     _step_until(engine, dict.fromkeys(names[half:], 1))
     start = time.perf_counter()
     got = _step_until(engine, dict.fromkeys(names[half:], 0), flags.output_len // 2)

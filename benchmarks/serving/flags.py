@@ -105,7 +105,7 @@ class DatasetFlags:
     output_len: int | None = flag(None, "tokens of each answer, whatever the dataset", at_least=1)
     random_input_len: int = flag(1024, "prompt tokens of random", at_least=1)
     random_output_len: int = flag(128, "answer tokens of random", at_least=1)
-    random_range_ratio: float = flag(0.0, "lengths of random vary by this share, from 0 to below 1", at_least=0)
+    random_range_ratio: float = flag(0.0, "lengths of random vary by this fraction, from 0 to below 1", at_least=0)
     random_prefix_len: int = flag(0, "more tokens before each prompt of random, the same in all", at_least=0)
     random_vocab_size: int | None = flag(
         None, "random token ids are below this (else 10000, or less if the server takes no more)", at_least=1
