@@ -67,14 +67,13 @@ ALLOWED = (
     ("benchmarks/report/plot.py", "places"),  # of bars in a picture
     ("README.md", "can be given in four places"),
     ("tests/clients/test_lm_eval.py", "Who was called"),
-    ("LICENSE", ""),
 )
 
 
 def files() -> Iterator[str]:
     """Every text file of the project, as a path below its root."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
-    found += [path for path in ROOT.glob("*") if path.is_file() and (path.suffix in SUFFIXES or not path.suffix)]
+    found += [path for path in ROOT.glob("*") if path.suffix in SUFFIXES or path.name in ("Dockerfile", "Makefile")]
     for path in sorted(found):
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith((*EXCLUDED, ".git/")) and not any(part in name for part in GENERATED):
