@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from demo import skills, stories, unknown, world
+from demo import grammar, quire_facts, skills, stories, unknown, world
 from demo.grammar import article, chance, made_up_word, pick, render
 from demo.skills import SKILLS, Chat, Persona, Turn
 
@@ -150,7 +150,7 @@ def make_plain_text(rng: random.Random) -> str:
         turns = []
         for _ in range(3):
             question = pick(rng, skills.KNOWLEDGE_DRAW)(rng)
-            text = skills.sentence_case(render(rng, question.template, question.slots)).rstrip("?. ")
+            text = grammar.sentence_case(render(rng, question.template, question.slots)).rstrip("?. ")
             turns.append(f"Question: {text}?\nAnswer: {skills.render_answer(rng, question)}")
         return "\n".join(turns)
     if draw < 0.9:
@@ -162,7 +162,7 @@ def make_plain_text(rng: random.Random) -> str:
             else:
                 lines.append(f"{max(a, b)} - {min(a, b)} = {abs(a - b)}")
         return "\n".join(lines)
-    return " ".join(pick(rng, pick(rng, (skills.quire_facts.TOPICS,))).what[0] for _ in range(4))
+    return " ".join(pick(rng, pick(rng, (quire_facts.TOPICS,))).what[0] for _ in range(4))
 
 
 class Encoder:

@@ -8,7 +8,7 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
@@ -34,7 +34,7 @@ class Choice:
 
     __slots__ = ("options",)
 
-    def __init__(self, options: list[list]) -> None:
+    def __init__(self, options: list[list[Any]]) -> None:
         self.options = options
 
 
@@ -46,15 +46,15 @@ class Slot:
 
 
 @cache
-def parse(template: str) -> list:
+def parse(template: str) -> list[Any]:
     """A template as a list of strings, slots and choices. Raises ValueError on unbalanced brackets."""
     sequence, rest = _parse_sequence(template, 0, closing="")
     assert rest == len(template)
     return sequence
 
 
-def _parse_sequence(template: str, at: int, closing: str) -> tuple[list, int]:
-    sequence: list = []
+def _parse_sequence(template: str, at: int, closing: str) -> tuple[list[Any], int]:
+    sequence: list[Any] = []
     literal = ""
     while at < len(template) and template[at] not in closing:
         char = template[at]
@@ -92,7 +92,7 @@ def render(rng: random.Random, template: str, slots: Mapping[str, object], mark:
     return "".join(parts)
 
 
-def _render(rng: random.Random, sequence: list, slots: Mapping[str, object], mark: str, parts: list[str]) -> None:
+def _render(rng: random.Random, sequence: list[Any], slots: Mapping[str, object], mark: str, parts: list[str]) -> None:
     for node in sequence:
         if type(node) is str:
             parts.append(node)

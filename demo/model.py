@@ -127,7 +127,8 @@ class Model(nn.Module):
         self.cos, self.sin = angles.cos(), angles.sin()  # [max_positions, head_dim]
 
     def weight(self, name: str) -> nn.Parameter:
-        return self.weights[f"model.{name}.weight".replace(".", "/")]
+        weight: nn.Parameter = self.weights[f"model.{name}.weight".replace(".", "/")]
+        return weight
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         return {name.replace("/", "."): weight for name, weight in self.weights.items()}

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -47,7 +48,7 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def data_worker(seed: int, chats: int, tokenizer_file: str, results: multiprocessing.Queue) -> None:
+def data_worker(seed: int, chats: int, tokenizer_file: str, results: multiprocessing.Queue[Any]) -> None:
     """Makes rows for ever; the main process ends it."""
     encoder = Encoder(Tokenizer.from_file(tokenizer_file))
     while True:
@@ -60,7 +61,7 @@ class Pool:
 
     def __init__(self, workers: int, seed: int, batch_tokens: int, ahead: int, chats: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.results: multiprocessing.Queue = context.Queue(maxsize=2 * workers)
+        self.results: multiprocessing.Queue[Any] = context.Queue(maxsize=2 * workers)
         tokenizer_file = str(FOLDER / "tokenizer.json")
         self.workers = [
             context.Process(
@@ -156,7 +157,8 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if tall else x
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -274,7 +276,9 @@ def generate(
     return answers
 
 
-def score(model: Model, encoder: Encoder, device: torch.device, per_skill: int, limit: int) -> tuple[dict, list[str]]:
+def score(
+    model: Model, encoder: Encoder, device: torch.device, per_skill: int, limit: int
+) -> tuple[dict[str, Any], list[str]]:
     """How many held-out questions of each skill are answered rightly, and some wrong answers to look at."""
     cases = evaluation(seed=12345, per_skill=per_skill)
     answers = generate(
@@ -313,7 +317,7 @@ def talk(model: Model, encoder: Encoder, device: torch.device, limit: int) -> li
     return lines
 
 
-def write_card(folder: Path, scores: dict, measured: dict) -> None:
+def write_card(folder: Path, scores: dict[str, Any], measured: dict[str, Any]) -> None:
     """The model card with the scores between its marks."""
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     table = ["", "| skill | right | asked |", "|---|---:|---:|"]

@@ -143,7 +143,7 @@ def profile(llm: Any, requests: list[Request]) -> tuple[dict[str, Any], list[Eve
     events = [
         Event(e.name, e.time_range.start, e.time_range.end, e.device_resource_id)
         for e in profiler.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
+        if e.device_type.name == "CUDA"
     ]
     active, span = busy([(e.start, e.end) for e in events])
     table: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])

@@ -49,7 +49,7 @@ class Case:
     @property
     def bytes(self) -> int:
         """K and V of every context once, queries in, outputs out."""
-        size, kv_size = (getattr(torch, name).itemsize for name in (self.dtype, self.kv_dtype or self.dtype))
+        size, kv_size = (int(getattr(torch, name).itemsize) for name in (self.dtype, self.kv_dtype or self.dtype))
         kv = 2 * sum(self.context_lens) * self.num_kv_heads
         return self.head_dim * (kv_size * kv + size * 2 * sum(self.query_lens) * self.num_heads)
 

@@ -105,7 +105,7 @@ def microseconds(call: Callable[[], None], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    times = []
+    times: list[float] = []
     for _ in range(8):
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_event.record()

@@ -334,7 +334,7 @@ def _ratio(baseline: list[dict[str, Any]], own: list[dict[str, Any]], key: str) 
     """How many times faster than the baseline, by medians."""
     if not baseline:
         return None
-    return statistics.median(run[key] for run in baseline) / statistics.median(run[key] for run in own)
+    return float(statistics.median(run[key] for run in baseline) / statistics.median(run[key] for run in own))
 
 
 def table(result: dict[str, Any]) -> str:

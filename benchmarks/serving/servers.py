@@ -324,7 +324,7 @@ def table(result: dict[str, Any]) -> str:
         runs = _runs(rows)
 
         def median(key: str, runs: list[dict[str, Any]] = runs) -> float:
-            return statistics.median(run[key] for run in runs)
+            return float(statistics.median(run[key] for run in runs))
 
         beside = ["–", "–"] if offline is None else [f"{offline:,.0f}", f"**{speed / offline:.1%}**"]
         cells = [
