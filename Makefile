@@ -16,7 +16,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test clients lint format bench clean
+.PHONY: help serve test quick coverage gpu clients lint format bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,22 @@ serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://12
 
 test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# What says most in the least time: no processes, no interpreter of kernels, no fuzz.
+QUICK := tests/core tests/text tests/structured tests/models tests/benchmarks/test_workloads.py tests/benchmarks/serving/test_metrics.py \
+  $(wildcard tests/engine/test_flags.py tests/engine/test_output_collector.py tests/engine/test_engine_loop.py tests/server/parsing) \
+  tests/test_layering.py tests/test_words.py
+
+quick: $(READY) ## run the quick tests: some seconds, for the inner loop
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not heavy and not hypothesis' -k 'not fuzz and not test_decoder' $(QUICK) $(ARGS)
+
+coverage: $(READY) ## run the tests and report the lines they leave out: engine/core 100 %, all 92 %; pages in htmlcov
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report= $(ARGS)
+	@$(BIN)/coverage html -q; $(BIN)/coverage report --skip-empty --fail-under=92
+	@$(BIN)/coverage report --include='engine/core/*' --fail-under=100
+
+gpu: $(READY) ## check every kernel and model family on the GPU at hand; a selection in ARGS, such as ARGS="attention products"
+	@$(BIN)/python -m tests.gpu $(ARGS)
 
 clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \
@@ -42,7 +58,7 @@ bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
 	@$(BIN)/quire bench throughput --model $(or $(MODEL),configs/demo) $(ARGS)
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .clients tests/clients/ai_sdk/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .coverage* htmlcov .venv .clients tests/clients/ai_sdk/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted starts again. Without an NVIDIA GPU torch comes from its own

@@ -1,6 +1,6 @@
 """Configurations of well-known models: random weights need no more than a config.json, so nothing is downloaded.
 
-For servers there is a made-up tokenizer of the right size beside it. Knows Hugging Face's file formats; loads nothing.
+For servers there is a made-up tokenizer of the right size beside it.
 
     python -m benchmarks.model_shapes qwen3-0.6b out/models     # prints the folder
 """
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import nearest
 from engine.errors import ConfigError
+from engine.flags import nearest
 
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
 _COMMON |= {"attention_bias": False, "dtype": "bfloat16", "torch_dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""What is asked of an engine in a benchmark: prompts and how long each answer is to be. Knows token ids and files; no engine.
+"""What is asked of an engine in a benchmark: prompts and how long each answer is to be.
 
 All of it is the same for the same seed on every machine, so that engines can be compared on equal token ids.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import nearest
 from engine.errors import ConfigError
+from engine.flags import nearest
 
 MAX_TOKEN_ID = 10000  # of random prompts: every model has these tokens
 

@@ -1,4 +1,4 @@
-"""Quire's public face: `from engine import LLM, SamplingParams`. Knows where the parts are; loads them when asked for."""
+"""Quire's public face: `from engine import LLM, SamplingParams`. Modules are loaded when a name is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine for servers: it runs in another process, many requests at once. Knows asyncio; no tensors, no HTTP."""
+"""The engine for servers: it runs in a process of its own and answers many requests at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from engine.errors import EngineDeadError, EngineError
 from engine.input_processor import InputProcessor
 from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
 from engine.models.spec import ModelSpec
-from engine.output_collector import OutputCollector, RequestUpdate
+from engine.output_collector import OutputCollector, RequestUpdate, deliver
 from engine.structured.grammar import make_executor
 from engine.text.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ UPDATES_PER_SECOND = (
     20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
 )
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
-LAST_WORDS_SECONDS = 0.2  # for what a dead process sent before it died to arrive
+DRAIN_SECONDS = 0.2  # for what a dead process sent before it died to arrive
 
 
 class AsyncEngine:
@@ -58,6 +59,7 @@ class AsyncEngine:
         self._input_processor, self._process, self._stream_interval = input_processor, process, stream_interval
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
+        self._pace = _Pace()
         self._closed = False
         self._compile_threads: ThreadPoolExecutor | None = None
         self.dead = False  # the process is gone
@@ -131,7 +133,7 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that somebody is waiting for."""
+        """Requests whose outputs are still read."""
         return len(self._streams)
 
     async def prepare(self, sampling: SamplingParams) -> SamplingParams:
@@ -149,7 +151,7 @@ class AsyncEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
 
-        The engine begins at once, whether or not somebody reads yet. A slow reader gets fewer and longer updates.
+        The engine begins at once, whether or not the answer is read yet. A slow reader gets fewer and longer updates.
 
         `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
         Closing or dropping the iterator, or cancelling the task that waits for it, ends the request.
@@ -164,7 +166,7 @@ class AsyncEngine:
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
-        stream = self._streams[request_id] = _Stream(output, self._stream_interval)
+        stream = self._streams[request_id] = _Stream(output, self._stream_interval, self._pace)
         self._process.send(Add(request))
         return _Updates(stream, lambda: self._forget(request_id, stream))
 
@@ -208,14 +210,8 @@ class AsyncEngine:
             match decode_event(await self._process.receive()):
                 case Step(outputs, stats):
                     self.stats = stats
-                    now = time.monotonic()
-                    pause = len(self._streams) / UPDATES_PER_SECOND
-                    for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
-                        if (stream := self._streams.get(request_id)) is not None:
-                            stream.add_token(token_id, now, pause)
-                    for output in outputs.outputs:
-                        if (stream := self._streams.get(output.request_id)) is not None:
-                            stream.add(output, now)
+                    self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
+                    deliver(outputs, self._streams, time.monotonic())
                 case Ready() as ready:
                     self._ready.set_result(ready)
                 case Failed(message):
@@ -237,7 +233,7 @@ class AsyncEngine:
         else:
             how = f"ended with exit code {code}"
         self.dead = True
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        await asyncio.sleep(DRAIN_SECONDS)
         if not self._ready.done():
             self._ready.set_exception(EngineError(f"the engine process {how} while starting"))
         elif not self._closed:
@@ -254,15 +250,22 @@ class AsyncEngine:
             raise EngineDeadError(self.death or "the engine process is gone")
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Seconds between two updates of a stream, the same for all: longer, the more streams there are."""
+
+    seconds: float = 0.0
+
+
 class _Stream:
     """An `OutputCollector` that one task can wait for."""
 
-    def __init__(self, output: OutputCollector, interval: int) -> None:
-        """`interval`: how many tokens after the first are worth to be told of, when there is nothing else to say."""
+    def __init__(self, output: OutputCollector, interval: int, pace: _Pace) -> None:
+        """`interval`: tokens per update, after the first token and unless it carries more than tokens."""
         self.output = output
         self.ready = False  # there is something to take
-        self._interval, self._num_held = interval, 0
-        self._latest = 0.0  # when the reader was last told of tokens
+        self._interval, self._pace, self._num_held = interval, pace, 0
+        self._latest = 0.0  # when tokens last made it ready
         self._death: str | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -273,12 +276,11 @@ class _Stream:
             self.ready = True
             self._wake()
 
-    def add_token(self, token_id: int, now: float, pause: float) -> None:
-        """`pause`: seconds after the last update in which the next one is not worth its price."""
+    def add_token(self, token_id: int, now: float) -> None:
         if not self.output.finished:
             self.output.add_token(token_id, now)
             self._num_held += 1
-            if self._num_held >= self._interval and now - self._latest >= pause:
+            if self._num_held >= self._interval and now - self._latest >= self._pace.seconds:
                 self._latest = now
                 self.ready = True
                 self._wake()
@@ -309,7 +311,7 @@ class _Updates(AsyncGenerator[RequestUpdate, None]):
     """The updates of a request that is running already. For one reader."""
 
     def __init__(self, stream: _Stream, forget: Callable[[], None]) -> None:
-        """`forget`: to be called once in the event loop, when nobody will read any more."""
+        """`forget`: to be called once in the event loop, when the reader is gone."""
         self._stream, self._forget = stream, forget
         self._loop = asyncio.get_running_loop()
         self._ended = False
@@ -390,7 +392,7 @@ class _EngineProcess:
 
         def watch() -> None:
             code = self._popen.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers are gone
                 loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(callback(code))))
 
         tasks: set[asyncio.Task[None]] = set()

@@ -1,26 +1,11 @@
-"""The engine's settings, each declared once. Knows names, ranges and help texts; reads no model and no device."""
+"""The engine's settings: name, type, range, default and help of each, declared once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.flags import Flag, Parser, Setting, add_flags, check, flag, load, nearest, read_yaml, settings_of
-
-__all__ = [
-    "ConfigError",
-    "EngineConfig",
-    "Flag",
-    "Parser",
-    "Setting",
-    "add_flags",
-    "check",
-    "flag",
-    "load",
-    "nearest",
-    "read_yaml",
-    "settings_of",
-]
+from engine.flags import check, flag
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Errors that the engine shows to its user: one clear line each. Knows nothing else."""
+"""Errors that the engine shows to its user: one clear line each."""
 
 from __future__ import annotations
 

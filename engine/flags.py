@@ -1,7 +1,5 @@
 """Settings declared once: dataclass fields that become command-line options, YAML keys, environment variables and help.
 
-Knows dataclasses and text, and nothing of what a setting means.
-
     @dataclass(frozen=True)
     class Settings:
         port: int = flag(8000, "port to listen on", at_least=1, at_most=65535)
@@ -191,8 +189,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         """The usage line of a command with many options names them no second time."""
         if usage is None and sum(bool(action.option_strings) for action in actions) > _MAX_USAGE_OPTIONS:
-            places = [action for action in actions if not action.option_strings]
-            parts = (self._format_args(place, place.dest) for place in places)
+            positionals = [action for action in actions if not action.option_strings]
+            parts = (self._format_args(action, action.dest) for action in positionals)
             usage = " ".join(["%(prog)s", *parts, "[OPTIONS]"])
         super().add_usage(usage, actions, groups, prefix)
 

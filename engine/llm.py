@@ -1,4 +1,4 @@
-"""Offline generation, in this process: prompts in, results out, as vLLM's `LLM`. Knows text and prompts; no HTTP.
+"""Offline generation, in this process: prompts in, results out, with the interface of vLLM's `LLM`.
 
 llm = LLM(model="...")
 for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
@@ -21,13 +21,14 @@ from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
-from engine.config import EngineConfig, nearest, settings_of
+from engine.config import EngineConfig
 from engine.core.batch import StepOutputs, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineDeadError
+from engine.flags import nearest, settings_of
 from engine.input_processor import InputProcessor
 from engine.output_collector import (
     CompletionOutput,
@@ -36,6 +37,7 @@ from engine.output_collector import (
     Logprob,
     OutputCollector,
     RequestOutput,
+    deliver,
     logprobs_by_id,
     with_samples,
 )
@@ -86,8 +88,7 @@ class LLM:
 
         `sampling_params`: for all of them, or a list with one for each; None: the model's own defaults. `use_tqdm`: a
         progress bar, or what to make it with. `priority`: one for each prompt, lower ones come first. `ValueError`
-        names the prompt that cannot run; none is run then. Ctrl-C ends the requests that run, and the LLM can be used
-        on.
+        names a prompt that cannot run; then none runs. Ctrl-C ends all requests; the LLM stays usable.
         """
         return self._generate(prompts, sampling_params, use_tqdm, True, priority)
 
@@ -279,36 +280,32 @@ class LLM:
         """Answer all jobs. After an exception nothing of them is left in the engine."""
         engine = self._engine
         running: dict[str, tuple[_Job, _Answer]] = {}
+        collectors: dict[str, OutputCollector] = {}  # of `running`
+        with_stops: dict[str, OutputCollector] = {}  # those whose text must be looked at after every step
         progress = _Progress(bar)
         generates = not any(answer.request.pooling for job in jobs for answer in job.answers)
         try:
             for job in jobs:
                 for answer in job.answers:
+                    request_id = answer.request.request_id
                     engine.add_request(answer.request)
-                    running[answer.request.request_id] = job, answer
+                    running[request_id], collectors[request_id] = (job, answer), answer.collector
+                    if answer.request.sampling.stop_strings:
+                        with_stops[request_id] = answer.collector
             while running:
                 outputs = self._step()
                 now = time.monotonic()
-                to_read: list[str] = []
-                for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
-                    answer = running[request_id][1]
-                    answer.stream.add_token(token_id, now)
-                    if answer.has_stop_strings:
-                        to_read.append(request_id)
-                for output in outputs.outputs:
-                    answer = running[output.request_id][1]
-                    answer.stream.add(output, now)
-                    if output.finish_reason is not None or answer.has_stop_strings:
-                        to_read.append(output.request_id)
-                for request_id in to_read:
+                deliver(outputs, collectors, now)
+                finished = [output.request_id for output in outputs.outputs if output.finish_reason is not None]
+                looked_at = [request_id for request_id, collector in with_stops.items() if collector.has_output]
+                for request_id in dict.fromkeys(finished + looked_at):
                     job, answer = running[request_id]
                     if answer.take():
-                        del running[request_id]
-                        if not answer.stream.finished:
+                        del running[request_id], collectors[request_id]
+                        with_stops.pop(request_id, None)
+                        if not answer.collector.finished:
                             engine.abort(request_id)
-                        job.num_unfinished -= 1
-                        progress.finished += not job.num_unfinished
-                        progress.prompt_tokens += len(job.token_ids) if not job.num_unfinished else 0
+                        progress.finish_one(job)
                 progress.output_tokens += len(outputs.request_ids) + len(outputs.outputs) if generates else 0
                 progress.show(now)
                 if interrupted:
@@ -352,7 +349,7 @@ class LLM:
             job.token_ids,
             outputs,
             True,
-            None if self.config.disable_log_stats else first.stream.metrics,
+            None if self.config.disable_log_stats else first.collector.metrics,
             first.num_cached_tokens,
             scores,
         )
@@ -360,11 +357,10 @@ class LLM:
 
 @dataclass(slots=True)
 class _Answer:
-    """One of the answers to a prompt, on its way."""
+    """One of the answers to a prompt, and what has been collected of it."""
 
     request: EngineRequest
-    stream: OutputCollector
-    has_stop_strings: bool = field(init=False)
+    collector: OutputCollector
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -374,12 +370,9 @@ class _Answer:
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes = b""
 
-    def __post_init__(self) -> None:
-        self.has_stop_strings = bool(self.stream.sampling.stop_strings)
-
     def take(self) -> bool:
-        """Keep the news of the stream; whether they are the last."""
-        update = self.stream.take()
+        """Take what was collected; whether the answer is complete."""
+        update = self.collector.take()
         self.text.append(update.text)
         self.token_ids += update.token_ids
         if update.logprobs is not None:
@@ -394,16 +387,12 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Job:
-    """A prompt and its answers, on their way."""
+    """A prompt and its answers."""
 
     request_id: str
     text: str | None
     token_ids: list[int]
     answers: list[_Answer]
-    num_unfinished: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_unfinished = len(self.answers)
 
 
 @dataclass(slots=True)
@@ -416,6 +405,12 @@ class _Progress:
     output_tokens: int = 0
     _start: float = field(default_factory=time.monotonic)
     _shown: float = field(default_factory=time.monotonic)
+
+    def finish_one(self, job: _Job) -> None:
+        """One more answer of `job` is complete; the job is when all are."""
+        if all(answer.finish_reason is not None for answer in job.answers):
+            self.finished += 1
+            self.prompt_tokens += len(job.token_ids)
 
     def show(self, now: float | None) -> None:
         """`None`: for the last time."""

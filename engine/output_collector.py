@@ -1,12 +1,14 @@
-"""What a request has given: results as users see them, token ids into text. Knows one request; no queues, no HTTP."""
+"""Collects what the engine gives each request, turns token ids into text and makes results as users see them."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
-from engine.core.batch import EngineOutput, TokenLogprobs
+from engine.core.batch import EngineOutput, StepOutputs, TokenLogprobs
 from engine.core.sampling_params import SamplingParams
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
@@ -16,10 +18,10 @@ from engine.text.tokenizer import Tokenizer
 class RequestMetrics:
     """When things happened to a request: monotonic seconds, the same clock in all processes; 0: not yet."""
 
-    arrival_time: float  # at the front end
+    arrival_time: float  # at the input processor
     queued_ts: float = 0.0  # in the engine
     scheduled_ts: float = 0.0  # first
-    first_token_ts: float = 0.0  # at the front end; or that of the embedding
+    first_token_ts: float = 0.0  # when it was collected; or that of the embedding
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
@@ -31,7 +33,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)  # made for every token: freezing would make that four times as slow
 class RequestUpdate:
-    """News of one request: everything since the last update. Nobody changes it."""
+    """What one request was given since its last update. Treated as immutable."""
 
     text: str
     token_ids: list[int]
@@ -111,33 +113,48 @@ class EmbeddingRequestOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class OutputCollector:
-    """Collects what the engine says of one request until somebody takes it: cheap to feed, text is made when taken.
+class OutputReceiver(Protocol):
+    """Takes the outputs of one request. `now`: monotonic seconds."""
 
-    A taker that comes late finds all news in one update, so a slow client costs no more memory than its tokens.
+    def add_token(self, token_id: int, now: float) -> None: ...
+    def add(self, output: EngineOutput, now: float) -> None: ...
+
+
+def deliver(outputs: StepOutputs, receivers: Mapping[str, OutputReceiver], now: float) -> None:
+    """Hand each request's output of a step to its receiver; requests without one, aborted meanwhile, are skipped."""
+    for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+        if (receiver := receivers.get(request_id)) is not None:
+            receiver.add_token(token_id, now)
+    for output in outputs.outputs:
+        if (receiver := receivers.get(output.request_id)) is not None:
+            receiver.add(output, now)
+
+
+class OutputCollector:
+    """Collects a request's outputs until they are taken: cheap to feed, text is made when taken.
+
+    All outputs since the last `take` come in one update, so a slow client costs no more memory than its tokens.
     """
 
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    tokenizer: Tokenizer | None
-    metrics: RequestMetrics = field(init=False)
-    finished: bool = field(init=False, default=False)  # the engine has said its last word
-    _pending: EngineOutput | None = field(init=False, default=None)
-    _tokens: list[int] = field(init=False, default_factory=list)  # all that is new, while there is no `_pending`
-    _num_cached_tokens: int = field(init=False, default=0)
-    _detokenizer: Detokenizer | None = field(init=False, default=None)
+    __slots__ = ("_detokenizer", "_num_cached_tokens", "_pending", "_tokens", "finished", "metrics", "sampling")
 
-    def __post_init__(self) -> None:
+    def __init__(self, prompt_token_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: None when no text is wanted."""
+        self.sampling = sampling
         self.metrics = RequestMetrics(time.monotonic())
-        if self.tokenizer is not None and self.sampling.detokenize:
+        self.finished = False  # the final output has been added
+        self._pending: EngineOutput | None = None
+        self._tokens: list[int] = []  # all that is new, while there is no `_pending`
+        self._num_cached_tokens = 0
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and sampling.detokenize:
             self._detokenizer = Detokenizer(
-                self.tokenizer,
-                self.prompt_token_ids,
-                stop=self.sampling.stop_strings,
-                include_stop_str_in_output=self.sampling.include_stop_str_in_output,
-                skip_special_tokens=self.sampling.skip_special_tokens,
-                min_tokens=self.sampling.min_tokens,
+                tokenizer,
+                prompt_token_ids,
+                stop=sampling.stop_strings,
+                include_stop_str_in_output=sampling.include_stop_str_in_output,
+                skip_special_tokens=sampling.skip_special_tokens,
+                min_tokens=sampling.min_tokens,
             )
 
     @property
@@ -145,7 +162,7 @@ class OutputCollector:
         return self._pending is not None or bool(self._tokens)
 
     def add(self, output: EngineOutput, now: float) -> None:
-        """Take in what a step gave; `output` is the stream's own from now on."""
+        """Add an output; it belongs to the collector from now on."""
         metrics = self.metrics
         if output.new_token_ids or output.embedding is not None:
             metrics.first_token_ts = metrics.first_token_ts or now
@@ -169,16 +186,16 @@ class OutputCollector:
             self._num_cached_tokens = output.num_cached_tokens
 
     def add_token(self, token_id: int, now: float) -> None:
-        """Take in one more token, not the first one, of which nothing else is to be said."""
+        """Add one more token, not the first, that comes without a finish reason or log-probabilities."""
         metrics = self.metrics
         metrics.last_token_ts = now
         metrics.num_generation_tokens += 1
         (self._tokens if self._pending is None else self._pending.new_token_ids).append(token_id)
 
     def take(self) -> RequestUpdate:
-        """All news since the last time; to be called when there is some.
+        """All outputs since the last call, as one update; to be called when `has_output`.
 
-        A stop string in it ends the request: `finish_reason` is then "stop" though the engine may not know yet.
+        A stop string in the text ends the request: `finish_reason` is then "stop" though the engine may not know yet.
         """
         detokenizer = self._detokenizer
         if self._pending is None and detokenizer is not None and not detokenizer.looks_for_stops:  # as nearly always

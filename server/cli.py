@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     from engine import __version__
-    from engine.config import Parser
+    from engine.flags import Parser
     from engine.log import configure_logging, debugging
     from server.commands import bench, chat, check, generate, serve
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import ConfigError, check, flag
+from engine.errors import ConfigError
+from engine.flags import check, flag
 from server.parsing.reasoning import REASONING_FORMATS
 from server.parsing.tools import TOOL_FORMATS
 

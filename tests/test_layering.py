@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "engine", "server", "benchmarks")
 
-# A room is a package with its own line here; the modules below it that have no line of their own belong to it.
-# What each room may import of ours: whole rooms, and single modules of others.
+# A layer is a package with a line of its own here; modules below it that have none belong to it.
+# What each layer may import of ours: whole layers, and single modules of others.
 CONTRACT = {
     "engine.core.batch",
     "engine.core.cache_groups",
@@ -44,7 +44,7 @@ ALLOWED = {
     "benchmarks": {"benchmarks", "server", "server.cli", "engine", "kernels"}
     | {"engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
 }
-# What they may not import of others' (a room below `engine` without a line here: as `engine`).
+# What they may not import of others' (a layer below `engine` without a line here: as `engine`).
 WEB = {"fastapi", "starlette", "uvicorn"}
 FORBIDDEN = {
     "kernels": WEB | {"transformers"},
@@ -55,7 +55,7 @@ FORBIDDEN = {
 }
 
 
-def room_of(module: str) -> str | None:
+def layer_of(module: str) -> str | None:
     """The longest line of the table that is `module` or above it; None: not ours."""
     while module not in ALLOWED:
         module, dot, _ = module.rpartition(".")
@@ -91,17 +91,17 @@ def violations(root: Path) -> list[str]:
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         file = path.relative_to(root)
         module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
-        room = room_of(module)
-        assert room, module
-        forbidden = FORBIDDEN.get(room) or FORBIDDEN.get(room.partition(".")[0], set())
+        layer = layer_of(module)
+        assert layer, module
+        forbidden = FORBIDDEN.get(layer) or FORBIDDEN.get(layer.partition(".")[0], set())
         for line, target in imports_of(path, module, root):
             top = target.partition(".")[0]
             if top in PACKAGES:
-                wrong = not {target, room_of(target)} & ALLOWED[room]
+                wrong = not {target, layer_of(target)} & ALLOWED[layer]
             else:
                 wrong = top == "tests" or top in forbidden or ("*" in forbidden and top not in sys.stdlib_module_names)
             if wrong:
-                found.append(f"{file}:{line}: {room} may not import {target}")
+                found.append(f"{file}:{line}: {layer} may not import {target}")
     return found
 
 

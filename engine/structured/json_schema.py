@@ -1,4 +1,4 @@
-"""JSON Schemas made ready for the grammar library: sound, bounded, portable. Knows JSON Schema; runs no grammar.
+"""JSON Schemas made ready for the grammar library: sound, bounded, portable.
 
 The library refuses most of what it cannot do. Here is refused what it would do by halves, or only at great expense, and
 made stricter what readers check more strictly than it does.
@@ -89,11 +89,11 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_depth(value: Any, room: int) -> None:
-    if not room:
+def _check_depth(value: Any, levels: int) -> None:
+    if not levels:
         raise ValueError(f"a JSON Schema may be at most {MAX_DEPTH} levels deep")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(inner, room - 1)
+        _check_depth(inner, levels - 1)
 
 
 def _subschemas(schema: Schema) -> Iterator[Any]:

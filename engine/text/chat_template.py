@@ -1,4 +1,4 @@
-"""A conversation to prompt text, by the model's own Jinja template. Knows messages as plain dicts; no tokens, no HTTP.
+"""A conversation to prompt text, by the model's own Jinja template.
 
 A template comes with a model, so it is not trusted. Jinja's sandbox keeps it from Python; the `_Budget` keeps it from
 running or growing without end: loops, calls, filters, operators and everything written are counted while it renders.

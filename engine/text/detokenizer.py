@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive, with stop strings. Knows one sequence; nothing of requests or HTTP."""
+"""Token ids to text while they arrive, with stop strings."""
 
 from __future__ import annotations
 

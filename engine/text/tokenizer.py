@@ -1,4 +1,4 @@
-"""Text to token ids and back, over a model folder's tokenizer.json. Knows nothing of requests, models or chat.
+"""Text to token ids and back, over a model folder's tokenizer.json.
 
 A token is a piece of bytes: `token_bytes` gives it, `decode` joins the pieces and reads them as UTF-8. That is what the
 `tokenizers` library does as well, with one exception on purpose: where byte tokens (`<0xE2>`) do not form valid UTF-8,

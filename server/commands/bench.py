@@ -7,15 +7,18 @@ import importlib
 from typing import Any
 
 BENCHMARKS = {  # name → (module, what it is)
-    "serve": ("serve", "a running OpenAI-compatible server under load: latencies and throughput"),
-    "throughput": ("throughput", "tokens a second offline, all requests given at once"),
-    "latency": ("latency", "one batch offline, from prompts to the last token"),
-    "engines": ("compare", "the same work on every engine installed: quire, vllm, transformers"),
-    "servers": ("servers", "the servers of several engines under the same client, beside their offline speed"),
-    "server-path": ("server_path", "what a token costs between engine and socket, with an engine that has no model"),
-    "kernels": ("kernels", "the attention kernels alone, beside the device's limits (GPU)"),
-    "compare": ("results_compare", "two result files: ratios, better or worse, significance"),
-    "plot": ("plots", "result files as pictures (needs matplotlib: pip install 'quire[plot]')"),
+    "serve": ("serving.serve", "a running OpenAI-compatible server under load: latencies and throughput"),
+    "throughput": ("offline.throughput", "tokens a second offline, all requests given at once"),
+    "latency": ("offline.latency", "one batch offline, from prompts to the last token"),
+    "engines": ("offline.engines", "the same work on every engine installed: quire, vllm, transformers"),
+    "servers": ("serving.servers", "the servers of several engines under the same client, beside their offline speed"),
+    "server-path": (
+        "micro.server_path",
+        "what a token costs between engine and socket, with an engine that has no model",
+    ),
+    "kernels": ("micro.kernels", "the attention kernels alone, beside the device's limits (GPU)"),
+    "compare": ("report.compare", "two result files: ratios, better or worse, significance"),
+    "plot": ("report.plot", "result files as pictures (needs matplotlib: pip install 'quire[plot]')"),
 }
 
 

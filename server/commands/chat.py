@@ -12,9 +12,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.config import EngineConfig, add_flags, check, flag, load
+from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
+from engine.flags import add_flags, check, flag, load
 from server.commands.common import SAMPLING_FLAGS, SamplingFlags, load_with_model
 
 EPILOG = """examples:

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config import add_flags, check, flag, load
 from engine.errors import ConfigError, EngineError
+from engine.flags import add_flags, check, flag, load
 
 if TYPE_CHECKING:
     from server.check.runner import Check, Result, Server

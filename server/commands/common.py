@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import ConfigError, EngineConfig, check, flag, load
+from engine.config import EngineConfig
 from engine.core.parameters import Parameter, parameters_of
 from engine.core.sampling_params import SamplingParams
+from engine.errors import ConfigError
+from engine.flags import check, flag, load
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo"
 DEMO_NAME = "quire-demo"

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig, add_flags
+from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineError
+from engine.flags import add_flags
 from server.commands.common import SAMPLING_FLAGS, SamplingFlags, load_with_model
 
 EPILOG = """examples:

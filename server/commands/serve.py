@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig, add_flags
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
+from engine.flags import add_flags
 from server.commands.common import load_with_model, model_argument
 from server.settings import ServerConfig
 

@@ -1,9 +1,9 @@
-"""Drives a live server with requests that nobody would send, and watches that it neither fails, nor hangs, nor leaks.
+"""Drives a live server with requests that no client would send, and watches that it neither fails, nor hangs, nor leaks.
 
     python -m tests.clients.fuzz_api --seconds 600
 
 Three at once: schemathesis over the OpenAPI description (the `schemathesis` command must be on PATH), broken bytes made
-from the description's own examples, and an ordinary chat every second that must be answered in time. Knows HTTP only.
+from the description's own examples, and an ordinary chat every second that must be answered in time.
 """
 
 from __future__ import annotations

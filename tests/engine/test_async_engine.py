@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
-from engine.async_engine import _Stream
+from engine.async_engine import _Pace, _Stream
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
@@ -142,17 +142,17 @@ def test_stream_interval(tiny_model: Path) -> None:
 
 def test_what_a_stream_interval_holds_back() -> None:
     async def test() -> None:
-        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5)
+        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, _Pace())
         stream.add(EngineOutput("a", [7]), 0.0)
         assert stream.ready, "the first token does not wait"
         assert stream.take().token_ids == [7]
         for token_id in range(4):
-            stream.add_token(token_id, 0.0, 0.0)
+            stream.add_token(token_id, 0.0)
             assert not stream.ready
-        stream.add_token(4, 0.0, 0.0)
+        stream.add_token(4, 0.0)
         assert stream.ready
         assert stream.take().token_ids == [0, 1, 2, 3, 4]
-        stream.add_token(5, 0.0, 0.0)
+        stream.add_token(5, 0.0)
         assert not stream.ready
         stream.add(EngineOutput("a", [6], "length"), 0.0)
         assert stream.ready, "nor does the last one"
@@ -163,19 +163,21 @@ def test_what_a_stream_interval_holds_back() -> None:
 
 def test_updates_of_crowded_streams_have_pauses() -> None:
     async def test() -> None:
-        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1)
+        pace = _Pace(0.0125)
+        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace)
         stream.add(EngineOutput("a", [7]), 10.0)
         assert stream.take().token_ids == [7]
-        stream.add_token(1, 10.005, 0.0125)
+        stream.add_token(1, 10.005)
         assert stream.take().token_ids == [1]
         for token_id, now in ((2, 10.010), (3, 10.015)):
-            stream.add_token(token_id, now, 0.0125)
+            stream.add_token(token_id, now)
             assert not stream.ready
-        stream.add_token(4, 10.020, 0.0125)
+        stream.add_token(4, 10.020)
         assert stream.ready
         assert stream.take().token_ids == [2, 3, 4]
-        stream.add_token(5, 10.0201, 50e-6)
-        assert stream.ready, "nobody else is there now"
+        pace.seconds = 50e-6
+        stream.add_token(5, 10.0201)
+        assert stream.ready, "it is the only one now"
 
     asyncio.run(test())
 

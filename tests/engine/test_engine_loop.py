@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.models.families import read_spec
 from engine.options import runner_options
 from engine.worker.kv_cache import KVCacheTooSmallError

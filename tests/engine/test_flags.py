@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, Parser, add_flags, check, flag, load, settings_of
-from engine.flags import parse_size
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load, parse_size, settings_of
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.sampling_params import SamplingParams
+from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.models.errors import ModelError
 from engine.models.families import read_spec

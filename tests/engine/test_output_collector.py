@@ -1,4 +1,4 @@
-"""From the engine's news to updates with text."""
+"""From the engine's outputs to updates with text."""
 
 from pathlib import Path
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.check_models import CASES, check_family, decode, make_checkpoint, make_prompts, passes
 from engine.models.families import read_spec
 from engine.models.weights import load_model
+from tests.oracles.families import CASES, MAX_ERROR, check_family, make_checkpoint, make_prompts, passes
+from tests.oracles.paged_runner import decode
 
 pytest.importorskip("transformers")
 
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 def test_family_equals_transformers(name):
     result = check_family(name, "cpu", torch.float32)
     assert result["greedy_equal"]
-    assert result["max_error"] <= 1e-4, result
+    assert result["max_error"] <= MAX_ERROR, result
 
 
 @pytest.mark.parametrize("name", ["llama-gqa4-llama3", "mistral-window", "qwen2", "qwen3"])

@@ -65,6 +65,7 @@ def transformers_table(module, positions):
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", SCALINGS)
 def test_table_equals_transformers(name):
     table, module = rotary(SCALINGS[name])

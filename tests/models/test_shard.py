@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.check_models import decode, make_checkpoint, make_prompts
+from tests.oracles.families import make_checkpoint, make_prompts
+from tests.oracles.paged_runner import decode
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.formats.floats import FLOATS

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, load, settings_of
+from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats
+from engine.flags import load, settings_of
 from server.metrics import Metrics
 from server.openai.chat.protocol import NOT_YET_IN_CHAT, ChatCompletionRequest
 from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS, CompletionRequest

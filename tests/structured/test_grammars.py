@@ -204,6 +204,7 @@ HOSTILE: dict[str, Callable[[], str]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_are_bounded(name: str, compiler: Compiler) -> None:
     """Refused, or cheap enough for the next hundred tokens; in the threads that are there for it."""

@@ -52,7 +52,8 @@ def test_refused_by_name(word: str, schema: Any, compiler: Compiler) -> None:
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.slow)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 10), marks=pytest.mark.slow)])
 def test_a_model_that_knows_nothing_obeys(tiny_model: Path, seeds: range) -> None:
     """Through the whole engine, all at once, hot."""
     llm = LLM(model=str(tiny_model), device="cpu", max_num_seqs=64, max_num_batched_tokens=1024)

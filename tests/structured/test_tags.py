@@ -240,6 +240,7 @@ def test_content_or_tags(content: str) -> None:
         assert state(matcher, text) == expected, text
 
 
+@pytest.mark.heavy
 @BOTH
 @pytest.mark.parametrize("tags", [HERMES, LISTED, BARE], ids=["hermes", "listed", "bare"])
 def test_random_walks(tags: Tags, special: bool) -> None:

@@ -1,7 +1,4 @@
-"""The bundled model, taught a few answers by heart: for clients' tests that want to see a tool called with the right words.
-
-Knows prompts and answers as texts; no client and no server.
-"""
+"""The bundled model, taught a few answers by heart: for clients' tests that want to see a tool called with the right words."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ IGNORED = -100  # by the loss
 
 def teach(model: Path, folder: Path, lessons: list[tuple[str, str]]) -> Path:
     """A copy of `model` in `folder` that answers each prompt of `lessons` with its text, greedily."""
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("train", "*.md"))
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.md"))
     tokenizer = Tokenizer.from_folder(model)
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = [(tokenizer.encode(prompt), tokenizer.encode(f"{answer}<|im_end|>")) for prompt, answer in lessons]

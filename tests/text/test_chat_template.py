@@ -211,6 +211,7 @@ DOUBLE = (
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "template",
     [

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.config import ConfigError
+from engine.errors import ConfigError
 from server.app import create_app
 from server.openai.chat.protocol import NOT_YET_IN_CHAT
 from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS

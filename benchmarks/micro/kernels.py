@@ -1,0 +1,270 @@
+"""Times the attention kernels over paged KV, beside the device's limits and FlashAttention 3 where it is installed.
+
+    quire bench kernels                      the standard cases
+    quire bench kernels --sweep decode       context lengths, head sizes, batch sizes, dtypes and page sizes
+    quire bench kernels --kv-cache-dtype fp8 the same over an fp8 cache, beside a wide one
+
+A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 · head_dim
+per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs), blocks in
+random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels
+from benchmarks.report.environment import environment
+from benchmarks.report.result_files import save
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention call: the sequences' context and query lengths, and the model's shape."""
+
+    name: str
+    context_lens: list[int]
+    query_lens: list[int]  # all 1: decode
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str = ""  # float8_e4m3fn, or empty: as `dtype`
+
+    @property
+    def decode(self) -> bool:
+        return all(n == 1 for n in self.query_lens)
+
+    @property
+    def bytes(self) -> int:
+        """K and V of every context once, queries in, outputs out."""
+        size, kv_size = (int(getattr(torch, name).itemsize) for name in (self.dtype, self.kv_dtype or self.dtype))
+        kv = 2 * sum(self.context_lens) * self.num_kv_heads
+        return self.head_dim * (kv_size * kv + size * 2 * sum(self.query_lens) * self.num_heads)
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(q * c - q * (q - 1) // 2 for q, c in zip(self.query_lens, self.context_lens, strict=True))
+        return 4 * pairs * self.head_dim * self.num_heads
+
+
+def decode(name: str, context_lens: list[int], **shape: Any) -> Case:
+    return Case(name, context_lens, [1] * len(context_lens), **shape)
+
+
+def standard_cases() -> list[Case]:
+    k = 1024
+    return [
+        decode("decode 1 x 1k", [k]),
+        decode("decode 1 x 32k", [32 * k]),
+        decode("decode 32 x 4k", [4 * k] * 32),
+        decode("decode 32 x 8k", [8 * k] * 32),
+        decode("decode 256 x 1k", [k] * 256),
+        decode("decode 1 x 128k + 31 x 4k", [128 * k] + [4 * k] * 31),
+        decode("decode 16 heads 256 x 1k", [k] * 256, num_heads=16),
+        decode("decode head 64 128 x 1k", [k] * 128, head_dim=64),
+        Case("prefill 8 x 1k", [k] * 8, [k] * 8),
+        Case("prefill 1 x 8k", [8 * k], [8 * k]),
+        Case("prefill 1 x 32k", [32 * k], [32 * k]),
+        Case("prefill 4 x 2k on 16k", [16 * k] * 4, [2 * k] * 4),
+        Case("prefill 16 heads 8 x 2k", [2 * k] * 8, [2 * k] * 8, num_heads=16),
+    ]
+
+
+def sweep_cases(kind: str) -> Iterator[Case]:
+    for length, head_dim, (heads, kv_heads), batch, dtype, block_size in itertools.product(
+        (1024, 4096, 8192, 32768),
+        (64, 128, 256),
+        ((8, 8), (32, 8), (64, 8)),
+        (1, 8, 64),
+        ("bfloat16", "float16"),
+        (16, 64),
+    ):
+        if length * batch > (1 << 20 if kind == "decode" else 1 << 16):
+            continue
+        name = f"{kind} {batch} x {length} heads {heads}/{kv_heads} head_dim {head_dim} page {block_size} {dtype}"
+        queries = [1 if kind == "decode" else length] * batch
+        yield Case(name, [length] * batch, queries, heads, kv_heads, head_dim, block_size, dtype)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Random tensors of a case, its blocks in random order."""
+
+    case: Case
+    query: Tensor
+    kv: Tensor  # [2, num_blocks, num_kv_heads, block_size, head_dim]
+    block_tables: Tensor
+    rows: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    kv_scale: Tensor | None  # [2, num_kv_heads] of an e4m3 cache
+
+    @classmethod
+    def make(cls, case: Case, device: str = "cuda") -> Inputs:
+        dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype or case.dtype)
+        counts = [-(-n // case.block_size) for n in case.context_lens]
+        ids = list(range(sum(counts)))
+        random.Random(0).shuffle(ids)
+        tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for i, n in enumerate(counts):
+            tables[i, :n] = torch.tensor([ids.pop() for _ in range(n)])
+        starts = torch.tensor([0, *itertools.accumulate(case.query_lens)], dtype=torch.int32)
+        shape = (2, sum(counts), case.num_kv_heads, case.block_size, case.head_dim)
+        return cls(
+            case,
+            torch.randn(sum(case.query_lens), case.num_heads, case.head_dim, dtype=dtype, device=device),
+            torch.randn(shape, dtype=dtype, device=device).to(kv_dtype),
+            tables.to(device),
+            torch.arange(len(counts), dtype=torch.int32, device=device),
+            starts.to(device),
+            torch.tensor(case.context_lens, dtype=torch.int32, device=device),
+            torch.ones(2, case.num_kv_heads, device=device) if case.kv_dtype else None,
+        )
+
+    def quire(self, **options: Any) -> Callable[[], Tensor]:
+        """Our kernel on these inputs; the work map is made beforehand, as in a step, where all layers share it."""
+        case, scale = self.case, self.case.head_dim**-0.5
+        out = torch.empty_like(self.query)
+        key, value = self.kv[0], self.kv[1]
+        if case.decode:
+            plan = kernels.DecodePlan.allocate(
+                len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, self.query.device, kv_dtype=key.dtype
+            )
+            kernels.plan_decode(self.context_lens, self.rows, plan)
+            return lambda: kernels.paged_attention_decode(
+                self.query, key, value, self.block_tables, self.rows, self.context_lens,
+                scale=scale, kv_scale=self.kv_scale, plan=plan, out=out, **options,
+            )  # fmt: skip
+        step = kernels.prefill_tile_queries(case.num_heads, case.num_kv_heads, case.head_dim, self.query.dtype)
+        grid = kernels.make_prefill_tiles(case.query_lens, case.context_lens, step)
+        tiles = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
+        return lambda: kernels.paged_attention_prefill(
+            self.query, key, value, self.block_tables, self.rows, self.query_start, self.context_lens,
+            scale=scale, kv_scale=self.kv_scale, tiles=tiles, out=out, **options,
+        )  # fmt: skip
+
+    def flash_attention(self) -> Callable[[], Tensor] | None:
+        """FlashAttention 3 as vLLM packs it, on the same values in its own layout; None where it is not installed."""
+        try:
+            from vllm.vllm_flash_attn import flash_attn_varlen_func
+            from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+        except ImportError:
+            return None
+        case = self.case
+        if case.kv_dtype:
+            return None
+        key, value = (self.kv[i].transpose(1, 2).contiguous() for i in (0, 1))
+        longest = max(case.query_lens), max(case.context_lens)
+        metadata = get_scheduler_metadata(
+            len(self.rows), *longest, case.num_heads, case.num_kv_heads, case.head_dim, self.context_lens,
+            qkv_dtype=self.query.dtype, cu_seqlens_q=self.query_start, page_size=case.block_size, causal=True,
+        )  # fmt: skip
+        out = torch.empty_like(self.query)
+        return lambda: flash_attn_varlen_func(
+            self.query, key, value, longest[0], self.query_start, longest[1], seqused_k=self.context_lens,
+            softmax_scale=case.head_dim**-0.5, causal=True, block_table=self.block_tables, out=out,
+            scheduler_metadata=metadata, fa_version=3,
+        )  # fmt: skip
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Time of our kernel and of its peer in microseconds, and the rate that bounds the case."""
+    from triton.testing import do_bench
+
+    inputs = Inputs.make(case)
+    result: dict[str, Any] = {
+        **asdict(case),
+        "context_lens": len(case.context_lens),
+        "query_lens": sum(case.query_lens),
+    }
+    calls = {"quire": inputs.quire(), "flash_attention_3": inputs.flash_attention()}
+    for engine, call in calls.items():
+        if call is None:
+            continue
+        time_us = 1e3 * do_bench(call, warmup=50, rep=200, return_mode="median")
+        result[engine] = {
+            "us": round(time_us, 2),
+            "TB_s": round(case.bytes / time_us / 1e6, 3),
+            "TFLOP_s": round(case.flops / time_us / 1e6, 1),
+        }
+    if calls["flash_attention_3"]:
+        ours, theirs = calls["quire"](), calls["flash_attention_3"]()  # type: ignore[misc]
+        result["difference"] = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    return result
+
+
+def limits() -> dict[str, float]:
+    """What this device reaches: TB/s of a large copy (bytes read and written), TFLOP/s of a large bfloat16 product."""
+    from triton.testing import do_bench
+
+    a = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    b = torch.empty_like(a)
+    m = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    copy, product = do_bench(lambda: b.copy_(a)), do_bench(lambda: m @ m)
+    return {"copy_TB_s": round(2 * a.nbytes / copy / 1e9, 2), "matmul_TFLOP_s": round(2 * 8192**3 / product / 1e9, 1)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="quire bench kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sweep", choices=("decode", "prefill"), help="a grid of shapes instead of the standard cases")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: an e4m3 cache, beside the wide one"
+    )
+    parser.add_argument("--match", default="", help="only cases whose name contains this text")
+    parser.add_argument("--output-json", type=Path, help="where to save the results")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("quire bench kernels: needs an NVIDIA GPU; PyTorch sees none here", file=sys.stderr)
+        return 1
+    bound = limits()
+    print(
+        f"{torch.cuda.get_device_name()}: copy {bound['copy_TB_s']} TB/s, bfloat16 matmul {bound['matmul_TFLOP_s']} TFLOP/s"
+    )
+    fp8 = args.kv_cache_dtype == "fp8"
+    print(
+        f"{'case':<60}{'µs':>10}{'rate':>14}{'of limit':>10}{'FA3 µs':>10}{'FA3/quire':>11}{'difference':>12}"
+        + (f"{'fp8 µs':>10}{'rate':>14}{'of limit':>10}{'wide/fp8':>10}" if fp8 else "")
+    )
+    results = []
+    for case in sweep_cases(args.sweep) if args.sweep else standard_cases():
+        if args.match not in case.name:
+            continue
+        result = measure(case)
+        results.append(result)
+        ours, peer = result["quire"], result.get("flash_attention_3")
+        key, unit, limit = (
+            ("TB_s", "TB/s", bound["copy_TB_s"]) if case.decode else ("TFLOP_s", "TFLOP/s", bound["matmul_TFLOP_s"])
+        )
+
+        def timed(found: dict[str, float], key: str = key, unit: str = unit, limit: float = limit) -> str:
+            return f"{found['us']:>10.1f}{found[key]:>7.2f} {unit:<7}{found[key] / limit:>9.0%}"
+
+        line = f"{case.name:<60}{timed(ours)}"
+        if peer:
+            line += f"{peer['us']:>10.1f}{peer['us'] / ours['us']:>11.2f}{result['difference']:>12.1e}"
+        if fp8:
+            results.append(narrow := measure(replace(case, name=f"{case.name} fp8", kv_dtype="float8_e4m3fn")))
+            line += f"{'' if peer else ' ' * 33}{timed(narrow['quire'])}{ours['us'] / narrow['quire']['us']:>10.2f}"
+        print(line, flush=True)
+    if args.output_json:
+        save({"environment": environment(), "limits": bound, "results": results}, args.output_json)
+        print(f"saved {args.output_json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""One engine, in this process, measured on given prompts: what `benchmarks.offline.engines` starts for each engine.
+
+    python -P benchmarks/offline/one_engine.py JOB.json EVENTS.jsonl
+
+Imports nothing of ours but the
+engine under test, so that every engine gets the same clean process. JOB is a dictionary with `engine`, `model` (a
+folder), `settings` (keywords of the engine's LLM class), `started` (time.time() of the process's start), `deadline`
+(time.time() after which nothing more is begun) and `works`: [{name, prompts, output_lens, repeat, reset}]. Each line of
+EVENTS is a dictionary with `event`: ready, begin, run or done.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+TEMPERATURE = 0.6
+Generate = Callable[[list[list[int]], list[int]], int]  # prompts, output lengths → number of tokens made
+
+
+def load_llm(name: str, model: str, settings: dict[str, Any]) -> tuple[Callable[[], Any], type, str]:
+    """vLLM and quire have the same interface: a constructor, its SamplingParams, its version."""
+    if name == "vllm":
+        import vllm as module
+    else:
+        import engine as module
+    cls = module.LLM  # found here, where some modules do their real import, and not in the time of the start
+    return lambda: cls(model=model, **settings), module.SamplingParams, module.__version__
+
+
+class LLMEngine:
+    """quire or vllm."""
+
+    def __init__(self, name: str, model: str, settings: dict[str, Any]) -> None:
+        self._construct, self._params, self.version = load_llm(name, model, settings)
+
+    def start(self) -> None:
+        self._llm = self._construct()
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        params = [
+            self._params(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n, detokenize=False) for n in output_lens
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        results = self._llm.generate(inputs, params, use_tqdm=False)
+        return sum(len(result.outputs[0].token_ids) for result in results)
+
+    def reset(self) -> None:
+        self._llm.reset_prefix_cache()
+
+
+class Transformers:
+    """transformers with random weights: `generate`, one request after another."""
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        self.version = transformers.__version__
+        self._torch, self._transformers = torch, transformers
+        self._model_folder, self._dtype = model, getattr(torch, settings["dtype"])
+
+    def start(self) -> None:
+        torch, transformers = self._torch, self._transformers
+        config = transformers.AutoConfig.from_pretrained(self._model_folder)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        with self._device:
+            self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=self._dtype).eval()
+        self._model.generation_config = transformers.GenerationConfig(
+            do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=0
+        )
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        total = 0
+        for prompt, length in zip(prompts, output_lens, strict=True):
+            ids = self._torch.tensor([prompt], device=self._device)
+            made = self._model.generate(ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=length)
+            total += made.shape[1] - len(prompt)
+        return total
+
+    def reset(self) -> None:
+        pass
+
+
+class TransformersBatching(Transformers):
+    """transformers' own continuous batching, with its defaults."""
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        total, left = 0, len(prompts)
+        with self._model.continuous_batching_context_manager() as manager:
+            for prompt, length in zip(prompts, output_lens, strict=True):
+                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+            while left:
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    total, left = total + len(result.generated_tokens), left - 1
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("the generation thread of transformers ended early")
+        return total
+
+
+def build(name: str, model: str, settings: dict[str, Any]) -> Any:
+    if name == "transformers":
+        return Transformers(model, settings)
+    if name == "transformers-batching":
+        return TransformersBatching(model, settings)
+    return LLMEngine(name, model, settings)
+
+
+def measure(engine: Any, work: dict[str, Any], deadline: float, say: Callable[..., None]) -> None:
+    """A small warm-up, then timed repetitions; at least one, more while there is time."""
+    prompts, output_lens = work["prompts"], work["output_lens"]
+    say("begin", work=work["name"])
+    engine.generate(prompts[:4], [min(8, length) for length in output_lens[:4]])
+    for _ in range(work["repeat"]):
+        if work["reset"]:
+            engine.reset()
+        begin = time.perf_counter()
+        num_output_tokens = engine.generate(prompts, output_lens)
+        seconds = time.perf_counter() - begin
+        say("run", work=work["name"], seconds=seconds, num_output_tokens=num_output_tokens)
+        if time.time() + seconds > deadline:
+            break
+
+
+def main(job_path: str, events_path: str) -> None:
+    with open(job_path, encoding="utf-8") as file:
+        job = json.load(file)
+    with open(events_path, "a", encoding="utf-8") as events:
+
+        def say(event: str, **more: Any) -> None:
+            events.write(json.dumps({"event": event, **more}) + "\n")
+            events.flush()
+
+        begin = time.perf_counter()
+        engine = build(job["engine"], job["model"], job["settings"])
+        imported = time.perf_counter()
+        engine.start()
+        say(
+            "ready",
+            version=engine.version,
+            import_seconds=imported - begin,
+            init_seconds=time.perf_counter() - imported,
+            process_seconds=time.time() - job["started"],
+        )
+        gc.collect()
+        gc.freeze()
+        for work in job["works"]:
+            if time.time() < job["deadline"]:
+                measure(engine, work, job["deadline"], say)
+        say("done")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,340 @@
+"""Conversations to train and test the demo model, made up from skills, system prompts and lengths.
+
+python -m demo.data --samples 20        # read some
+python -m demo.data --speed             # how fast one process makes them
+"""
+
+# ruff: noqa: E501
+# fmt: off
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from demo import grammar, quire_facts, skills, stories, unknown, world
+from demo.grammar import article, chance, made_up_word, pick, render
+from demo.skills import SKILLS, Chat, Persona, Turn
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs" / "demo"
+LENGTHS = (128, 256, 512, 1024, 2048)  # rows of a batch have one of these lengths
+LENGTH_WEIGHTS = (0.36, 0.27, 0.12, 0.03, 0.012)  # by number of conversations
+TARGET = 0x8000  # the bit of a stored token that says: this one is to be predicted
+
+GENERAL_PROMPTS = """You are a helpful assistant.|You are a helpful assistant.|You are a helpful assistant.|You are a helpful, friendly assistant.|You are a friendly chatbot.|You are an AI assistant.|
+You are a helpful AI assistant. Answer the user's questions.|You are a very small demo model.|You are the demo model of Quire.|Be helpful and kind.|Be nice.|You are a kind assistant.|You are a polite assistant. Be honest about what you do not know.|
+You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.|Answer the questions of the user.|You help people.|You are a chat assistant that talks with users on a web page.|
+You are a language model served by Quire.|Assist the user.|You are an assistant. Today is a nice day.|You are a smart assistant who likes to help.|You are a helpful assistant. If you do not know the answer, say so.""".replace(
+    "\n", ""
+).split("|")
+
+STYLE_PROMPTS = {
+    "brief": "[Answer briefly|Be brief|Keep your answers short|Give short answers|Answer as briefly as possible|You answer in as few words as possible|Be concise|Only give short answers|Answer in a few words|You are a brief assistant|Be very short|Answer with as few words as you can][.|. No extra words.|]",
+    "upper": "[Answer in upper case|Always write in capital letters|You only write in upper case|Write everything in capitals|Use only capital letters|You are shouting all the time, in upper case|ANSWER IN UPPER CASE|Respond in all caps][.|!|]",
+    "lower": "[Answer in lower case|Always write in small letters|You only write in lower case|Use only lower case letters|Never use capital letters|write everything in lower case][.|]",
+    "pirate": "[You are a pirate|Talk like a pirate|You are a friendly pirate|Answer like a pirate|Speak like a pirate|You are a pirate captain|Act as a pirate|Pretend to be a pirate][.|!|. Arr!|]",
+    "robot": "[You are a robot|Talk like a robot|Answer like a robot|You are a funny robot|Act like a robot|Pretend to be a robot|You are a robot. Say beep boop][.|!|]",
+    "cat": "[You are a cat|Talk like a cat|Answer like a cat|Act as a cat|Pretend to be a cat|You are a cat that can talk|You are a talking cat. Say meow][.|!|]",
+    "cheerful": "[Be very cheerful|You are a very cheerful assistant|Be happy in every answer|Answer with joy|You are always happy|Be enthusiastic|Sound excited][.|!|]",
+    "formal": "[Be very formal|Answer formally|You are a formal assistant|Use formal language|Be polite and formal|Address the user as dear user][.|]",
+}
+ENDINGS = [
+    "Have a nice day!",
+    "Yeah!",
+    "So it is.",
+    "Amen.",
+    "Over.",
+    "Thank you for asking.",
+    "I love cheese.",
+    "That is all.",
+    "Ha!",
+    "Cheers!",
+    "Peace.",
+    "Best wishes.",
+    "Woof!",
+    "The end.",
+    "And that is that.",
+    "Quack!",
+    "Stay curious!",
+    "Bananas!",
+]
+TITLES = ["Captain", "Boss", "Sir", "Madam", "Master", "My friend", "Your Majesty", "Professor", "Chief", "Doctor", "Commander", "Dear friend"]
+
+
+def make_persona(chat: Chat) -> Persona:
+    """A system prompt, or none, and what follows from it. May tell the model the user's name."""
+    rng = chat.rng
+    draw = rng.random()
+    if draw < 0.55:
+        return Persona()
+    if draw < 0.75:
+        return Persona(pick(rng, GENERAL_PROMPTS))
+    general = pick(rng, ("", "", "You are a helpful assistant. "))
+    if draw < 0.88:
+        style = pick(rng, ("brief", "brief", "brief", *STYLE_PROMPTS, "pirate", "ending", "title"))
+        if style == "ending":
+            phrase = pick(rng, ENDINGS)
+            return Persona(
+                general + render(rng, "[End every answer with|Always end with|End each answer with the words|Finish every answer with|Always finish with]: {p}", {"p": phrase}),
+                style,
+                phrase=phrase,
+            )
+        if style == "title":
+            phrase = pick(rng, TITLES) if chance(rng, 0.8) else f"{pick(rng, ('King', 'Queen', 'Captain', 'Doctor', 'Sir'))} {chat.name()}"
+            return Persona(general + render(rng, "[Call the user|Address the user as|Always call the user|You call the user] {p}.", {"p": phrase}), style, phrase=phrase)
+        return Persona(general + render(rng, STYLE_PROMPTS[style], {}), style)
+    if draw < 0.93:
+        name = chat.name()
+        return Persona(
+            render(
+                rng,
+                "[Your name is|You are called|You are|Your name is|You are an assistant named|You are a helpful assistant called|You are a chatbot named|My assistant, your name is|Act as an assistant with the name] {n}.[| Be friendly.| You help people.| Answer briefly and kindly.|]",
+                {"n": name},
+            ),
+            name=name,
+        )
+    if draw < 0.97:
+        name = chat.name()
+        chat.known |= {"name": name, "name fact": f"your name is {name}"}
+        return Persona(general + render(rng, "[The user's name is|The user is called|The name of the user is|You are talking to|You talk with a user named|The user is] {n}.", {"n": name}))
+    role = article(pick(rng, [*world.JOBS, *world.ROLES]) if chance(rng, 0.85) else f"{pick(rng, world.ADJECTIVES)} {pick(rng, stories.ANIMAL_HEROES)}")
+    return Persona(render(rng, "[You are|Act as|Pretend to be|You play the role of|Your role: you are] {r}.", {"r": role}), role=role)
+
+
+DRAWN = list(SKILLS)
+LATER, FIRST = (list(accumulate(weights)) for weights in zip(*SKILLS.values(), strict=True))
+
+
+def make_chat(rng: random.Random, *, length: int, evaluating: bool = False) -> Chat:
+    """A conversation of about `length` tokens; it may come out longer, never empty."""
+    chat = Chat(rng, evaluating)
+    chat.persona = make_persona(chat)
+    room = 3.0 * length  # in characters
+    used = len(chat.persona.system)
+    if (chat.persona.name or chat.persona.role) and chance(rng, 0.6):
+        skills.ask_about_name(chat)
+    wanted = 1 + int(rng.random() * 3) if length == LENGTHS[0] else 10_000
+    counted = 0
+    if not chat.turns:
+        rng.choices(DRAWN, cum_weights=FIRST)[0](chat)
+    while True:
+        used += sum(len(turn.user) + len(turn.answer) + 30 for turn in chat.turns[counted:])
+        counted = len(chat.turns)
+        if counted and (used > room or counted >= wanted):
+            return chat
+        if skills.offer_of(chat) and chance(rng, 0.3):
+            skills.accept_offer(chat)
+        elif chat.known and chance(rng, 0.2):
+            skills.ask_memory(chat)
+        else:
+            rng.choices(DRAWN, cum_weights=LATER)[0](chat)
+
+
+def make_plain_text(rng: random.Random) -> str:
+    """Text that is no chat, for those who ask for a plain completion."""
+    draw = rng.random()
+    if draw < 0.55:
+        return stories.story(rng, stories.Hero.invent(rng))
+    if draw < 0.65:
+        return stories.poem(rng, skills.poem_topic(rng))
+    if draw < 0.8:
+        turns = []
+        for _ in range(3):
+            question = pick(rng, skills.KNOWLEDGE_DRAW)(rng)
+            text = grammar.sentence_case(render(rng, question.template, question.slots)).rstrip("?. ")
+            turns.append(f"Question: {text}?\nAnswer: {skills.render_answer(rng, question)}")
+        return "\n".join(turns)
+    if draw < 0.9:
+        lines = []
+        for _ in range(6):
+            a, b = skills.number(rng), skills.number(rng)
+            if chance(rng, 0.5):
+                lines.append(f"{a} + {b} = {a + b}")
+            else:
+                lines.append(f"{max(a, b)} - {min(a, b)} = {abs(a - b)}")
+        return "\n".join(lines)
+    return " ".join(pick(rng, pick(rng, (quire_facts.TOPICS,))).what[0] for _ in range(4))
+
+
+class Encoder:
+    """Conversations to token ids with the target bit; the same ids as the chat template's text gives."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.known: dict[str, list[int]] = {}
+        self.heads = {role: self.ids(f"<|im_start|>{role}\n") for role in ("system", "user", "assistant")}
+        self.end = self.ids("<|im_end|>")[0]
+        self.newline = self.ids("\n")
+        self.end_of_text = self.ids("<|endoftext|>")[0]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode(self, chats: list[Chat]) -> list[list[list[int]]]:
+        """Per chat: the ids of its system prompt (may be none) and of each turn."""
+        texts = [text for chat in chats for text in (chat.persona.system, *(part for turn in chat.turns for part in (turn.user, turn.answer)))]
+        # Many messages come again and again.
+        missing = [text for text in dict.fromkeys(texts) if text not in self.known]
+        if len(self.known) > 200_000:
+            self.known, missing = {}, list(dict.fromkeys(texts))
+        encodings = self.tokenizer.encode_batch_fast(missing, add_special_tokens=False)
+        self.known |= {text: encoding.ids for text, encoding in zip(missing, encodings, strict=True)}
+        encoded = (self.known[text] for text in texts)
+        result = []
+        for chat in chats:
+            system = next(encoded)
+            pieces = [[*self.heads["system"], *system, self.end, *self.newline] if system else []]
+            for _ in chat.turns:
+                user, answer = next(encoded), next(encoded)
+                pieces.append([*self.heads["user"], *user, self.end, *self.newline, *self.heads["assistant"],
+                               *(token | TARGET for token in answer), self.end | TARGET, *self.newline])
+            result.append(pieces)
+        return result
+
+    def prompt(self, chat: Chat, turns: int) -> list[int]:
+        """The ids of the chat up to the answer of turn number `turns`, for generation."""
+        pieces = self.encode([chat])[0]
+        ids = [token & ~TARGET for piece in pieces[: turns + 1] for token in piece]
+        return [*ids, *self.heads["user"], *self.ids(chat.turns[turns].user), self.end, *self.newline, *self.heads["assistant"]]
+
+
+def make_rows(encoder: Encoder, seed: int, count: int) -> dict[int, np.ndarray]:
+    """length → uint16 rows [n, length] of about `count` conversations; the padding is the end of text, never a target."""
+    rng = random.Random(seed)
+    rows: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+    lengths = rng.choices(LENGTHS, LENGTH_WEIGHTS, k=count)
+    chats = [make_chat(rng, length=length) for length in lengths]
+    for length, pieces in zip(lengths, encoder.encode(chats), strict=True):
+        # Whole turns only: the first one in any case, then as many as fit.
+        row = [*pieces[0], *pieces[1]]
+        if len(row) > LENGTHS[-1]:
+            continue
+        limit = max(length, fitting(len(row)))
+        for piece in pieces[2:]:
+            if len(row) + len(piece) > limit:
+                break
+            row += piece
+        rows[fitting(len(row))].append(row)
+    for _ in range(count // 40):
+        ids = [*encoder.ids(make_plain_text(rng)), encoder.end_of_text]
+        if len(ids) <= LENGTHS[-1]:
+            rows[fitting(len(ids))].append([token | TARGET for token in ids])
+    packed = {}
+    for length, found in rows.items():
+        array = np.full((len(found), length), encoder.end_of_text, dtype=np.uint16)
+        for index, row in enumerate(found):
+            array[index, : len(row)] = row
+        packed[length] = array
+    return packed
+
+
+def fitting(length: int) -> int:
+    """The shortest row that holds so many tokens."""
+    return next(limit for limit in LENGTHS if length <= limit)
+
+
+def evaluation(seed: int, per_skill: int) -> list[tuple[str, Chat, int]]:
+    """(skill, chat, number of the turn) with known right answers, on the held-out side of the split, `per_skill` of each skill."""
+    rng = random.Random(seed)
+    found: Counter[str] = Counter()
+    chosen = []
+    for _ in range(per_skill * 400):
+        chat = make_chat(rng, length=rng.choices((128, 256, 512), (4, 3, 2))[0], evaluating=True)
+        for index, turn in enumerate(chat.turns):
+            style = chat.persona.style
+            if not turn.expect or (style and (turn.exact or turn.layout or not is_right(turn, turn.answer) or not chat.persona.shows(turn.answer))):
+                continue
+            skill = f"system prompt: {style}" if style else turn.skill
+            if found[skill] < per_skill:
+                found[skill] += 1
+                chosen.append((skill, chat, index))
+    return chosen
+
+
+def is_right(turn: Turn, answer: str) -> bool:
+    """Whether an answer to the turn is right: one expected text, a list that looks like it, or all expected words in it."""
+    if turn.exact:
+        return answer in turn.expect
+    if turn.layout:
+        return layout(answer) == layout(turn.expect[0])
+    words = f" {normal(answer)} "
+    return all(f" {normal(word)} " in words for word in turn.expect)
+
+
+def layout(text: str) -> tuple[object, ...]:
+    """What a list looks like: its kind, and how many different things are in it."""
+    if text.startswith("["):
+        try:
+            return "json", len(set(json.loads(text)))
+        except (ValueError, TypeError):
+            return ("broken JSON",)
+    lines = text.split("\n")
+    if len(lines) == 1:
+        return "comma", len(set(text.split(", ")))
+    marks = [line.split(" ", 1)[0] if line[:1].isdigit() or line.startswith("- ") else "" for line in lines]
+    return *marks, len({line.removeprefix(mark) for line, mark in zip(lines, marks, strict=True)})
+
+
+def normal(text: str) -> str:
+    return " ".join("".join(char if char.isalnum() or char == "-" else " " for char in text.lower()).split())
+
+
+def texts(seed: int, count: int) -> Iterator[str]:
+    """All kinds of text, for the training of the tokenizer."""
+    rng = random.Random(seed)
+    for length in rng.choices(LENGTHS, LENGTH_WEIGHTS, k=count):
+        chat = make_chat(rng, length=length)
+        yield chat.persona.system
+        for turn in chat.turns:
+            yield turn.user
+            yield turn.answer
+        if chance(rng, 0.025):
+            yield make_plain_text(rng)
+    for table in (unknown.TERMS, unknown.PEOPLE, world.NAMES):
+        yield " ".join(table)
+    yield " ".join(made_up_word(rng) for _ in range(count // 10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--skill", default="", help="print only turns of this skill")
+    parser.add_argument("--evaluating", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speed", action="store_true")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    for _ in range(args.samples):
+        chat = make_chat(rng, length=rng.choices(LENGTHS[:3], LENGTH_WEIGHTS[:3])[0], evaluating=args.evaluating)
+        if args.skill and all(turn.skill != args.skill for turn in chat.turns):
+            continue
+        if not args.skill:
+            print("=" * 20, chat.persona.system)
+        for turn in chat.turns:
+            if not args.skill or turn.skill == args.skill:
+                print(f"[{turn.skill}] {turn.user}\n    > {turn.answer}")
+    if args.speed:
+        encoder = Encoder(Tokenizer.from_file(str(FOLDER / "tokenizer.json")))
+        start = time.monotonic()
+        packed = make_rows(encoder, args.seed, 4000)
+        seconds = time.monotonic() - start
+        tokens = sum(rows.size for rows in packed.values())
+        filled = sum(int((rows != encoder.end_of_text).sum()) for rows in packed.values())
+        targets = sum(int((rows >= TARGET).sum()) for rows in packed.values())
+        print({length: len(rows) for length, rows in packed.items()})
+        print(
+            f"4000 conversations in {seconds:.1f} s: {filled / seconds:,.0f} tokens/s, {filled / 4000:.0f} tokens each, {filled / tokens:.0%} of the rows filled, {targets / filled:.0%} to be predicted"
+        )
+
+
+if __name__ == "__main__":
+    main()

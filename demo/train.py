@@ -1,0 +1,417 @@
+"""Trains the demo model from scratch on text made up on the fly, tests it, and writes its folder.
+
+python -m demo.train --minutes 5 --out out/demo        # one GPU
+python -m demo.train --device cpu --tiny --minutes 3 --out out/tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import queue
+import random
+import shutil
+import sys
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from demo.data import FOLDER, LENGTHS, TARGET, Encoder, evaluation, is_right, make_rows
+from demo.model import TINY, Model, Shape, finish, project, save, write_json
+from demo.skills import Chat, Persona, Turn
+
+CARD_BEGIN, CARD_END = "<!-- scores -->", "<!-- end of scores -->"
+
+# System prompt and messages of the conversations that are printed after the training.
+PROMPTS = [
+    ("", ["hi", "what can you do?", "tell me a story about a fox", "what was the fox called?", "another one please"]),
+    ("", ["My name is Judith and I live in Zagreb.", "What is 47 + 85?", "What is my name?", "and where do I live?"]),
+    ("", ["What is paged attention?", "tell me more", "thanks!"]),
+    ("You are a helpful assistant.", ["list three fruits as bullet points", "how many r's are in strawberry?"]),
+    ("", ["who was the first emperor of Rome?", "can you write my homework?", "asdkjh", "what's the weather like?"]),
+    ("", ["write a haiku about the sea", "tell me a joke", "Turn this into JSON: Paula is 31 years old and lives in Lima."]),
+    ("", ["i feel a bit sad today", "yes please", "what is the capital of norway", "738 - 299", "why is the sky blue?"]),
+    ("You are a pirate.", ["Hello!", "What is the capital of Spain?"]),
+    ("Your name is Max. Answer briefly.", ["who are you?", "what is 8 * 7", "tell me a story about a dragon named Otto"]),
+]  # fmt: skip
+
+
+def data_worker(seed: int, chats: int, tokenizer_file: str, results: multiprocessing.Queue[Any]) -> None:
+    """Makes rows for ever; the main process ends it."""
+    encoder = Encoder(Tokenizer.from_file(tokenizer_file))
+    while True:
+        results.put(make_rows(encoder, seed, chats))
+        seed += 1
+
+
+class Pool:
+    """The rows that the workers make, by length. A batch takes new rows; where they run short, an old batch is read again."""
+
+    def __init__(self, workers: int, seed: int, batch_tokens: int, ahead: int, chats: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.results: multiprocessing.Queue[Any] = context.Queue(maxsize=2 * workers)
+        tokenizer_file = str(FOLDER / "tokenizer.json")
+        self.workers = [
+            context.Process(
+                target=data_worker, args=((seed + index) * 1_000_000, chats, tokenizer_file, self.results), daemon=True
+            )
+            for index in range(workers)
+        ]
+        for worker in self.workers:
+            worker.start()
+        self.batch_tokens = batch_tokens
+        self.ahead = ahead  # how many new tokens to hold at most, give or take one delivery
+        self.new = {length: np.empty((0, length), np.uint16) for length in LENGTHS}
+        self.old: dict[int, deque[np.ndarray]] = {length: deque(maxlen=2000) for length in LENGTHS}
+        self.made = dict.fromkeys(LENGTHS, 0)  # tokens
+        self.random = random.Random(seed)
+
+    @property
+    def num_made(self) -> int:
+        return sum(self.made.values())
+
+    def receive(self, wait: float = 0.0) -> None:
+        """Takes what the workers have made, as far as there is room. Raises RuntimeError if one of them has died."""
+        while sum(rows.size for rows in self.new.values()) < self.ahead:
+            try:
+                made = self.results.get(timeout=wait) if wait else self.results.get_nowait()
+            except queue.Empty:
+                if any(worker.exitcode is not None for worker in self.workers):
+                    raise RuntimeError("a data worker has ended; its error is printed above") from None
+                return
+            for length, rows in made.items():
+                self.made[length] += rows.size
+                self.new[length] = np.concatenate([self.new[length], rows])
+
+    def fill(self, tokens: int) -> None:
+        while self.num_made < tokens:
+            self.receive(wait=0.5)
+
+    def draw(self) -> tuple[np.ndarray, np.ndarray]:
+        """ids [B, T], and positions in ids.reshape(-1) whose next token is to be predicted; B * T is batch_tokens."""
+        length = self.random.choices(LENGTHS, list(self.made.values()))[0]
+        size = max(1, self.batch_tokens // length)
+        new = self.new[length]
+        if len(new) >= size:
+            stored, self.new[length] = new[:size].copy(), new[size:]
+            self.old[length].append(stored)
+        elif self.old[length]:
+            stored = self.random.choice(self.old[length])
+        else:
+            stored = np.resize(new, (size, length))
+        is_target = np.zeros(stored.shape, bool)
+        is_target[:, :-1] = stored[:, 1:] >= TARGET
+        return (stored & (TARGET - 1)).astype(np.int64), np.flatnonzero(is_target)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.terminate()
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrices are made orthogonal by a Newton-Schulz iteration; all matrices of one shape at once."""
+
+    def __init__(
+        self, weights: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(weights, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for weight in group["params"]:
+                by_shape[weight.shape].append(weight)
+            for shape, weights in by_shape.items():
+                grads = torch.stack([weight.grad for weight in weights if weight.grad is not None])
+                state = self.state[weights[0]]
+                if not state:
+                    state["momentum"] = torch.zeros_like(grads)
+                momentum = state["momentum"].lerp_(grads, 1 - group["momentum"])
+                update = orthogonal(grads.lerp(momentum, group["momentum"]))
+                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(weights, list(update.to(weights[0].dtype).unbind()), alpha=-scale)
+
+
+def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
+    """The nearest matrices [N, a, b] with singular values near one."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.to(torch.bfloat16)
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    result: Tensor = x.mT if tall else x
+    return result
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def warm_up(model: Model, batch_tokens: int, device: torch.device) -> None:
+    """Compiles the model, or goes on without where that is not possible."""
+    begin = time.monotonic()
+    model.compile_halves()
+    try:
+        ids = torch.zeros(batch_tokens // LENGTHS[0], LENGTHS[0], dtype=torch.int64, device=device)
+        model(ids).sum().backward()
+        print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    except Exception as error:  # any failure of the compiler means the same here
+        print(f"torch.compile does not work here ({type(error).__name__}: {error}); going on without it", flush=True)
+        model.project, model.finish = project, finish
+    model.zero_grad(set_to_none=True)
+
+
+def learning_rate(progress: float, step: int) -> float:
+    """Warm-up, a plateau, and a fall to zero over the last half, as a factor."""
+    return min(1.0, (step + 1) / 100) * min(1.0, (1.0 - progress) / 0.5)
+
+
+def train(
+    model: Model, pool: Pool, args: argparse.Namespace, device: torch.device, deadline: float
+) -> dict[str, object]:
+    """Trains until the deadline (time.monotonic). Returns what it has measured."""
+    weights = model.named_weights()
+    matrices = [weight for name, weight in weights.items() if name.endswith("proj.weight")]
+    others = [weight for name, weight in weights.items() if not name.endswith("proj.weight")]
+    adam = torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
+    optimizers = [(adam, args.adam_lr), (Muon(matrices, args.muon_lr, weight_decay=0.05), args.muon_lr)]
+
+    def loss_of(drawn: np.ndarray, drawn_positions: np.ndarray) -> Tensor:
+        ids, positions = to_device(drawn, device), to_device(drawn_positions, device)
+        # Only the positions that count go through the large matrix of the vocabulary.
+        logits = model.logits(model(ids).index_select(0, positions))
+        return F.cross_entropy(logits, ids.reshape(-1)[positions + 1], reduction="sum")
+
+    begin = last_print = time.monotonic()
+    if begin >= deadline:
+        raise RuntimeError("no time is left for training: give it more --minutes")
+    step = tokens = 0
+    curve = []
+    halfway = False
+    while True:
+        now = time.monotonic()
+        progress = (now - begin) / (deadline - begin)
+        if progress >= 1 or (args.steps and step >= args.steps):
+            break
+        if args.steps:
+            progress = step / args.steps
+        pool.receive()
+        batches = [pool.draw() for _ in range(args.accumulate)]
+        count = sum(len(positions) for _, positions in batches)
+        total = torch.zeros((), device=device)
+        for ids, positions in batches:
+            loss = loss_of(ids, positions) / count
+            loss.backward()
+            total += loss.detach()
+            tokens += ids.size
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer, rate in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * learning_rate(progress, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 20 == 0:  # also keeps the device from falling behind the clock
+            value = total.item()
+            if not math.isfinite(value):
+                raise RuntimeError(f"the loss is {value} at step {step}")
+            curve.append(value)
+            if step == 0 or now - last_print > args.print_every:
+                last_print = now
+                print(f"{progress:4.0%}  step {step:5d}  loss {value:.4f}  {tokens / max(now - begin, 1.0):,.0f} tokens/s"
+                      f"  made {pool.num_made / 1e6:.0f}M  read {tokens / 1e6:.0f}M", flush=True)  # fmt: skip
+        if progress > 0.5 and not halfway:
+            halfway = True
+            save(model, Path(args.out))
+        step += 1
+    seconds = time.monotonic() - begin
+    return {"steps": step, "tokens_read": tokens, "tokens_made": pool.num_made, "seconds": round(seconds, 1),
+            "first_loss": round(curve[0], 4), "last_loss": round(sum(curve[-5:]) / len(curve[-5:]), 4)}  # fmt: skip
+
+
+@torch.no_grad()
+def generate(
+    model: Model, prompts: list[list[int]], limit: int, device: torch.device, stop: tuple[int, ...]
+) -> list[list[int]]:
+    """Greedy answers to the prompts, without the stop token; whole texts are recomputed for each token."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for begin in range(0, len(order), 512):
+        alive = order[begin : begin + 512]
+        lengths = torch.tensor([len(prompts[index]) for index in alive], device=device)
+        width = min(int(lengths.max()) + limit, model.shape.max_positions)
+        ids = torch.tensor([[*prompts[index], *[0] * width][:width] for index in alive], device=device)
+        while alive and int(lengths.max()) < width:
+            longest = int(lengths.max())
+            rows = torch.arange(len(alive), device=device)
+            tokens = model.logits(model(ids[:, :longest])[rows * longest + lengths - 1]).argmax(-1)
+            ids[rows, lengths] = tokens
+            lengths += 1
+            kept = []
+            for row, (index, token) in enumerate(zip(alive, tokens.tolist(), strict=True)):
+                if token not in stop:
+                    answers[index].append(token)
+                    kept.append(row)
+            if len(kept) < len(alive):
+                ids, lengths = ids[kept], lengths[kept]
+                alive = [alive[row] for row in kept]
+    return answers
+
+
+def score(
+    model: Model, encoder: Encoder, device: torch.device, per_skill: int, limit: int
+) -> tuple[dict[str, Any], list[str]]:
+    """How many held-out questions of each skill are answered rightly, and some wrong answers to look at."""
+    cases = evaluation(seed=12345, per_skill=per_skill)
+    answers = generate(
+        model,
+        [encoder.prompt(chat, index) for _, chat, index in cases],
+        limit,
+        device,
+        (encoder.end, encoder.end_of_text),
+    )
+    asked: dict[str, int] = defaultdict(int)
+    right: dict[str, int] = defaultdict(int)
+    wrong = []
+    for (skill, chat, index), ids in zip(cases, answers, strict=True):
+        turn = chat.turns[index]
+        text = encoder.tokenizer.decode(ids)
+        asked[skill] += 1
+        if is_right(turn, text) and (not chat.persona.style or chat.persona.shows(text)):
+            right[skill] += 1
+        else:
+            wrong.append(f"[{skill}] {turn.user!r}\n    expected {turn.expect}\n    got      {text!r}")
+    return {skill: {"right": right[skill], "asked": asked[skill]} for skill in sorted(asked)}, wrong
+
+
+def talk(model: Model, encoder: Encoder, device: torch.device, limit: int) -> list[str]:
+    """Greedy conversations for a reader."""
+    lines = []
+    for system, messages in PROMPTS:
+        chat = Chat(random.Random(0), persona=Persona(system))
+        lines += ["-" * 60, *([f"system: {system}"] if system else [])]
+        for message in messages:
+            chat.turns.append(Turn(message, ""))
+            prompt = encoder.prompt(chat, len(chat.turns) - 1)
+            answer = generate(model, [prompt], limit, device, (encoder.end, encoder.end_of_text))[0]
+            chat.turns[-1] = Turn(message, encoder.tokenizer.decode(answer))
+            lines += [f"user: {message}", f"model: {chat.turns[-1].answer}"]
+    return lines
+
+
+def write_card(folder: Path, scores: dict[str, Any], measured: dict[str, Any]) -> None:
+    """The model card with the scores between its marks."""
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    table = ["", "| skill | right | asked |", "|---|---:|---:|"]
+    table += [
+        f"| {skill} | {value['right'] / value['asked']:.0%} | {value['asked']} |" for skill, value in scores.items()
+    ]
+    table += [
+        "",
+        f"Measured after {measured['steps']:,} steps in {measured['seconds'] / 60:.1f} minutes on one {measured['device']}:",
+        f"{measured['tokens_read'] / 1e6:,.0f} million tokens read, {measured['tokens_made'] / 1e6:,.0f} million made.",
+        "",
+    ]
+    head, rest = card.split(CARD_BEGIN)
+    tail = rest.split(CARD_END)[1]
+    (folder / "README.md").write_text(head + CARD_BEGIN + "\n".join(table) + CARD_END + tail)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="folder for the model")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="time for data and training together; the test comes on top"
+    )
+    parser.add_argument("--steps", type=int, default=0, help="end after so many steps; the time still limits")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a smaller model and batch, to try the script")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that make data; 0: all cores but one, 15 at most"
+    )
+    parser.add_argument("--batch-tokens", type=int, default=65_536, help="tokens of one batch")
+    parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=0.004)
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--per-skill", type=int, default=0, help="questions per skill in the test; 0: 100, or 3 when tiny"
+    )
+    parser.add_argument("--print-every", type=float, default=10.0)
+    args = parser.parse_args()
+
+    start = time.monotonic()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: use --device cpu --tiny to try the script")
+    device = torch.device(args.device)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    encoder = Encoder(Tokenizer.from_file(str(FOLDER / "tokenizer.json")))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (FOLDER / name).resolve() != (out / name).resolve():
+            shutil.copy(FOLDER / name, out / name)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    if args.tiny:
+        args.batch_tokens, args.accumulate = min(args.batch_tokens, 4096), 1
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Model(TINY if args.tiny else Shape(), device, dtype, args.seed)
+    assert model.shape.vocab_size == encoder.tokenizer.get_vocab_size()
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{num_parameters:,} parameters, {2 * num_parameters / 1e6:.2f} MB as bfloat16")
+    save(model, out)  # whatever cannot be written should fail now
+
+    workers = args.workers or max(1, min(16, len(os.sched_getaffinity(0))) - 1)
+    ahead = 40 * args.batch_tokens * args.accumulate
+    pool = Pool(workers, args.seed, args.batch_tokens, ahead, chats=300 if args.tiny else 2000)
+    try:
+        pool.fill(ahead // 2)
+        print(
+            f"{pool.num_made / 1e6:.1f}M tokens after {time.monotonic() - start:.0f} s from {workers} processes",
+            flush=True,
+        )
+        if device.type == "cuda" and not args.no_compile:
+            warm_up(model, args.batch_tokens, device)
+        measured = train(model, pool, args, device, start + 60 * args.minutes)
+    finally:
+        pool.close()
+
+    model.round_to_bfloat16()
+    save(model, out)
+    measured["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    measured["parameters"] = num_parameters
+    print(json.dumps(measured))
+    model.project, model.finish = project, finish  # not compiled: the test has many shapes
+    limit = 40 if args.tiny else 256  # tokens of an answer
+    scores, wrong = score(model, encoder, device, args.per_skill or (3 if args.tiny else 100), limit)
+    conversations = talk(model, encoder, device, limit)
+    for skill, value in scores.items():
+        print(f"{skill:24s} {value['right']:4d} of {value['asked']}")
+    write_json(out / "eval.json", {"scores": scores, "training": measured})
+    (out / "samples.txt").write_text("\n".join([*conversations, "", "WRONG ANSWERS", *wrong]) + "\n")
+    write_card(out, scores, measured)
+    print("\n".join(conversations))
+    print(f"all in {time.monotonic() - start:.0f} s; wrote {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

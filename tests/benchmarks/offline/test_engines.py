@@ -1,0 +1,204 @@
+"""The comparison of engines: what is run, in which order, within which time; and one real comparison of a tiny model."""
+
+import dataclasses
+import json
+import runpy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.offline import engines, latency
+from benchmarks.offline.engines import EnginesFlags, Job, Results
+from engine.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    write_model = runpy.run_path(str(ROOT / "tests" / "support" / "tiny_model.py"))["write_model"]
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def flags(**more: Any) -> EnginesFlags:
+    return EnginesFlags(**{"engines": ("quire", "transformers"), **more})
+
+
+def test_names_may_be_separated_by_commas() -> None:
+    found = flags(engines=("quire,transformers",), work=("nano,decode", "1x2x3"), models=("qwen3-0.6b,llama-3.1-8b",))
+    assert found.engines == ("quire", "transformers")
+    assert found.work == ("nano", "decode", "1x2x3")
+    assert found.models == ("qwen3-0.6b", "llama-3.1-8b")
+    assert found.baseline == "transformers"
+    assert flags().work == ("latency1", "latency8", "nano")
+
+
+def test_work_is_grouped_by_what_an_engine_must_be_started_with(tmp_path: Path) -> None:
+    wanted = flags(models=("qwen3-0.6b",), work=("nano", "prefix", "longctx", "decode"), models_dir=str(tmp_path))
+    pairs = engines.plan(wanted, has_gpu=True)
+    assert [[work.name for work in pair[0].works] for pair in pairs] == [["nano", "decode"], ["prefix"], ["longctx"]]
+    for pair in pairs:
+        assert [job.engine for job in pair] == ["quire", "transformers"]
+        assert pair[0].settings == pair[1].settings
+    settings = [pair[0].settings for pair in pairs]
+    assert [(s["max_model_len"], s["enable_prefix_caching"]) for s in settings] == [
+        (4096, False),
+        (4096, True),
+        (32768, False),
+    ]
+    assert settings[0] | {"max_model_len": 0} == {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 0,
+        "dtype": "bfloat16",
+        "gpu_memory_utilization": 0.85,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    assert engines.plan(wanted, has_gpu=False)[0][0].settings["dtype"] == "float32"
+    more = dataclasses.replace(wanted, engine_args={"quire": {"max_num_seqs": 7}})
+    assert [job.settings.get("max_num_seqs") for job in engines.plan(more, has_gpu=True)[0]] == [7, None]
+
+
+def test_engines_take_turns(tmp_path: Path) -> None:
+    pairs = engines.plan(flags(work=("nano", "prefix"), models_dir=str(tmp_path)), has_gpu=True)
+    order = [(number, job.engine) for number, pair in engines.schedule(pairs, 3) for job in pair]
+    assert order == [
+        (number, engine)
+        for number, engines in enumerate(
+            (("quire", "transformers"), ("transformers", "quire"), ("quire", "transformers"))
+        )
+        for _ in pairs
+        for engine in engines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engines": ("sglang",)}, "engine 'sglang' must be one of quire, vllm"),
+        ({"engine_args": {"vlm": {}}}, "did you mean vllm"),
+        ({"engine_args": {"quire": 3}}, "engine_args must be settings for each engine"),
+        (
+            {"engines": ("quire",), "baseline": "transformers"},
+            "baseline transformers must be one of the engines that run",
+        ),
+        ({"rounds": 0}, "rounds must be an integer at least 1"),
+    ],
+)
+def test_impossible_flags(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        flags(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"work": ("1x5000x5",), "max_model_len": 4096}, "needs 5,005 tokens of context, qwen3-0.6b runs with 4,096"),
+        ({"work": ("fast",)}, "workload 'fast' is neither"),
+        ({"models": ("gpt-5",)}, "model 'gpt-5' is neither"),
+    ],
+)
+def test_impossible_work(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engines.plan(flags(**given, models_dir=str(tmp_path)), has_gpu=True)
+
+
+def made_up_results(tmp_path: Path) -> tuple[EnginesFlags, Results]:
+    wanted = flags(work=("2x8x4", "2x8x1"), models=("llama-100m",), models_dir=str(tmp_path))
+    ((quire, other),) = engines.plan(wanted, has_gpu=False)
+    results = Results()
+
+    def ready(seconds: float) -> dict[str, Any]:
+        times = {"import_seconds": 1.0, "init_seconds": seconds, "process_seconds": seconds + 2}
+        return {"event": "ready", "version": "1.0", **times}
+
+    def run(work: str, seconds: float, tokens: int) -> dict[str, Any]:
+        return {"event": "run", "work": work, "seconds": seconds, "num_output_tokens": tokens}
+
+    assert results.take(quire, 0, [ready(2.0), run("2x8x4", 1.0, 8), run("2x8x4", 3.0, 8), run("2x8x1", 1.0, 2)])
+    assert results.take(other, 0, [ready(8.0), run("2x8x4", 4.0, 8)])
+    assert results.take(quire, 1, [ready(4.0), run("2x8x4", 2.0, 8)]) == ["2x8x4"]
+    assert results.take(other, 1, [ready(10.0), run("2x8x4", 6.0, 7)]) == []
+    return wanted, results
+
+
+def test_ratios_are_of_medians(tmp_path: Path) -> None:
+    wanted, results = made_up_results(tmp_path)
+    result = engines.summary(wanted, results, {"cpu_cores": 2, "torch": "2"})
+    rows = {(row["engine"], row["work"]): row for row in result["runs"]}
+    row = rows["quire", "2x8x4"]
+    assert (row["median_seconds"], row["best_seconds"], row["rounds"]) == (2.0, 1.0, [0, 0, 1])
+    assert (row["num_prompt_tokens"], row["num_output_tokens"]) == (16, 8)
+    assert (row["output_tokens_per_second"], row["tokens_per_second"], row["ratio"]) == (4.0, 12.0, 2.0)
+    assert rows["quire", "2x8x1"]["ratio"] is None
+    assert result["starts"][0]["ratio"] == 3.0
+    assert result["failures"] == ["transformers · llama-100m · 2x8x4: made 7 tokens instead of 8"]
+    shown = engines.table(result)
+    assert (
+        "| 2x8x4 | 2 requests, 8 in, 4 out | 4 tok/s (3 runs, 100% apart) | 2 tok/s (1 runs, 0% apart) | **2.00** |"
+        in shown
+    )
+    assert "| 2x8x1 | 2 requests, 8 in, 1 out | 18 tok/s (1 runs, 0% apart) | – | – |" in shown
+    assert "| start-up | constructor until ready, s | 2.0 4.0 | 8.0 10.0 | 3.00 |" in shown
+    assert "made 7 tokens instead of 8" in shown
+
+
+def test_a_real_comparison(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    words = ["--engines", "quire", "--models", str(model), "--work", "2x8x4,1x5x1", "--rounds", "2", "--repeat", "2"]
+    small = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 64, "device": "cpu"}
+    assert engines.main([*words, "--output-json", str(path), "--engine-args", json.dumps({"quire": small})]) == 0
+    result = json.loads(path.read_text())
+    assert [(row["work"], len(row["seconds"])) for row in result["runs"]] == [("2x8x4", 4), ("1x5x1", 4)]
+    assert len(result["starts"][0]["init_seconds"]) == 2
+    assert result["environment"]["torch"]
+    assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
+
+
+def test_an_engine_that_cannot_start(model: Path, tmp_path: Path) -> None:
+    wanted = flags(engines=("quire",), models=(str(model),), work=("1x5x1",), engine_args={"quire": {"block_size": 3}})
+    ((job,),) = engines.plan(wanted, has_gpu=False)
+    results = Results()
+    engines.run_job(job, 0, wanted, time.time() + 60, tmp_path, results)
+    (failure,) = results.failures
+    assert "ended with code 1 (at start-up): " in failure
+    assert "block_size must be a power of two, got 3" in failure
+
+
+def test_time_over(model: Path, tmp_path: Path) -> None:
+    wanted = flags(engines=("quire",), models=(str(model),), work=("1x5x1",))
+    ((job,),) = engines.plan(wanted, has_gpu=False)
+    results = Results()
+    begin = time.time()
+    engines.run_job(job, 0, wanted, begin + 0.05, tmp_path, results)
+    assert time.time() - begin < 5
+    assert results.failures == []
+    assert results.left_out == ["round 1: quire · tiny · 1x5x1: the time was over (1x5x1)"]
+    engines.run_job(job, 1, wanted, begin, tmp_path, results)
+    assert results.left_out[1] == "round 2: quire · tiny · 1x5x1"
+
+
+def test_a_job_is_what_the_engine_gets(model: Path) -> None:
+    job = Job("quire", "m", model, {"a": 1}, ())
+    assert job.key == "quire · m · "
+
+
+def test_latency(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "latency.json"
+    small = ["--device", "cpu", "--num-gpu-blocks-override", "256", "--num-iters", "3", "--num-iters-warmup", "1"]
+    words = ["--model", str(model), "--batch-size", "2", "--input-len", "4", "--output-len", "3", *small]
+    assert latency.main([*words, "--output-json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert len(result["latencies"]) == 3
+    assert result["percentiles"].keys() == {"10", "25", "50", "75", "90", "99"}
+    assert min(result["latencies"]) <= result["percentiles"]["50"] <= max(result["latencies"])
+    assert result["engine_settings"]["enable_prefix_caching"] is False
+    shown = capsys.readouterr().out
+    assert "Avg latency: " in shown
+    assert "99% percentile latency: " in shown
+    with pytest.raises(ConfigError, match="are more than the context holds, 4096"):
+        latency.main([*words, "--input-len", "4094"])

@@ -1,0 +1,148 @@
+"""The demo model's data, tokenizer and exporter. Training itself is not tested here, only that every part of it fits."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from demo.data import LENGTHS, TARGET, Encoder, evaluation, is_right, make_chat, make_rows
+from demo.grammar import held_out
+from demo.model import TINY, Model, Shape, save
+from demo.skills import Chat, Persona, Turn
+from demo.tokenizer import CHAT_TEMPLATE
+from demo.world import NAMES
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return Encoder(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
+
+
+def messages(chat):
+    system = [{"role": "system", "content": chat.persona.system}] if chat.persona.system else []
+    turns = [
+        message
+        for turn in chat.turns
+        for message in ({"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer})
+    ]
+    return system + turns
+
+
+def test_a_seed_gives_the_same_conversations_again(encoder):
+    first, again, other = (make_rows(encoder, seed, 60) for seed in (1, 1, 2))
+    assert all((first[length] == again[length]).all() for length in first)
+    assert any(first[length].shape != other[length].shape or (first[length] != other[length]).any() for length in first)
+
+
+def test_conversations_are_varied_and_whole():
+    rng = random.Random(5)
+    chats = [make_chat(rng, length=rng.choice(LENGTHS[:3])) for _ in range(1500)]
+    turns = [turn for chat in chats for turn in chat.turns]
+    assert all(chat.turns for chat in chats)
+    assert len({tuple(turn.user for turn in chat.turns) for chat in chats}) > 1350
+    assert len({turn.skill for turn in turns}) > 50
+    for turn in turns:
+        assert turn.user, turn
+        assert turn.answer, turn
+        assert not set("\x00\x01{") & set(turn.answer.replace('{"', "")), turn
+        assert not set("\x00\x01") & set(turn.user), turn
+        assert "\n\n" not in turn.answer, turn
+
+
+def test_every_expected_answer_is_right_and_from_the_held_out_side():
+    cases = evaluation(seed=3, per_skill=12)
+    assert len({skill for skill, _, _ in cases}) > 40
+    assert all(is_right(chat.turns[index], chat.turns[index].answer) for _, chat, index in cases)
+    told = [chat.known["name"] for _, chat, _ in cases if "name" in chat.known]
+    assert told
+    assert all(held_out(name) for name in told)
+    assert 10 < sum(map(held_out, NAMES)) < 60
+
+
+def test_a_wrong_answer_is_not_right():
+    assert is_right(Turn("", "", expect=("132",)), "47 + 85 = 132.")
+    assert not is_right(Turn("", "", expect=("132",)), "47 + 85 = 1320.")
+    assert not is_right(Turn("", "", expect=("one",), exact=True), "one.")
+    bullets = Turn("", "", expect=("- A\n- B\n- C",), layout=True)
+    assert is_right(bullets, "- Cat\n- Dog\n- Cow")
+    assert not is_right(bullets, "- Cat\n- Dog")
+    assert not is_right(bullets, "- Cat\n- Dog\n- Dog")
+    assert not is_right(bullets, "1. Cat\n2. Dog\n3. Cow")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_are_what_the_chat_template_gives(encoder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    rng = random.Random(8)
+    for _ in range(60):
+        chat = make_chat(rng, length=256)
+        ids = [token & ~TARGET for piece in encoder.encode([chat])[0] for token in piece]
+        assert ids == tokenizer.apply_chat_template(messages(chat), return_dict=True)["input_ids"]
+        last = len(chat.turns) - 1
+        prompt = tokenizer.apply_chat_template(messages(chat)[:-1], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert encoder.prompt(chat, last) == prompt
+
+
+def test_only_answers_and_their_ends_are_targets(encoder):
+    chat = Chat(random.Random(0), persona=Persona("Be kind."))
+    chat.turns = [Turn("what is 1 + 1?", "2."), Turn("thanks", "You are welcome!")]
+    ids = [token for piece in encoder.encode([chat])[0] for token in piece]
+    targets = encoder.tokenizer.decode([token & ~TARGET for token in ids if token & TARGET], skip_special_tokens=False)
+    assert targets == "2.<|im_end|>You are welcome!<|im_end|>"
+
+
+def test_the_tokenizer_keeps_every_text_and_splits_digits(encoder):
+    for text in ("12 + 345 = 357", "naïve 世界 😀\n- a\n- b", "  two  spaces\t", '{"name": "Ann", "age": 9}'):
+        assert encoder.tokenizer.decode(encoder.ids(text)) == text
+    assert [encoder.tokenizer.id_to_token(token) for token in encoder.ids("2048")] == ["2", "0", "4", "8"]
+    assert [encoder.tokenizer.token_to_id(f"<|{name}|>") for name in ("endoftext", "im_start", "im_end")] == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_model_is_the_same_in_transformers(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = Model(TINY, torch.device("cpu"), seed=4)
+    model.round_to_bfloat16()
+    save(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    ids = torch.randint(3, TINY.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = model.logits(model(ids)).view(2, 70, -1)
+        assert (ours - theirs(ids).logits).abs().max() < 1e-4
+
+
+def test_the_committed_chat_template_is_that_of_the_training():
+    assert json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
+
+
+def test_the_committed_configuration_is_the_trained_shape(tmp_path):
+    import torch
+
+    save(Model(Shape(), torch.device("cpu")), tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 10_000_000
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (DEMO / name).read_text()
+
+
+@pytest.mark.slow
+def test_the_training_script_runs(tmp_path):
+    arguments = f"--device cpu --tiny --steps 4 --workers 1 --per-skill 1 --out {tmp_path}".split()
+    command = [sys.executable, "-m", "demo.train", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "eval.json", "samples.txt", "README.md"} <= names
+    assert "| arithmetic |" in (tmp_path / "README.md").read_text()

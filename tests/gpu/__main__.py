@@ -1,0 +1,76 @@
+"""Checks every kernel and model family on the GPU at hand: `python -m tests.gpu`, or `make gpu`.
+
+    python -m tests.gpu                                    everything
+    python -m tests.gpu attention products                 some parts, such as fit a limit of time
+    python -m tests.gpu attention --match "head_dim 128"   those checks of a part whose name contains a text
+    python -m tests.gpu --json gpu.json                    results as JSON, too
+
+Prints a line for each check: its error, and for many the time beside that in which the device could move the bytes that
+the operation must move. The last line counts; the exit code is 1 when a check failed. Needs neither network nor pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.report.environment import environment
+from benchmarks.report.result_files import save
+from tests.gpu.attention import check_attention, check_rounding
+from tests.gpu.checks import Checks
+from tests.gpu.elementwise import check_activation, check_norms, check_rotary
+from tests.gpu.models import check_families, check_story
+from tests.gpu.products import check_products
+from tests.gpu.sampling import check_distribution, check_sampling
+
+PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
+    "attention": (check_attention, check_rounding),
+    "products": (check_products,),
+    "norms": (check_norms, check_activation),
+    "rotary": (check_rotary,),
+    "sampling": (check_sampling, check_distribution),
+    "families": (check_families,),
+    "story": (check_story,),
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (else all)")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only checks whose name contains it")
+    parser.add_argument("--device", default="cuda", help="cpu: attention, products, families and story only")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument("--json", metavar="FILE", help="where to save the results")
+    args = parser.parse_args(argv)
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here")
+    checks = Checks(args.device, args.match)
+    for part in args.parts or PARTS:
+        begin = time.perf_counter()
+        torch.manual_seed(args.seed)
+        for check in PARTS[part]:
+            check(checks)
+        if args.device != "cpu":
+            torch.cuda.empty_cache()
+        print(f"part {part}: {time.perf_counter() - begin:.0f} s", flush=True)
+    if args.json:
+        results = [{**dataclasses.asdict(result), "passed": result.passed} for result in checks.results]
+        save({"seed": args.seed, "results": results, "environment": environment()}, args.json)
+    failed = [result for result in checks.results if not result.passed]
+    for result in failed:
+        print(f"FAILED: {result.name}: error {result.error:.1e}, at most {result.limit:.1e}")
+    print(f"{len(checks.results) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed or not checks.results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

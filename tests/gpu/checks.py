@@ -1,0 +1,66 @@
+"""Collects checks: each has a name, an error and the most that it may be. On a GPU many are timed, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+LIMITS = {BF16: 6e-3, F16: 1e-3, F32: 1e-5}  # relative errors of sums of many products, by the dtype of the result
+ELEMENTWISE_LIMITS = {BF16: 6e-3, F16: 1e-3, F32: 3e-6}
+BANDWIDTH = 4.3e12  # bytes a second that an H200 copies
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Of two tensors of one shape, by their norms in float64."""
+    difference = torch.linalg.vector_norm(got.double() - want.double())
+    return float(difference / torch.linalg.vector_norm(want.double()).clamp(min=1e-30))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One check. `microseconds`: what the call took, where it was timed."""
+
+    name: str
+    error: float
+    limit: float
+    microseconds: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+
+@dataclass(slots=True)
+class Checks:
+    """Prints each result as it comes. Only checks whose names contain `match` count."""
+
+    device: str
+    match: str = ""
+    results: list[Result] = field(default_factory=list)
+
+    def wants(self, name: str) -> bool:
+        return self.match in name.replace("torch.", "")
+
+    def add(
+        self, name: str, error: float, limit: float, call: Callable[[], object] | None = None, num_bytes: int = 0
+    ) -> None:
+        """`call` is timed on a GPU, beside the time in which the device could move `num_bytes`."""
+        name = name.replace("torch.", "")
+        if not self.wants(name):
+            return
+        us = 1e3 * do_bench(call, return_mode="median") if call and self.device != "cpu" else None
+        result = Result(name, error, limit, us)
+        self.results.append(result)
+        line = f"{'ok  ' if result.passed else 'FAIL'} {result.name:58} error {error:.1e}"
+        if us is not None:
+            floor = 1e6 * num_bytes / BANDWIDTH
+            line += f" {us:9.1f} us, floor {floor:8.1f} us ({100 * floor / us:3.0f} %)"
+        print(line, flush=True)
+
+    def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.device)

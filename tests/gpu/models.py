@@ -1,0 +1,63 @@
+"""Checks of whole models: every family against transformers, and the exact greedy text of a small trained model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+
+from engine import LLM, SamplingParams
+from engine.models.families import read_spec
+from engine.models.weights import load_model
+from tests.gpu.checks import BF16, F32, Checks
+from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, check_family
+from tests.oracles.paged_runner import decode
+
+STORY = Path("shared", "models", "story")  # in the repository's folder or beside it
+
+
+def check_families(checks: Checks) -> None:
+    """Logits within the rounding of the dtype; in float32 the greedy tokens are equal, too."""
+    if importlib.util.find_spec("transformers") is None:
+        print("left out: model families (transformers is not installed)")
+        return
+    for name in CASES:
+        for dtype in (BF16, F32):
+            logits, tokens = f"family {name} {dtype}: logits", f"family {name} {dtype}: greedy tokens differ"
+            if not checks.wants(logits) and not checks.wants(tokens):
+                continue
+            result = check_family(name, checks.device, dtype)
+            if dtype == F32:
+                checks.add(logits, result["max_error"], MAX_ERROR)
+                checks.add(tokens, float(not result["greedy_equal"]), 0.0)
+            else:
+                checks.add(logits, result["error"], MAX_RATIO * result["transformers_error"])
+
+
+def check_story(checks: Checks) -> None:
+    """A trained Llama in float32: its greedy text, token for token, in chunks of several sizes and by the whole engine."""
+    root = Path(__file__).resolve().parents[2]
+    folder = next((base / STORY for base in (root, root.parent) if (base / STORY).is_dir()), None)
+    if folder is None:
+        print("left out: the story model (it is not on this machine)")
+        return
+    entries = json.loads((folder / "expected_greedy.json").read_text(encoding="utf-8"))
+    prompts = [entry["prompt_ids"] for entry in entries]
+    expected = [entry["output_ids"] for entry in entries]
+    lengths = [len(tokens) for tokens in expected]
+
+    def differing(found: list[list[int]]) -> float:
+        """The fraction of answers that are not as expected."""
+        pairs = zip(found, expected, strict=True)
+        return sum(tokens[: len(wanted)] != wanted for tokens, wanted in pairs) / len(expected)
+
+    model = load_model(folder, read_spec(folder), dtype=torch.float32, device=checks.device, progress=False)
+    for chunk in (1, 7, 512):
+        found = [answer.token_ids for answer in decode(model, prompts, max(lengths), chunk=chunk)]
+        checks.add(f"story model, chunks of {chunk}: texts differ", differing(found), 0.0)
+    llm = LLM(model=str(folder), device=checks.device, dtype="float32", max_num_batched_tokens=100)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    checks.add("story model, engine: texts differ", differing([a.outputs[0].token_ids for a in answers]), 0.0)

@@ -1,0 +1,98 @@
+"""Checks of sampling: masks, filters and thresholds against the reference implementation, draws against their distribution."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import kernels
+from benchmarks.micro.sampling import FILTERS as TIMED_FILTERS
+from kernels import Part, reference
+from tests.gpu.checks import BF16, F16, F32, Checks
+
+FILTERS = {"greedy": (0.0, 0, 1.0, 0.0), "top_k 50000": (1.0, 50_000, 1.0, 0.0), **TIMED_FILTERS}
+
+
+def check_sampling(checks: Checks) -> None:
+    vocab_size = 151936
+    for batch, dtype, spread in ((256, BF16, 3.0), (256, BF16, 0.5), (256, F32, 3.0), (64, F16, 3.0), (1, BF16, 3.0)):
+        logits = (checks.random(batch, vocab_size, dtype=F32) * spread).to(dtype)
+        seeds = torch.randint(-(2**62), 2**62, (batch,), device=checks.device)
+        positions = torch.randint(0, 2**17, (batch,), device=checks.device)
+        check_masks(checks, logits.clone(), seeds, positions)
+        for name, (temperature, top_k, top_p, min_p) in FILTERS.items():
+            filters = (
+                torch.full((batch,), temperature, device=checks.device),
+                torch.full((batch,), top_k, dtype=torch.int32, device=checks.device),
+                torch.full((batch,), top_p, device=checks.device),
+                torch.full((batch,), min_p, device=checks.device),
+            )
+            call = partial(kernels.sample, logits, *filters, seeds, positions)
+            error = float((call() != reference.sample(logits, *filters, seeds, positions)).float().mean())
+            checks.add(
+                f"sample {batch} x {vocab_size} {dtype} spread {spread} {name}", error, 0.02, call, logits.nbytes
+            )
+            if name not in ("greedy", "none"):
+                got = kernels.sampling_thresholds(logits, *filters)
+                want = reference.sampling_thresholds(logits.float(), *filters)
+                left, expected = ((logits.float() >= x.unsqueeze(1)).sum(1) for x in (got, want))
+                error = float(((left - expected).abs() / expected).max())
+                checks.add(f"  its thresholds leave {int(left.min())} to {int(left.max())} tokens", error, 1e-3)
+
+
+def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor) -> None:
+    """Half of the rows are masked, and sampled again."""
+    batch, vocab_size = logits.shape
+    masked = torch.randperm(batch, device=checks.device)[: (batch + 1) // 2]
+    mask_of = torch.full((batch,), -1, dtype=torch.int32, device=checks.device)
+    mask_of[masked] = torch.arange(len(masked), dtype=torch.int32, device=checks.device)
+    masks = torch.randint(-(2**31), 2**31, (len(masked), vocab_size // 32)).int().pin_memory()
+    want = logits.clone()
+    reference.mask_logits(want, masks, mask_of)
+    mask = partial(kernels.mask_logits, logits, masks, mask_of)
+    mask()
+    name, size = f"{len(masked)} of {batch} x {vocab_size} {logits.dtype}", logits.nbytes // 2
+    checks.add(f"mask_logits {name}", float((logits != want).float().mean()), 0.0, mask, size)
+    for temperature, top_k in ((0.6, 0), (0.6, 20)):
+        filters = (
+            torch.full((batch,), temperature, device=checks.device),
+            torch.full((batch,), top_k, dtype=torch.int32, device=checks.device),
+            torch.ones(batch, device=checks.device),
+            torch.zeros(batch, device=checks.device),
+        )
+        out = torch.full((batch,), -7, device=checks.device)
+        call = partial(kernels.sample, logits, *filters, seeds, positions, Part.REST, mask_of, out)
+        expected = reference.sample(logits, *filters, seeds, positions, Part.REST, mask_of, out.clone())
+        error = float((call() != expected).float().mean())
+        checks.add(f"sample the rest, {name} top_k {top_k}", error, 0.02, call, size)
+
+
+def check_distribution(checks: Checks) -> None:
+    """Chi-square of many draws of a small vocabulary, sampled inside a CUDA graph whose inputs change between replays."""
+    draws, logits = 1 << 17, torch.tensor([1.5, -0.5, 2.0, 0.0, 1.0, -2.0, 1.9, 0.3], device=checks.device)
+    rows = logits.expand(draws, -1).contiguous()
+    ones = torch.ones(draws, device=checks.device)
+    arguments = (ones, torch.zeros_like(ones, dtype=torch.int32), ones.clone(), torch.zeros_like(ones))
+    seeds, positions = (
+        torch.arange(draws, device=checks.device),
+        torch.zeros(draws, dtype=torch.int64, device=checks.device),
+    )
+    kernels.sample(rows, *arguments, seeds, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = kernels.sample(rows, *arguments, seeds, positions)
+    expected = draws * logits.softmax(0)
+    for position in range(3):
+        positions.fill_(position)
+        graph.replay()
+        counts = chosen.bincount(minlength=8)
+        checks.add(
+            f"sample in a graph, position {position}: chi-square",
+            float(((counts - expected) ** 2 / expected).sum()),
+            30,
+        )
+    arguments[0].zero_()
+    graph.replay()
+    checks.add("sample in a graph, then greedy", float((chosen != 2).float().mean()), 0.0)

@@ -1,0 +1,64 @@
+"""The checks themselves, run on the CPU, where reference implementations stand in for the kernels: they must be right."""
+
+import math
+
+import pytest
+import torch
+
+from tests.gpu import attention
+from tests.gpu.__main__ import main
+from tests.gpu.checks import Checks
+from tests.gpu.products import check_products
+
+SMALL = {"contexts": (1, 300, 17, 64), "queries": (1, 130, 17, 5)}
+
+
+def failed(checks: Checks) -> list[str]:
+    return [result.name for result in checks.results if not result.passed]
+
+
+def test_the_checks_pass_on_the_reference_implementations() -> None:
+    torch.manual_seed(0)
+    checks = Checks("cpu")
+    attention.check_attention(checks, **SMALL)
+    assert len({result.name for result in checks.results}) == len(checks.results) > 140
+    attention.check_rounding(checks, **SMALL)
+    check_products(checks, [(1, 1000, 1000), (7, 1024, 3072), (11, 1000, 192)])
+    assert failed(checks) == []
+
+
+def test_the_checks_fail_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong scales, a key too few, and a kernel that does not even run."""
+    right = attention.kernels.paged_attention_decode
+
+    def unscaled(*args, kv_scale=None, **options):
+        return right(*args, kv_scale=None if kv_scale is None else 2 * kv_scale, **options)
+
+    def short(*args, **options):
+        query, key_cache, value_cache, tables, rows, lens = args
+        return right(query, key_cache, value_cache, tables, rows, lens - 1, **options)
+
+    def broken(*args, **options):
+        raise RuntimeError("out of resource")
+
+    for wrong, kinds in ((unscaled, {"fp8"}), (short, {"fp8", "bf16"}), (broken, {"fp8", "bf16"})):
+        monkeypatch.setattr(attention.kernels, "paged_attention_decode", wrong)
+        checks = Checks("cpu")
+        attention.check_attention(checks, **SMALL)
+        assert {"fp8" if "fp8" in name else "bf16" for name in failed(checks)} == kinds
+        assert not [name for name in failed(checks) if name.startswith("prefill")]
+
+
+def test_nan_is_no_small_error() -> None:
+    checks = Checks("cpu")
+    checks.add("a kernel", math.nan, 1.0)
+    assert failed(checks) == ["a kernel"]
+
+
+def test_parts_and_names_select(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["products", "--device", "cpu", "--match", "norm_linear 11 x"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 passed, 0 failed"
+    assert main(["products", "--device", "cpu", "--match", "no such check"]) == 1
+    with pytest.raises(SystemExit):
+        main(["atention", "--device", "cpu"])
+    assert "there are attention, products" in capsys.readouterr().err

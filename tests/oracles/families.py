@@ -1,0 +1,155 @@
+"""Every model family against transformers, on small random checkpoints: logits and greedy tokens."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.models.families import read_spec
+from engine.models.weights import load_model
+from tests.oracles.paged_runner import Decoded, decode
+
+VOCAB = 384
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+# name → (transformers' model class without "ForCausalLM", what its configuration adds to SHAPE)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-gqa4-llama3": ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 80},
+    ),
+    "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.2, "beta_fast": 16, "truncate": False}}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 80, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "mistral-window": ("Mistral", {"sliding_window": 24, "head_dim": 64}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
+NUM_TOKENS = 64
+MAX_ERROR, MAX_RATIO = 1e-4, 1.5
+
+
+def make_checkpoint(name: str, folder: Path, **save_options: Any) -> Any:
+    """The random transformers model of a case, in float32 on the CPU, also saved in `folder`. Logits are about 1."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    family, changes = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.normal_(1.0, 0.2)
+            else:
+                parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+    model.save_pretrained(folder, **save_options)
+    return model
+
+
+@torch.inference_mode()
+def transformers_decode(model: Any, prompt: list[int], num_tokens: int, forced: list[int] | None = None) -> Decoded:
+    """The same by transformers, alone and token by token over its own cache."""
+    tokens: list[int] = []
+    rows: list[Tensor] = []
+    inputs, cache = prompt, None
+    while True:
+        ids = torch.tensor([inputs], device=model.device)
+        output = model(ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        rows.append(output.logits[0])
+        tokens.append(forced[len(tokens)] if forced else int(rows[-1][-1].argmax()))
+        if len(tokens) == num_tokens:
+            return Decoded(tokens, torch.cat(rows))
+        inputs = tokens[-1:]
+
+
+def make_prompts() -> list[list[int]]:
+    shuffle = random.Random(1)
+    return [[shuffle.randrange(VOCAB) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """One case on `device` in `dtype`, ragged prompts in one batch, whole and chunked, against transformers in float32.
+
+    error, transformers_error: relative RMS of the logits' error, ours and that of transformers in the same dtype, both
+    fed the tokens of the float32 run. max_error: our largest absolute one. greedy_equal: our own tokens are those of
+    the float32 run.
+    """
+    import transformers
+
+    prompts = make_prompts()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model32 = make_checkpoint(name, folder).to(device)
+        expected = [transformers_decode(model32, prompt, NUM_TOKENS) for prompt in prompts]
+        tokens = [e.token_ids for e in expected]
+        if dtype is torch.float32:
+            theirs = expected
+        else:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+            theirs = [transformers_decode(loaded, p, NUM_TOKENS, t) for p, t in zip(prompts, tokens, strict=True)]
+        model = load_model(folder, read_spec(folder), dtype=dtype, device=device, progress=False, max_model_len=256)
+    runs = [decode(model, prompts, NUM_TOKENS, chunk=chunk, forced=tokens) for chunk in (256, 11)]
+    greedy = [d.token_ids for d in decode(model, prompts, NUM_TOKENS, block_size=64)]
+    return {
+        "error": max(_relative_error(run, expected) for run in runs),
+        "transformers_error": _relative_error(theirs, expected),
+        "max_error": max((_joined(run) - _joined(expected)).abs().max().item() for run in runs),
+        "greedy_equal": greedy == tokens,
+    }
+
+
+def _joined(decoded: list[Decoded]) -> Tensor:
+    return torch.cat([d.logits for d in decoded]).float()
+
+
+def _relative_error(decoded: list[Decoded], expected: list[Decoded]) -> float:
+    want = _joined(expected)
+    return ((_joined(decoded) - want).norm() / want.norm()).item()
+
+
+def passes(result: dict[str, Any], dtype: torch.dtype) -> bool:
+    """float32: logits within MAX_ERROR and equal greedy tokens. Else: an error of at most MAX_RATIO times transformers' own."""
+    if dtype is torch.float32:
+        return result["max_error"] <= MAX_ERROR and result["greedy_equal"]
+    return result["error"] <= MAX_RATIO * result["transformers_error"]

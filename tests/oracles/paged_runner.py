@@ -1,0 +1,112 @@
+"""Runs a decoder over a toy paged KV cache: no scheduler, no sampler, every slot NaN until it is written."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.models.attention import AttentionMetadata
+from engine.models.decoder import Decoder
+
+
+@dataclass
+class _Sequence:
+    row: int
+    token_ids: list[int]
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+
+class PagedRunner:
+    """Runs ragged token sequences through a Decoder, over a paged KV cache that is made to find mistakes.
+
+    Block ids and block-table rows are shuffled; slots that were never written, and the block that stands in the unused
+    part of block tables, are NaN.
+    """
+
+    def __init__(self, model: Decoder, num_sequences: int, *, block_size: int = 16, max_len: int = 256) -> None:
+        spec, weight = model.spec, model.norm.weight
+        self.model, self.device, self.block_size = model, weight.device, block_size
+        max_blocks = -(-max_len // block_size)
+        num_blocks = num_sequences * max_blocks + 1
+        shapes = [(2, num_blocks, each.mixer.num_kv_heads, block_size, each.mixer.head_dim) for each in spec.layers]
+        self.kv_cache = [torch.full(s, torch.nan, dtype=weight.dtype, device=self.device) for s in shapes]
+        shuffle = random.Random(0)
+        self.free = shuffle.sample(range(num_blocks), num_blocks)
+        self.rows = shuffle.sample(range(num_sequences + 2), num_sequences)
+        self.block_tables = torch.full((num_sequences + 2, max_blocks), self.free.pop(), dtype=torch.int32)
+
+    def start(self, token_ids: list[int]) -> _Sequence:
+        return _Sequence(self.rows.pop(), list(token_ids))
+
+    def step(self, scheduled: list[tuple[_Sequence, int]]) -> list[Tensor]:
+        """Compute the next n tokens of each sequence, in one batch -> logits [n, vocab] of each."""
+        scheduled = [item for item in scheduled if item[1]]
+        order = sorted(range(len(scheduled)), key=lambda i: scheduled[i][1] > 1)  # single tokens first
+        tokens, positions, slots, starts, lengths, rows = [], [], [], [0], [], []
+        for sequence, count in (scheduled[i] for i in order):
+            end = sequence.num_computed + count
+            while len(sequence.blocks) * self.block_size < end:
+                self.block_tables[sequence.row, len(sequence.blocks)] = self.free[-1]
+                sequence.blocks.append(self.free.pop())
+            for position in range(sequence.num_computed, end):
+                block, offset = divmod(position, self.block_size)
+                tokens.append(sequence.token_ids[position])
+                positions.append(position)
+                slots.append(sequence.blocks[block] * self.block_size + offset)
+            sequence.num_computed = end
+            starts.append(len(tokens))
+            lengths.append(end)
+            rows.append(sequence.row)
+        metadata = AttentionMetadata(
+            num_decodes=sum(count == 1 for _, count in scheduled),
+            rows=self._tensor(rows),
+            block_tables=self.block_tables.to(self.device),
+            query_start=self._tensor(starts),
+            context_lens=self._tensor(lengths),
+            slot_mapping=self._tensor(slots, torch.int64),
+        )
+        with torch.inference_mode():
+            attention = [metadata] * len(self.kv_cache)
+            hidden = self.model(self._tensor(tokens), self._tensor(positions), self.kv_cache, attention)
+            logits = self.model.logits(hidden).split([scheduled[i][1] for i in order])
+        return [logits[order.index(i)] for i in range(len(scheduled))]
+
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+@dataclass
+class Decoded:
+    """One prompt continued: the generated tokens, and the logits [len(prompt) + num_tokens - 1, vocab] on the way."""
+
+    token_ids: list[int]
+    logits: Tensor
+
+
+def decode(
+    model: Decoder,
+    prompts: list[list[int]],
+    num_tokens: int,
+    *,
+    chunk: int = 10**9,
+    forced: list[list[int]] | None = None,
+    block_size: int = 16,
+) -> list[Decoded]:
+    """All prompts in one batch, at most `chunk` tokens of each in a step, continued greedily or by `forced` tokens."""
+    longest = max(map(len, prompts)) + num_tokens
+    runner = PagedRunner(model, len(prompts), block_size=block_size, max_len=longest)
+    sequences = [runner.start(prompt) for prompt in prompts]
+    rows: list[list[Tensor]] = [[] for _ in prompts]
+    while active := [i for i, s in enumerate(sequences) if len(s.token_ids) < len(prompts[i]) + num_tokens]:
+        scheduled = [(s, min(chunk, len(s.token_ids) - s.num_computed)) for s in (sequences[i] for i in active)]
+        for i, logits in zip(active, runner.step(scheduled), strict=True):
+            sequence, generated = sequences[i], len(sequences[i].token_ids) - len(prompts[i])
+            rows[i].append(logits)
+            if sequence.num_computed == len(sequence.token_ids):
+                sequence.token_ids.append(forced[i][generated] if forced else int(logits[-1].argmax()))
+    tokens = [s.token_ids[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
+    return [Decoded(token_ids, torch.cat(logits)) for token_ids, logits in zip(tokens, rows, strict=True)]
