@@ -7,8 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from tests.oracles.families import make_checkpoint, make_prompts
-from tests.oracles.paged_runner import decode
 from engine.models import weights
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
@@ -17,6 +15,8 @@ from engine.models.formats.floats import FLOATS
 from engine.models.layers import WeightFormat, empty
 from engine.models.shard import Span
 from engine.models.weights import load_model
+from tests.oracles.families import make_checkpoint, make_prompts
+from tests.oracles.paged_runner import decode
 
 
 class Int8(WeightFormat):

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.oracles.families import make_checkpoint, make_prompts
-from tests.oracles.paged_runner import decode
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.formats.floats import FLOATS
 from engine.models.layers import Embedding, LMHead, RMSNorm, Scope
 from engine.models.shard import Shard, Span
 from engine.models.weights import checkpoint_tensors, load_model
+from tests.oracles.families import make_checkpoint, make_prompts
+from tests.oracles.paged_runner import decode
 
 NUM_TOKENS = 8
 
