@@ -51,10 +51,10 @@ class BlockManager:
         """`max_chunk`: the most tokens of one request that a step computes."""
         assert block_size >= 1
         assert groups
-        self.pool = BlockPool(num_blocks)
+        self.groups = tuple(groups)
+        self.pool = BlockPool(num_blocks, len(self.groups))
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.groups, self.max_chunk = tuple(groups), max_chunk
+        self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
         self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
         self._pack = Struct(f"<{block_size}q").pack
 
@@ -79,23 +79,43 @@ class BlockManager:
         tables: list[list[int]] = [[] for _ in self.groups]
         if not self.enable_prefix_caching:
             return tables
-        size, num_blocks = self.block_size, 0
-        runs = [0] * len(self.groups)  # published blocks in succession, up to the one at hand
-        for index in range((len(request.token_ids) - 1) // size):
-            found = [self.pool.find((g, self._hash(request, index))) for g in range(len(self.groups))]
-            if any(block_id is None and not group.window for block_id, group in zip(found, self.groups, strict=True)):
-                break
-            end = (index + 1) * size
-            for g, block_id in enumerate(found):
-                tables[g].append(UNHELD if block_id is None else block_id)
-                runs[g] = 0 if block_id is None else runs[g] + 1
-            if all(run > index - group.first_needed(end) // size for run, group in zip(runs, self.groups, strict=True)):
-                num_blocks = index + 1
-        for table, group in zip(tables, self.groups, strict=True):
+        size = self.block_size
+        num_blocks = (len(request.token_ids) - 1) // size
+        for g, group in enumerate(self.groups):
+            if not group.window:
+                find = self.pool.finder(g)
+                for index in range(num_blocks):
+                    if (block_id := find(self._hash(request, index))) is None:
+                        break
+                    tables[g].append(block_id)
+                num_blocks = len(tables[g])
+        if self._windowed:
+            num_blocks = self._match_windows(request, num_blocks, tables)
+        for table in tables:
             del table[num_blocks:]
-            num_passed = group.first_needed(num_blocks * size) // size
-            table[:num_passed] = [UNHELD] * num_passed
         return tables
+
+    def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
+        """Of the prefixes of up to `num_blocks` blocks, the longest whose end every window finds published; in blocks.
+
+        Fills the tables of groups with a window, but for entries that the query after that prefix does not read.
+        """
+        size, longest = self.block_size, 0
+        finders = [(self.pool.finder(g), group, tables[g]) for g, group in self._windowed]
+        runs = [0] * len(finders)  # published blocks in succession, up to the one at hand
+        for index in range(num_blocks):
+            block_hash, is_end = self._hash(request, index), True
+            for i, (find, group, table) in enumerate(finders):
+                block_id = find(block_hash)
+                runs[i] = 0 if block_id is None else runs[i] + 1
+                table.append(UNHELD if block_id is None else block_id)
+                is_end &= runs[i] > index - group.first_needed((index + 1) * size) // size
+            if is_end:
+                longest = index + 1
+        for _, group, table in finders:
+            num_passed = group.first_needed(longest * size) // size
+            table[:num_passed] = [UNHELD] * num_passed
+        return longest
 
     def grow(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
@@ -125,8 +145,7 @@ class BlockManager:
             counts.append(max(-(-end // size) - len(table) - num_cached, 0))
         if sum(counts) + num_spare > pool.num_free - pool.num_unheld(held):
             return None
-        for block_id in held:
-            pool.hold(block_id)
+        pool.hold(held)
         new_ids = [[pool.take() for _ in range(count)] for count in counts]
         if not request.block_tables and self.enable_prefix_caching:
             request.next_commit = (num_cached + 1) * size
@@ -157,7 +176,7 @@ class BlockManager:
             block_hash = self._hash(request, index)
             for g, table in enumerate(request.block_tables):
                 if index >= request.num_passed[g]:
-                    self.pool.publish((g, block_hash), table[index])
+                    self.pool.publish(g, block_hash, table[index])
             request.next_commit = end + size
 
     def release(self, request: Request) -> None:

@@ -7,7 +7,7 @@ held by any number of requests) → free but still published, until it is evicte
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
 
@@ -15,38 +15,41 @@ Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends wi
 class BlockPool:
     """Blocks `0 .. num_blocks-1`, handed out in the order in which they became free, empty ones first."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first: next to be handed out
         self._num_holders = [0] * num_blocks
         self._names: list[Name | None] = [None] * num_blocks  # of published blocks
-        self._published: dict[Name, int] = {}
+        self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
 
     @property
     def num_free(self) -> int:
         """Blocks that no request holds: empty or evictable."""
         return len(self._free)
 
-    def find(self, name: Name) -> int | None:
-        """The published block of that name."""
-        return self._published.get(name)
+    def finder(self, group: int) -> Callable[[bytes], int | None]:
+        """What finds a cache group's published block by the hash of the prefix that ends with it."""
+        return self._published[group].get
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """How many of these published blocks are free."""
         return sum(not self._num_holders[block_id] for block_id in block_ids)
 
-    def hold(self, block_id: int) -> None:
-        """One more holder of a published block."""
-        if not self._num_holders[block_id]:
-            del self._free[block_id]
-        self._num_holders[block_id] += 1
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """One more holder of each of these published blocks."""
+        num_holders, free = self._num_holders, self._free
+        for block_id in block_ids:
+            if not num_holders[block_id]:
+                del free[block_id]
+            num_holders[block_id] += 1
 
     def take(self) -> int:
         """A block that nobody holds, empty: its cached content is forgotten."""
         block_id, _ = self._free.popitem(last=False)
         if (name := self._names[block_id]) is not None:
-            del self._published[name]
+            group, block_hash = name
+            del self._published[group][block_hash]
             self._names[block_id] = None
         self._num_holders[block_id] = 1
         return block_id
@@ -59,17 +62,18 @@ class BlockPool:
             if self._names[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
 
-    def publish(self, name: Name, block_id: int) -> None:
-        """The block is full of what `name` says. When another block is published under it, this one stays private."""
-        if self._published.setdefault(name, block_id) == block_id:
-            self._names[block_id] = name
+    def publish(self, group: int, block_hash: bytes, block_id: int) -> None:
+        """The block is full of the end of that prefix. When another block is published for it, this one stays private."""
+        if self._published[group].setdefault(block_hash, block_id) == block_id:
+            self._names[block_id] = group, block_hash
 
     def reset(self) -> bool:
         """Forget all cached content. False, and no change, while a block is held."""
         if len(self._free) < self.num_blocks:
             return False
         self._names = [None] * self.num_blocks
-        self._published.clear()
+        for published in self._published:
+            published.clear()
         return True
 
     def name_of(self, block_id: int) -> Name | None:
@@ -85,6 +89,7 @@ class BlockPool:
         assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)], "holders are miscounted"
         assert set(self._free) == set(range(self.num_blocks)) - set(held), "a block is lost, or both free and held"
         names = {name: block_id for block_id, name in enumerate(self._names) if name is not None}
-        assert self._published == names, "names and blocks disagree"
+        published = {(g, key): block_id for g, found in enumerate(self._published) for key, block_id in found.items()}
+        assert published == names, "names and blocks disagree"
         empty_first = [self._names[block_id] is not None for block_id in self._free]
         assert empty_first == sorted(empty_first), "an empty free block waits behind a cached one"

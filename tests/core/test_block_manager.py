@@ -330,10 +330,10 @@ def test_a_prefix_whose_window_was_evicted_is_shorter() -> None:
     blocks, first = windowed(16), request(4)
     compute(blocks, first)
     advance(blocks, first, 21)
-    gone = blocks.pool.find((1, first.block_hashes[3]))
+    gone = blocks.pool.finder(1)(first.block_hashes[3])
     assert gone is not None
     blocks.pool._names[gone] = None
-    del blocks.pool._published[1, first.block_hashes[3]]
+    del blocks.pool._published[1][first.block_hashes[3]]
     full, window = blocks.match_prefix(request(21))
     assert len(full) == len(window) == 3, "blocks 3 and 4 end in a window that reaches into block 3"
 
