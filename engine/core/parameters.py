@@ -18,7 +18,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class Declaration:
     """What a field is beyond its name, type and default."""
 
     help: str  # a phrase for documentation
@@ -30,8 +30,8 @@ class Range:
 
 
 def parameter(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that requests may set; `more` holds the other fields of `Range`."""
-    return dataclasses.field(default=default, metadata={"parameter": Range(help, **more)})
+    """A dataclass field that requests may set; `more` holds the other fields of `Declaration`."""
+    return dataclasses.field(default=default, metadata={"parameter": Declaration(help, **more)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Parameter:
     name: str
     annotation: Any  # its type, as a type
     default: Any
-    range: Range
+    declaration: Declaration
 
     @property
     def kind(self) -> Any:
@@ -57,14 +57,14 @@ class Parameter:
     @property
     def wanted(self) -> str:
         """The range in words, as they follow "must be"."""
-        if self.range.wanted:
-            return self.range.wanted
-        low = self.range.above if self.range.above is not None else self.range.at_least
-        if self.range.at_most is None:
+        if self.declaration.wanted:
+            return self.declaration.wanted
+        low = self.declaration.above if self.declaration.above is not None else self.declaration.at_least
+        if self.declaration.at_most is None:
             return f"at least {low:g}"
         if self.kind is int:
-            return f"an integer from {low:g} to {self.range.at_most:g}"
-        return f"in {'[' if self.range.above is None else '('}{low:g}, {self.range.at_most:g}]"
+            return f"an integer from {low:g} to {self.declaration.at_most:g}"
+        return f"in {'[' if self.declaration.above is None else '('}{low:g}, {self.declaration.at_most:g}]"
 
 
 def parameters_of(cls: type) -> dict[str, Parameter]:
@@ -85,22 +85,24 @@ class NumberChecks:
         for each in parameters_of(cls).values():
             if each.kind in (int, float):
                 kinds = (int,) if each.kind is int else (float, int)
-                self._checks.append((each.name, each.default, kinds, *_limits(each.range), each))
+                self._checks.append(
+                    (each, each.name, each.default, each.is_optional, kinds, *_limits(each.declaration))
+                )
 
     def __call__(self, instance: Any) -> None:
         """`ValueError` names the first parameter that is out of range, its value and the range."""
-        for name, default, kinds, low, high, parameter in self._checks:
+        for parameter, name, default, is_optional, kinds, low, high in self._checks:
             value = getattr(instance, name)
-            if value is default or (value is None and parameter.is_optional):
+            if value is default or (is_optional and value is None):
                 continue
             is_number = type(value) in kinds or (isinstance(value, kinds) and not isinstance(value, bool))
             if not (is_number and low <= value <= high):
                 raise ValueError(f"{name} must be {parameter.wanted}, got {value!r}")
 
 
-def _limits(range: Range) -> tuple[float, float]:
+def _limits(declared: Declaration) -> tuple[float, float]:
     """The lowest and the highest value. Above a number: the float next to it."""
-    low = range.at_least if range.at_least is not None else -math.inf
-    if range.above is not None:
-        low = math.nextafter(range.above, math.inf)
-    return low, range.at_most if range.at_most is not None else math.inf
+    low = declared.at_least if declared.at_least is not None else -math.inf
+    if declared.above is not None:
+        low = math.nextafter(declared.above, math.inf)
+    return low, declared.at_most if declared.at_most is not None else math.inf

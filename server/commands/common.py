@@ -38,7 +38,7 @@ class SamplingFlags:
 
 def _flag_of(parameter: Parameter) -> tuple[str, Any, Any]:
     """The field of a settings class that has the type, range and description of a parameter."""
-    declared = parameter.range
+    declared = parameter.declaration
     help, is_size = declared.help, parameter.name == "max_tokens"
     limits = {"above": declared.above, "at_least": declared.at_least, "at_most": declared.at_most}
     help += " (else as many as fit)" if is_size else ""

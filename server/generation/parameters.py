@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.core.parameters import Parameter, Range, parameters_of
+from engine.core.parameters import Declaration, Parameter, parameters_of
 from engine.core.pooling_params import POOLINGS, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from server.http.bodies import one_message
@@ -39,16 +39,16 @@ def pooling_fields() -> dict[str, Any]:
 
 def limits(name: str) -> dict[str, Any]:
     """The range of a sampling parameter, for the JSON schema of a field by another name."""
-    return _limits(PARAMETERS[name].range)
+    return _limits(PARAMETERS[name].declaration)
 
 
-def _limits(declared: Range) -> dict[str, Any]:
+def _limits(declared: Declaration) -> dict[str, Any]:
     found = {"minimum": declared.at_least, "exclusiveMinimum": declared.above, "maximum": declared.at_most}
     return {key: value for key, value in found.items() if value is not None}
 
 
 def _field(parameter: Parameter) -> Any:
-    schema, declared = _limits(parameter.range), parameter.range
+    schema, declared = _limits(parameter.declaration), parameter.declaration
     description = f"{declared.help[0].upper()}{declared.help[1:]}."
     if unset := _UNSET.get(parameter.name, declared.unset):
         description += f"{LEFT_OUT}{unset}."

@@ -64,5 +64,5 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
 
 def test_every_number_of_the_sampling_parameters_has_a_range() -> None:
     numbers = [each for each in parameters_of(SamplingParams).values() if each.kind in (int, float)]
-    assert [each.name for each in numbers if each.range.at_least is None and each.range.above is None] == []
+    assert [each.name for each in numbers if each.declaration.at_least is None and each.declaration.above is None] == []
     assert len(numbers) > 15
