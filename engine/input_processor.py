@@ -1,4 +1,4 @@
-"""What a front end knows of its model: files, tokenizer, defaults, what a valid prompt is. No device, no engine."""
+"""Turns what users ask for into valid engine requests: tokenizer, defaults and limits of a model, without the engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class InputProcessor:
         )
 
     def local(self, config: EngineConfig) -> EngineConfig:
-        """`config` for the engine beside this front end: the model where it was found, by the name that people know."""
+        """`config` for the engine that serves the same model: where it was found, under the name that users gave."""
         name = self.folder.name if Path(self.model_name).is_dir() else self.model_name
         return replace(config, model=str(self.folder), served_model_name=(name,))
 

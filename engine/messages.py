@@ -1,4 +1,4 @@
-"""What front end and engine process say to each other, as msgpack. Plain data; knows no sockets and no engine."""
+"""The messages between the API process and the engine process, as msgpack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 
-# Commands: front end → engine process
+# Commands: API process → engine process
 
 
 class Start(msgspec.Struct, tag=True):
@@ -36,7 +36,7 @@ class Shutdown(msgspec.Struct, tag=True):
 
 Command = Start | Add | Abort | Shutdown
 
-# Events: engine process → front end
+# Events: engine process → API process
 
 
 class Ready(msgspec.Struct, tag=True):

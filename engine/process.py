@@ -1,4 +1,4 @@
-"""The engine in a process of its own: commands in, one message per step out. Knows the engine; no text, no HTTP.
+"""The engine in a process of its own: commands in, one message per step out.
 
 Started as `python -m engine.process COMMANDS EVENTS`, the addresses of two sockets. Its standard input is its lifeline:
 when that closes, the parent is gone, however it died, and this process ends at once.
@@ -50,13 +50,13 @@ class EngineLoop:
     def run(self) -> None:
         """Until `Shutdown`. An exception from a step is raised on, after every request was told of the error."""
         try:
-            while self.turn():
+            while self.run_once():
                 pass
         except Exception:
             self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error") for request_id in self._active]))
             raise
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """Commands, a step, its message. False after `Shutdown`."""
         if not self._take_commands():
             return False
@@ -86,7 +86,7 @@ class EngineLoop:
         request_id = request.request_id
         try:
             self._engine.add_request(request)
-        except ValueError as error:  # front ends check first, so this is about this engine's memory
+        except ValueError as error:  # the API process checks first, so this is about this engine's memory
             _log.error("request %s: %s", request_id, error)
             self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error")]))
         else:
@@ -130,7 +130,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
 
 def _start(start: Start, build: Callable[..., Any]) -> tuple[Any, Event]:
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))  # on a CPU the front end needs a core of its own
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))  # on a CPU the API process needs a core of its own
     try:
         engine = build(start.config, eos_token_ids=start.eos_token_ids)
     except Exception as error:

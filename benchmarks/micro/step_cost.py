@@ -177,7 +177,7 @@ def in_engine_process(folder: Path, batch: int, num_steps: int, prefix_caching: 
             engine.add_request(EngineRequest(request_id, prompt, sampling))
         while engine.has_work():
             times.begin_step()
-            loop.turn()
+            loop.run_once()
             times.end_step()
             reader.recv()
         for socket in sockets:

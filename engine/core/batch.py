@@ -104,7 +104,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one request got in a step: engine process → front end."""
+    """What one request got in a step: engine process → API process."""
 
     request_id: str
     new_token_ids: list[int]

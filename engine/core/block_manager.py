@@ -23,10 +23,10 @@ class BlockManager:
     bytes, so whatever one group gives back any other can take: the pool needs no division between groups.
 
     Prefix cache. A full block is named by its group and `sha256(hash of the block before it, its token ids)`, the chain
-    starting at `sha256(salt)`; so a name stands for a whole prefix, equal prefixes have equal names whoever computed
-    them, and a chain survives the eviction and recomputation of a block in its middle. A 256-bit cryptographic hash makes
-    a hit proof of equal content: nobody can construct two prefixes with one name, which Python's `hash()` of token tuples
-    would allow, and a name costs 32 bytes where the tokens to compare would cost a kilobyte.
+    starting at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain survives
+    the eviction and recomputation of a block in its middle. With a 256-bit cryptographic hash a hit is proof of equal
+    content: no two prefixes with one name can be constructed, which Python's `hash()` of token tuples would allow; and a
+    name costs 32 bytes where the tokens to compare would cost a kilobyte.
 
     Two requests that compute the same content at once both keep their own block; the first one is published, the
     other's block stays private and is empty when released.

@@ -45,7 +45,7 @@ class BlockPool:
             num_holders[block_id] += 1
 
     def take(self) -> int:
-        """A block that nobody holds, empty: its cached content is forgotten."""
+        """A free block, emptied: its cached content is forgotten."""
         block_id, _ = self._free.popitem(last=False)
         if (name := self._names[block_id]) is not None:
             group, block_hash = name
@@ -55,7 +55,7 @@ class BlockPool:
         return block_id
 
     def release(self, block_id: int) -> None:
-        """One holder less. A published block that nobody holds is evicted after all that are free already."""
+        """One holder less. A published block without holders is evicted after all that are free already."""
         self._num_holders[block_id] -= 1
         if not self._num_holders[block_id]:
             self._free[block_id] = None
@@ -81,7 +81,7 @@ class BlockPool:
         return self._names[block_id]
 
     def free_and_empty(self) -> list[int]:
-        """Blocks whose content nobody will read."""
+        """Blocks whose content will not be read."""
         return [block_id for block_id in self._free if self._names[block_id] is None]
 
     def check(self, held: Counter[int]) -> None:

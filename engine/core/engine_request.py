@@ -1,4 +1,4 @@
-"""What the front end asks the engine for."""
+"""What the API process asks the engine for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One answer to one prompt, or one embedding. Built once by the front end, then carried unchanged through messages,
+    """One answer to one prompt, or one embedding. Built once by the input processor, then carried unchanged through messages,
     the engine, the scheduler and the runner.
     """
 

@@ -1,4 +1,4 @@
-"""One request: its tokens, how far they are computed, and when it ends. Knows no other request, no queue, no device."""
+"""One request: its tokens, how far they are computed, and when it ends."""
 
 from __future__ import annotations
 

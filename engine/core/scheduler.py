@@ -1,11 +1,11 @@
-"""Who runs next, and with how many tokens. Knows requests and block ids: no tensors, no text, no device.
+"""Which requests run next, and with how many tokens: queues, budgets, preemption.
 
 One rule: every request's computed tokens catch up with its tokens. Prefill, decode, chunks, prefix-cache hits and
 resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
 
 `schedule()` for step n+1 runs before `update()` of step n. A token that a launched step samples counts in `num_tokens`
 at once, so its request is scheduled on before the CPU knows it. When it turns out to be the last one, the request is
-finished and its share of step n+1 is dropped when read. Ends by length are known ahead and waste no share.
+finished, and what step n+1 computed for it is dropped when read. Ends by length are known ahead and waste nothing.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from engine.core.request import Request
 
 @dataclass(slots=True)
 class _Plan:
-    """A step in the making: the requests that have a share, and what the worker has to know beside."""
+    """A step in the making."""
 
     decodes: list[Request] = field(default_factory=list)  # they compute one token each
     longer: list[Request] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of `longer`
-    partial: Request | None = None  # the one that the budget did not suffice for
+    partial: Request | None = None  # the request whose chunk was cut by the token budget
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 class Scheduler:
     """First come, first served among requests of one priority, under a budget of tokens and of sequences in each step.
 
-    `running` holds the requests that have a device row and blocks, `waiting` all others; both in the order of their
-    turns: by priority, then the oldest first. Of one priority, every running request is older than every waiting one.
-    When blocks run out the running request whose turn is last is preempted: it loses its blocks, returns to `waiting`,
-    and is computed anew later, mostly from the prefix cache. The request whose turn is first therefore always gets on
-    once it runs, and all requests finish. Nobody is preempted for a request that waits, whatever its priority.
+    `running` holds the requests that have a device row and blocks, `waiting` all others; both in queue order: by priority,
+    then the oldest first. Of one priority, every running request is older than every waiting one. When blocks run out
+    the last running request is preempted: it loses its blocks, returns to `waiting`, and is recomputed later, mostly
+    from the prefix cache. The first request in queue order therefore always progresses once it runs, and all requests
+    finish. No request is preempted for a waiting one, whatever its priority.
 
     Most requests in most steps are steady: they compute their newest token and nothing else happens to them. Up to
-    `Request.steady_until` tokens that is known, and neither `schedule` nor `update` asks any further.
+    `Request.steady_until` tokens that is known, and `schedule` and `update` take a fast path.
 
-    Answers to the same prompt need no word of their own here: each finds the blocks of the one before it published, in
-    the very step that fills them.
+    n > 1 needs no special case: each answer to a prompt finds the blocks of the one before it published, in the very
+    step that fills them.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self._requests: dict[str, Request] = {}  # running and waiting, by id
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the request of each share
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the requests of its batch
         self._last: tuple[list[Request], ScheduledBatch] = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
         self._step = self._arrivals = 0
@@ -140,13 +140,13 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step, on the assumption that it is launched at once, before any other call.
 
-        An output without shares is not to be launched: it says nothing, and what it might have said comes later.
+        An empty output must not be launched: what it would have told the worker comes with a later one.
         """
         assert len(self._in_flight) <= 1, "at most one step may be in flight"
         budget = self.max_num_batched_tokens
         plan = _Plan()
         decodes = plan.decodes
-        admitted: list[NewRequest] = []
+        new_requests: list[NewRequest] = []
         num_preemptions = self._num_preemptions
 
         for request in self.running:  # preemption pops its tail, at or after the request at hand
@@ -164,24 +164,24 @@ class Scheduler:
                     break
                 budget -= granted
 
-        if num_preemptions == self._num_preemptions:  # else blocks are short, and nobody is admitted
+        if num_preemptions == self._num_preemptions:  # else blocks are short, and no request is admitted
             while self.waiting and budget and len(self.running) < self.max_num_seqs:
                 request = next(iter(self.waiting.values()))
-                admission = self._admit(request)
-                if admission is None:
+                new_request = self._admit(request)
+                if new_request is None:
                     break
-                admitted.append(admission)
+                new_requests.append(new_request)
                 granted = self._grant(request, budget, plan)
-                assert granted, "an admission has blocks for all its tokens"
+                assert granted, "a new request has blocks for its first chunk"
                 budget -= granted
 
-        shares = self._shares(plan)
+        batch = self._batch(plan)
         removed: list[str] = []
-        if shares.request_ids:
+        if batch.request_ids:
             self._step += 1
             self._in_flight.append((self._step, self._last[0]))
             removed, self._removed = self._removed, removed
-        return SchedulerOutput(self._step, admitted, shares, plan.new_block_ids, removed)
+        return SchedulerOutput(self._step, new_requests, batch, plan.new_block_ids, removed)
 
     def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
         """Learn what the oldest step in flight gave. Returns the outputs of its unfinished requests."""
@@ -267,13 +267,13 @@ class Scheduler:
         )
 
     def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
-        news = []
+        outputs = []
         for index, embedding in embeddings.items():
             request = requests[index]
             if request.finish_reason is None:
                 request.finish_reason = "stop"
                 self._forget(request)
-                news.append(
+                outputs.append(
                     EngineOutput(
                         request.request_id,
                         [],
@@ -285,7 +285,7 @@ class Scheduler:
                         embedding=embedding,
                     )
                 )
-        return news
+        return outputs
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV, as after a change of weights. False, and no change, while a request is running."""
@@ -351,10 +351,9 @@ class Scheduler:
         return request
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
-        """Give it a share of the step, with all that follows from being launched; the number of its tokens.
+        """Schedule as many of its tokens as the budget allows, as if the step were launched; returns how many.
 
-        It gets the blocks it lacks by preempting as many of the last as it takes. 0 when it came to be the last
-        itself, and is preempted too.
+        Blocks that it lacks come from preempting the last requests. 0 when it became the last one and was preempted too.
         """
         start = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one again, when it was deferred
         wanted = request.num_tokens - start
@@ -381,8 +380,8 @@ class Scheduler:
             plan.lengths.append(granted)
         return granted
 
-    def _shares(self, plan: _Plan) -> ScheduledBatch:
-        """The plan's shares, which are the last step's if they say the same."""
+    def _batch(self, plan: _Plan) -> ScheduledBatch:
+        """The plan as a batch: the last step's object when nothing changed."""
         num_decodes = len(plan.decodes)
         requests = plan.decodes + plan.longer
         num_tokens = [1] * num_decodes + plan.lengths

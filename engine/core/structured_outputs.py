@@ -1,4 +1,4 @@
-"""What an answer has to be, if it is not free. Plain data; knows no grammar, no text models, no HTTP."""
+"""What form an answer must have, as users ask for it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StructuredOutputs:
     json_object: bool = False  # any JSON object
     tags: Tags | None = None
     thoughts: Thoughts | None = None
-    compiled: str | None = None  # the same, checked and in the engine's own words; by front ends
+    compiled: str | None = None  # the same, checked and in the engine's own words; by input processors
 
     def __post_init__(self) -> None:
         if self.compiled is not None:

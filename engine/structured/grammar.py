@@ -1,4 +1,4 @@
-"""Grammars for the library: written from what users ask for, compiled for a vocabulary, tried out. Knows no request.
+"""Grammars for the library: written from what users ask for, compiled for a vocabulary, tried out.
 
 A compiled grammar is an `LLMatcher` at its beginning. Compiling and trying run outside Python's global lock, and what
 they may cost is bounded: the library counts its work, and the limits here keep it where that count is honest.
@@ -107,7 +107,7 @@ class Compiler:
     def _build(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # so that whoever begins with it has the first mask, which takes longest, at hand
+            matcher.compute_bitmask()  # the first mask takes longest: a request that begins finds it computed
         if matcher.is_error():
             raise ValueError(_explain(matcher.get_error()))
         return matcher

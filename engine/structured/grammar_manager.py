@@ -120,7 +120,7 @@ class GrammarManager(Generic[T]):
     `add` a request; when `take_compiled` returns it, `advance` it by each of its tokens and `fill` its masks; `remove` it.
 
     A step with other requests in it does not wait for masks: there is a deadline, which is the time that the device is
-    busy with what comes before sampling. Nobody can ask a device for that time, so `learn_deadline` finds it by experience.
+    busy with what comes before sampling. No request can ask a device for that time, so `learn_deadline` finds it by experience.
     """
 
     def __init__(self, compiler: Compiler) -> None:

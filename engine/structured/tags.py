@@ -1,4 +1,4 @@
-"""Answers of several parts, as one grammar: thoughts, then content, or free text that ends in tags. Knows no tools.
+"""Answers of several parts, as one grammar: thoughts, then content, or free text that ends in tags.
 
 Marks are written as text or, where the vocabulary has a special token of that text, as this token; where the model is
 free to write them, both count.

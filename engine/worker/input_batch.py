@@ -147,7 +147,7 @@ class InputBatch:
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:
         """The blocks to append to block tables, group after group, each in the order of the batch; and how many of them
-        each request gets [G, n] int32, None when nobody gets any.
+        each request gets [G, n] int32, None when there are no new blocks.
         """
         new_blocks = output.new_block_ids
         if output.new_requests:

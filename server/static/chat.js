@@ -163,7 +163,7 @@ async function write(turn) {
 function requestFor(turn) {
   const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const earlier of turns.slice(0, turns.indexOf(turn))) {
-    // Templates want user and assistant in turn, so a question that got no answer is left out.
+    // Templates want user and assistant to alternate, so a question that got no answer is left out.
     if (earlier.text === "") continue;
     messages.push({ role: "user", content: earlier.question }, { role: "assistant", content: earlier.text });
   }

@@ -37,19 +37,19 @@ def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
     return requests
 
 
-def shares(output: SchedulerOutput) -> dict[str, int]:
+def scheduled(output: SchedulerOutput) -> dict[str, int]:
     """Request id → tokens, in order."""
     return dict(zip(output.batch.request_ids, output.batch.num_tokens, strict=True))
 
 
 def give(scheduler: Scheduler, output: SchedulerOutput, token: int = OTHER, **tokens: int) -> list[EngineOutput]:
-    """Read a step back: `token` for every share, or the one named by its request's id. What is said, by request id."""
+    """Read a step back: `token` for every request, or the one named by its id. The outputs, by request id."""
     batch = output.batch
     sampled = [request_id for index, request_id in enumerate(batch.request_ids) if index not in batch.partial]
     counts = [index not in batch.partial for index in range(len(batch))]
     outputs = scheduler.update(output, StepResult([tokens.get(i, token) for i in sampled], list(map(int, counts))))
     scheduler.check()
-    return sorted(outputs, key=lambda news: news.request_id)
+    return sorted(outputs, key=lambda outputs: outputs.request_id)
 
 
 def plan(scheduler: Scheduler) -> SchedulerOutput:
@@ -71,14 +71,14 @@ def test_a_request_is_scheduled_on_while_its_token_is_in_flight() -> None:
     s = make()
     (r,) = add(s, request("a", 3))
     first = plan(s)
-    assert shares(first) == {"a": 3}
+    assert scheduled(first) == {"a": 3}
     assert not first.batch.partial
     second = plan(s)
-    assert shares(second) == {"a": 1}
+    assert scheduled(second) == {"a": 1}
     assert (r.num_tokens, len(r.token_ids)) == (5, 3)
-    [news] = give(s, first)
-    assert news.new_token_ids == [OTHER]
-    assert shares(plan(s)) == {"a": 1}
+    [outputs] = give(s, first)
+    assert outputs.new_token_ids == [OTHER]
+    assert scheduled(plan(s)) == {"a": 1}
     give(s, second)
     assert r.token_ids[3:] == [OTHER, OTHER]
 
@@ -99,11 +99,11 @@ def test_the_share_after_an_end_of_text_is_dropped() -> None:
     s = make()
     add(s, request("a"), request("b"))
     first, second = plan(s), plan(s)
-    news = give(s, first, a=EOS)
-    assert [(n.request_id, n.finish_reason, n.stop_reason) for n in news] == [("a", "stop", None), ("b", None, None)]
+    outputs = give(s, first, a=EOS)
+    assert [(n.request_id, n.finish_reason, n.stop_reason) for n in outputs] == [("a", "stop", None), ("b", None, None)]
     third = plan(s)
     assert third.removed == ["a"]
-    assert list(shares(third)) == ["b"]
+    assert list(scheduled(third)) == ["b"]
     assert [n.request_id for n in give(s, second)] == ["b"]
     assert [n.request_id for n in give(s, third)] == ["b"]
 
@@ -145,9 +145,9 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     s = make(max_num_batched_tokens=10)
     add(s, request("a", 25))
     outputs = [step(s) for _ in range(4)]
-    assert [shares(o)["a"] for o, _ in outputs] == [10, 10, 5, 1]
+    assert [scheduled(o)["a"] for o, _ in outputs] == [10, 10, 5, 1]
     assert [o.batch.partial for o, _ in outputs] == [[0], [0], [], []]
-    assert [len(news) for _, news in outputs] == [0, 0, 1, 1]
+    assert [len(outputs) for _, outputs in outputs] == [0, 0, 1, 1]
 
 
 def test_decodes_first_and_chunks_fill_the_budget() -> None:
@@ -156,19 +156,19 @@ def test_decodes_first_and_chunks_fill_the_budget() -> None:
     step(s)
     add(s, request("b", 20), request("c", 3))
     output, _ = step(s)
-    assert shares(output) == {"a": 1, "b": 9}
+    assert scheduled(output) == {"a": 1, "b": 9}
     assert (output.batch.num_decodes, output.batch.total_num_tokens) == (1, 10)
     output, _ = step(s)
-    assert shares(output) == {"a": 1, "b": 9}
+    assert scheduled(output) == {"a": 1, "b": 9}
     output, _ = step(s)
-    assert shares(output) == {"a": 1, "b": 2, "c": 3}
+    assert scheduled(output) == {"a": 1, "b": 2, "c": 3}
 
 
 def test_one_token_shares_come_first_whatever_they_are() -> None:
     s = make(max_num_batched_tokens=6)
     add(s, request("a", 4), request("b", 1), request("c", 3))
     output, _ = step(s)
-    assert shares(output) == {"b": 1, "c": 1, "a": 4}
+    assert scheduled(output) == {"b": 1, "c": 1, "a": 4}
     assert output.batch.partial == [1]
     assert output.batch.num_decodes == 2
 
@@ -176,19 +176,19 @@ def test_one_token_shares_come_first_whatever_they_are() -> None:
 def test_max_num_seqs() -> None:
     s = make(max_num_seqs=2)
     add(s, request("a", max_tokens=1), request("b"), request("c"))
-    assert list(shares(step(s)[0])) == ["a", "b"]
+    assert list(scheduled(step(s)[0])) == ["a", "b"]
     output, _ = step(s)
     assert output.removed == ["a"]
     assert [a.request_id for a in output.new_requests] == ["c"]
-    assert list(shares(output)) == ["b", "c"]
+    assert list(scheduled(output)) == ["b", "c"]
 
 
 def test_nobody_overtakes_the_oldest_waiting() -> None:
     s = make(num_blocks=10, max_model_len=40)
     add(s, request("a", 20, max_tokens=2), request("b", 24, max_tokens=2), request("c", 1))
-    assert list(shares(step(s)[0])) == ["a"]
-    assert list(shares(step(s)[0])) == ["a"], "c would fit, but b is older"
-    assert list(shares(step(s)[0])) == ["c", "b"]
+    assert list(scheduled(step(s)[0])) == ["a"]
+    assert list(scheduled(step(s)[0])) == ["a"], "c would fit, but b is older"
+    assert list(scheduled(step(s)[0])) == ["c", "b"]
 
 
 def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
@@ -198,9 +198,9 @@ def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
     for _ in range(64 * 10):
         if not s.has_work():
             break
-        output, news = step(s)
+        output, outputs = step(s)
         assert output.batch.total_num_tokens <= 16
-        finished += [n.request_id for n in news if n.finish_reason]
+        finished += [n.request_id for n in outputs if n.finish_reason]
     assert finished == sorted(finished), "the oldest get on first"
     assert len(finished) == 64
 
@@ -208,7 +208,7 @@ def test_all_finish_when_the_budget_is_smaller_than_the_batch() -> None:
 def test_running_requests_share_a_budget_of_one() -> None:
     s = make(max_num_batched_tokens=1)
     add(s, request("a", 2, max_tokens=2), request("b", 1, max_tokens=1))
-    assert [shares(step(s)[0]) for _ in range(4)] == [{"a": 1}, {"a": 1}, {"a": 1}, {"b": 1}]
+    assert [scheduled(step(s)[0]) for _ in range(4)] == [{"a": 1}, {"a": 1}, {"a": 1}, {"b": 1}]
 
 
 # Blocks and preemption
@@ -228,7 +228,7 @@ def test_the_youngest_is_preempted() -> None:
     s = make(num_blocks=6, block_size=4, max_model_len=24)
     a, b = add(s, request("a", 8), request("b", 8))
     first = plan(s)
-    assert list(shares(first)) == ["a", "b"]
+    assert list(scheduled(first)) == ["a", "b"]
     for _ in range(4):
         following = plan(s)
         give(s, first)
@@ -236,13 +236,13 @@ def test_the_youngest_is_preempted() -> None:
     assert len(a.block_tables[0]) == len(b.block_tables[0]) == 3
     add(s, request("c", 1))
     output = plan(s)  # a needs a fourth block
-    assert shares(output) == {"a": 1}
+    assert scheduled(output) == {"a": 1}
     assert output.removed == ["b"]
-    assert output.new_requests == [], "nobody is admitted in a step that preempts"
+    assert output.new_requests == [], "no request is admitted in a step that preempts"
     assert (b.num_preemptions, b.num_computed_tokens, b.block_tables) == (1, 0, [])
     assert list(s.waiting) == ["b", "c"]
-    news = give(s, first)
-    assert [n.request_id for n in news] == ["a", "b"], "the token in flight is kept"
+    outputs = give(s, first)
+    assert [n.request_id for n in outputs] == ["a", "b"], "the token in flight is kept"
     assert b.token_ids[8:] == [OTHER] * 5
 
 
@@ -253,19 +253,19 @@ def test_a_preempted_request_resumes_from_the_prefix_cache() -> None:
         step(s)
     assert s.stats().num_preemptions == 1
     output, _ = step(s)
-    assert list(shares(output)) == ["a"]
+    assert list(scheduled(output)) == ["a"]
     while not s.running or s.running[0] is not b:
         output, _ = step(s)
-    [admission] = output.new_requests
-    assert admission.token_ids[:8] == b.token_ids[:8]
-    assert admission.num_prompt_tokens == 8
-    assert admission.num_computed_tokens == 8, "the blocks not evicted meanwhile"
+    [new] = output.new_requests
+    assert new.token_ids[:8] == b.token_ids[:8]
+    assert new.num_prompt_tokens == 8
+    assert new.num_computed_tokens == 8, "the blocks not evicted meanwhile"
     assert s.stats().prefix_hits == 0
     while s.has_work():
-        _, news = step(s)
-    assert (news[0].finish_reason, len(b.token_ids)) == ("length", 20)
-    assert news[0].num_preemptions == 1
-    assert news[0].num_cached_tokens == 0, "counts the first admission only"
+        _, outputs = step(s)
+    assert (outputs[0].finish_reason, len(b.token_ids)) == ("length", 20)
+    assert outputs[0].num_preemptions == 1
+    assert outputs[0].num_cached_tokens == 0, "counts the first new only"
 
 
 def test_the_youngest_gives_way_itself() -> None:
@@ -274,7 +274,7 @@ def test_the_youngest_gives_way_itself() -> None:
     while not (a.num_preemptions or b.num_preemptions):
         output, _ = step(s)
     assert a.num_preemptions == 0
-    assert list(shares(output)) == ["a"]
+    assert list(scheduled(output)) == ["a"]
     assert list(s.waiting) == ["b"]
 
 
@@ -285,9 +285,9 @@ def test_a_request_preempted_while_its_last_token_is_in_flight_still_ends() -> N
     second = plan(s)
     give(s, first)
     third = plan(s)  # a needs a third block, b waits for its last token
-    assert (b.num_preemptions, list(shares(third))) == (1, ["a"])
-    news = give(s, second)
-    assert [(n.request_id, n.finish_reason) for n in news] == [("a", None), ("b", "length")]
+    assert (b.num_preemptions, list(scheduled(third))) == (1, ["a"])
+    outputs = give(s, second)
+    assert [(n.request_id, n.finish_reason) for n in outputs] == [("a", None), ("b", "length")]
     assert plan(s).removed == []
     assert third.removed == ["b"]
 
@@ -295,18 +295,18 @@ def test_a_request_preempted_while_its_last_token_is_in_flight_still_ends() -> N
 def test_an_admission_leaves_a_block_for_each_running_request() -> None:
     s = make(num_blocks=6, block_size=4, max_model_len=24)
     add(s, request("a", 8), request("b", 12))
-    assert list(shares(step(s)[0])) == ["a", "b"], "2 + 3 blocks, and one spare for a"
+    assert list(scheduled(step(s)[0])) == ["a", "b"], "2 + 3 blocks, and one spare for a"
     s = make(num_blocks=5, block_size=4, max_model_len=20)
     add(s, request("a", 8), request("b", 12))
-    assert list(shares(step(s)[0])) == ["a"]
+    assert list(scheduled(step(s)[0])) == ["a"]
 
 
 def test_a_lone_request_may_use_the_whole_cache() -> None:
     s = make(num_blocks=5, block_size=4, max_model_len=21)
     add(s, request("a", 17, max_tokens=4))
     while s.has_work():
-        _, news = step(s)
-    assert (news[0].finish_reason, s.stats().num_preemptions) == ("length", 0)
+        _, outputs = step(s)
+    assert (outputs[0].finish_reason, s.stats().num_preemptions) == ("length", 0)
 
 
 # Prefix cache
@@ -316,7 +316,7 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     s = make(block_size=4)
     add(s, *(request(name, [*range(10)]) for name in "abcd"))
     output = plan(s)
-    assert shares(output) == {"a": 10, "b": 2, "c": 2, "d": 2}
+    assert scheduled(output) == {"a": 10, "b": 2, "c": 2, "d": 2}
     assert s.stats().num_free_blocks == 100 - 2 - 4
 
 
@@ -332,9 +332,11 @@ def test_the_next_turn_of_a_chat_finds_prompt_and_answer() -> None:
     assert r.finish_reason == "stop"
     assert len(r.token_ids) == 8
     add(s, request("b", [*r.token_ids, 50, 51, 52]))
-    output, [news] = step(s)
-    assert shares(output) == {"b": 3}, "the end of text was computed by the dropped share, so its block is full"
-    assert news.num_cached_tokens == 8
+    output, [outputs] = step(s)
+    assert scheduled(output) == {"b": 3}, (
+        "the end of text was computed by the step that was dropped, so its block is full"
+    )
+    assert outputs.num_cached_tokens == 8
     stats = s.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (5 + 11, 8)
     assert (stats.prompt_tokens, stats.generation_tokens) == (5 + 3, 4)
@@ -345,19 +347,19 @@ def test_a_fully_cached_prompt_computes_its_last_block() -> None:
     add(s, request("a", [*range(8)]))
     step(s)
     add(s, request("b", [*range(8)]))
-    assert shares(step(s)[0])["b"] == 4
+    assert scheduled(step(s)[0])["b"] == 4
 
 
 def test_cache_salt() -> None:
     s = make(block_size=4)
     add(s, request("a", [*range(9)]), request("b", [*range(9)], salt="x"), request("c", [*range(9)], salt="x"))
-    assert shares(step(s)[0]) == {"c": 1, "a": 9, "b": 9}
+    assert scheduled(step(s)[0]) == {"c": 1, "a": 9, "b": 9}
 
 
 def test_no_prefix_caching() -> None:
     s = make(block_size=4, enable_prefix_caching=False)
     add(s, request("a", [*range(9)]), request("b", [*range(9)]))
-    assert shares(step(s)[0]) == {"a": 9, "b": 9}
+    assert scheduled(step(s)[0]) == {"a": 9, "b": 9}
     assert (s.stats().prefix_queries, s.stats().prefix_hits) == (0, 0)
 
 
@@ -369,7 +371,7 @@ def test_reset_prefix_cache() -> None:
     give(s, output)
     assert s.reset_prefix_cache()
     add(s, request("b", [*range(9)]))
-    assert shares(step(s)[0]) == {"b": 9}
+    assert scheduled(step(s)[0]) == {"b": 9}
 
 
 # Coming and going
@@ -379,15 +381,15 @@ def test_admission_tells_all_and_is_a_copy() -> None:
     s = make(block_size=4)
     (r,) = add(s, request("a", 6, temperature=0.5))
     first = plan(s)
-    [admission] = first.new_requests
-    assert (admission.request_id, admission.token_ids, admission.num_prompt_tokens) == ("a", r.token_ids, 6)
-    assert (admission.num_computed_tokens, admission.block_ids) == (0, [[0, 1]])
-    assert (admission.request.sampling.temperature, admission.seed) == (0.5, 1)
-    tokens, block_ids = list(admission.token_ids), [list(admission.block_ids[0])]
+    [new] = first.new_requests
+    assert (new.request_id, new.token_ids, new.num_prompt_tokens) == ("a", r.token_ids, 6)
+    assert (new.num_computed_tokens, new.block_ids) == (0, [[0, 1]])
+    assert (new.request.sampling.temperature, new.seed) == (0.5, 1)
+    tokens, block_ids = list(new.token_ids), [list(new.block_ids[0])]
     give(s, first)
     for _ in range(5):
         step(s)
-    assert (admission.token_ids, admission.block_ids) == (tokens, block_ids)
+    assert (new.token_ids, new.block_ids) == (tokens, block_ids)
 
 
 def test_add_refuses_what_can_never_run() -> None:
@@ -445,7 +447,7 @@ def test_an_id_may_be_used_again_while_its_old_token_is_in_flight() -> None:
     (again,) = add(s, request("a", 2))
     second = plan(s)
     assert second.removed == ["a"]
-    assert shares(second) == {"a": 2}
+    assert scheduled(second) == {"a": 2}
     assert give(s, first, 77) == []
     assert again.token_ids[2:] == []
     give(s, second, 78)
@@ -480,12 +482,12 @@ def test_rows_to_free_are_told_with_the_next_step_that_runs() -> None:
 def test_news_carry_the_request_s_history() -> None:
     s = make(max_num_seqs=1)
     a, b = add(s, request("a", max_tokens=2), request("b", max_tokens=1))
-    _, [news] = step(s)
-    assert 0 < news.queued_time == a.queued_time <= news.scheduled_time == a.scheduled_time
+    _, [outputs] = step(s)
+    assert 0 < outputs.queued_time == a.queued_time <= outputs.scheduled_time == a.scheduled_time
     step(s)
-    _, [news] = step(s)
-    assert a.scheduled_time <= news.scheduled_time == b.scheduled_time
-    assert (news.num_preemptions, news.num_cached_tokens, news.logprobs) == (0, 0, None)
+    _, [outputs] = step(s)
+    assert a.scheduled_time <= outputs.scheduled_time == b.scheduled_time
+    assert (outputs.num_preemptions, outputs.num_cached_tokens, outputs.logprobs) == (0, 0, None)
 
 
 def test_logprobs_reach_their_request() -> None:

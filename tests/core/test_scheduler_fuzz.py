@@ -47,7 +47,7 @@ EXPECTED_EVENTS = [
     "refused",
     "extra tokens to be dropped",
     "cache resets",
-    "the same shares again",
+    "the same batch object again",
     "deferred",
     "deferred, when none is left",
     "prefix-cache hits in a window group",
@@ -64,17 +64,19 @@ class Client:
     embedding: bytes | None = None
     received: list[int] = field(default_factory=list)
 
-    def receive(self, news: EngineOutput) -> None:
+    def receive(self, output: EngineOutput) -> None:
         tokens, finish_reason, stop_reason = self.answer
-        assert news.embedding == self.embedding
-        self.received += news.new_token_ids
-        assert self.received == tokens[: len(self.received)], f"wrong tokens for {news.request_id}"
+        assert output.embedding == self.embedding
+        self.received += output.new_token_ids
+        assert self.received == tokens[: len(self.received)], f"wrong tokens for {output.request_id}"
         done = len(self.received) == len(tokens)
-        assert (news.finish_reason, news.stop_reason) == ((finish_reason, stop_reason) if done else (None, None))
+        assert (output.finish_reason, output.stop_reason) == ((finish_reason, stop_reason) if done else (None, None))
         if self.request.sampling.logprobs is None:
-            assert news.logprobs is None
+            assert output.logprobs is None
         else:
-            assert [entry.logprob for entry in news.logprobs or ()] == [-float(token) for token in news.new_token_ids]
+            assert [entry.logprob for entry in output.logprobs or ()] == [
+                -float(token) for token in output.new_token_ids
+            ]
 
 
 class Workload:
@@ -149,12 +151,12 @@ class Workload:
             self._abort()
         if self.in_flight:
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
-            for news in scheduler.update(*self.in_flight.read()):
-                self._deliver(news)
+            for output in scheduler.update(*self.in_flight.read()):
+                self._deliver(output)
                 self.events["extra tokens to be dropped"] += (
-                    news.finish_reason == "stop" and news.request_id in launched_ids
+                    output.finish_reason == "stop" and output.request_id in launched_ids
                 )
-                assert news.finish_reason != "length" or news.request_id not in launched_ids, "a share was wasted"
+                assert output.finish_reason != "length" or output.request_id not in launched_ids, "a share was wasted"
         if launched:
             launched = self._defer(launched)
         scheduler.check()
@@ -162,38 +164,38 @@ class Workload:
         self.runner.poison(scheduler.blocks.pool.free_and_empty())
 
     def _defer(self, launched: Launched) -> Launched:
-        """Some shares are not sampled after all."""
-        shares, rows = launched.output.batch, self.runner.rows
+        """Some batch are not sampled after all."""
+        batch, rows = launched.output.batch, self.runner.rows
         late = [
             index
-            for index, request_id in enumerate(shares.request_ids)
+            for index, request_id in enumerate(batch.request_ids)
             if self.lateness.random() < self.defer_rate
-            and index not in shares.partial
+            and index not in batch.partial
             and rows[request_id].pooling is None
         ]
         self.scheduler.defer(late)
         self.events["deferred"] += len(late)
         self.events["deferred, when none is left"] += any(
-            shares.request_ids[index] not in self.clients for index in late
+            batch.request_ids[index] not in self.clients for index in late
         )
         return self.runner.defer(launched, late)
 
-    def _deliver(self, news: EngineOutput) -> None:
-        client = self.clients[news.request_id]
-        client.receive(news)
-        if news.finish_reason is not None:
-            self.finished.append(self.clients.pop(news.request_id))
-            self.last_gone = news.request_id
-            self.events[f"finished by {news.finish_reason}"] += 1
-            self.events["finished by a stop token"] += news.stop_reason is not None
+    def _deliver(self, output: EngineOutput) -> None:
+        client = self.clients[output.request_id]
+        client.receive(output)
+        if output.finish_reason is not None:
+            self.finished.append(self.clients.pop(output.request_id))
+            self.last_gone = output.request_id
+            self.events[f"finished by {output.finish_reason}"] += 1
+            self.events["finished by a stop token"] += output.stop_reason is not None
             whole_context = len(client.request.token_ids) == self.max_model_len
-            self.events["finished by max_model_len"] += whole_context and news.finish_reason == "length"
-            self.events["resumed after preemption"] += news.num_preemptions > 0
+            self.events["finished by max_model_len"] += whole_context and output.finish_reason == "length"
+            self.events["resumed after preemption"] += output.num_preemptions > 0
             if client.embedding is not None:
                 budget = self.scheduler.max_num_batched_tokens
                 self.events["embeddings of chunks"] += client.request.num_prompt_tokens > budget
-                self.events["embeddings from a cached prefix"] += news.num_cached_tokens > 0
-                self.events["embeddings after preemption"] += news.num_preemptions > 0
+                self.events["embeddings from a cached prefix"] += output.num_cached_tokens > 0
+                self.events["embeddings after preemption"] += output.num_preemptions > 0
                 self.events["embeddings of a whole context"] += whole_context
             self.events["ends of text before min_tokens"] += bool(
                 set(client.received[: client.request.sampling.min_tokens - 1]) & client.request.stop_ids
@@ -228,7 +230,7 @@ class Workload:
         salt = rng.choice([0, 0, 0, 1])
         salt_name = f"salt {salt}" if salt else ""
         request = Request(EngineRequest(request_id, prompt, sampling, pooling, salt_name), eos, seed=salt)
-        most = self.max_model_len + (pooling is not None)  # an embedding takes no place in the context
+        most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
         longest = min(len(prompt) + (max_tokens or most), most)
         fits = 1 <= len(prompt) < most and self.scheduler.blocks.most_held(longest - 1) <= self.num_blocks
         if self.groups == (FULL,):

@@ -1,4 +1,4 @@
-"""Answers to one prompt share its blocks, and priorities decide whose turn it is."""
+"""Answers to one prompt share its blocks, and priorities decide queue order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
         output = scheduler.schedule()
         launched = runner.launch(output) if output else None
         if in_flight is not None:
-            finished += [news.request_id for news in scheduler.update(*in_flight.read()) if news.finish_reason]
+            finished += [outputs.request_id for outputs in scheduler.update(*in_flight.read()) if outputs.finish_reason]
         in_flight = launched
         scheduler.check()
     for each in requests:

@@ -76,17 +76,17 @@ def test_among_requests_that_generate(tiny_model: Path, expected: list[torch.Ten
         asked[f"answer-{i}"] = prompt, GREEDY, None
 
     def run(ids: list[str]) -> dict[str, list[EngineOutput]]:
-        news: dict[str, list[EngineOutput]] = {request_id: [] for request_id in ids}
+        outputs: dict[str, list[EngineOutput]] = {request_id: [] for request_id in ids}
         for request_id in ids:
             prompt, sampling, pooling = asked[request_id]
             engine.add_request(EngineRequest(request_id, prompt, sampling, pooling=pooling))
         while engine.has_work():
             for output in engine.step():
-                news[output.request_id].append(output)
-        return news
+                outputs[output.request_id].append(output)
+        return outputs
 
-    def tokens(news: list[EngineOutput]) -> list[int]:
-        return [token for output in news for token in output.new_token_ids]
+    def tokens(outputs: list[EngineOutput]) -> list[int]:
+        return [token for output in outputs for token in output.new_token_ids]
 
     alone = run([request_id for request_id in asked if request_id.startswith("answer")])
     before = engine.stats()
@@ -105,7 +105,9 @@ def test_among_requests_that_generate(tiny_model: Path, expected: list[torch.Ten
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.generation_tokens - before.generation_tokens == 30 * len(PROMPTS)
     assert ("num_gpu_blocks_override" in settings) == (stats.num_preemptions > 0)
-    cached = [news[0].num_cached_tokens for request_id, news in together.items() if request_id.startswith("embed-5")]
+    cached = [
+        outputs[0].num_cached_tokens for request_id, outputs in together.items() if request_id.startswith("embed-5")
+    ]
     assert any(cached) == settings.get("enable_prefix_caching", True)
     engine.close()
 

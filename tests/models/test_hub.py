@@ -42,8 +42,8 @@ def test_neither_folder_nor_name(name):
 
 
 def test_offline_and_not_cached(tmp_path):
-    text = message("nobody/nothing", download_dir=str(tmp_path))
-    assert text.startswith("nobody/nothing: neither a local folder nor in the cache")
+    text = message("no-one/nothing", download_dir=str(tmp_path))
+    assert text.startswith("no-one/nothing: neither a local folder nor in the cache")
     assert "HF_HUB_OFFLINE" in text
 
 

@@ -31,7 +31,7 @@ class Meeting:
         self.tensors[rank] = x.clone()
         self.barrier.wait()
         tensors = list(self.tensors)
-        self.barrier.wait()  # nobody writes the next one before all have read
+        self.barrier.wait()  # no rank writes the next one before all have read
         return tensors
 
 

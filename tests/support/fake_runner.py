@@ -49,22 +49,22 @@ class FakeRunner:
 
     def launch(self, output: SchedulerOutput) -> FakeHandle:
         if self.permits is not None:
-            assert self.permits.acquire(timeout=10), "nobody lets the runner go on"
+            assert self.permits.acquire(timeout=10), "the test does not let the runner go on"
         if self.broken:
             raise RuntimeError("the fake device is on fire")
         for request_id in output.removed:
             self.prompts.pop(request_id, None)
-        for admission in output.new_requests:
-            self.prompts[admission.request_id] = admission.token_ids[: admission.num_prompt_tokens]
-            self.num_computed[admission.request_id] = admission.num_computed_tokens
+        for new in output.new_requests:
+            self.prompts[new.request_id] = new.token_ids[: new.num_prompt_tokens]
+            self.num_computed[new.request_id] = new.num_computed_tokens
         assert len(self.prompts) <= self.options.max_num_seqs
-        shares = output.batch
-        assert shares.total_num_tokens <= self.options.max_num_batched_tokens
-        self.max_scheduled = max(self.max_scheduled, len(shares))
+        batch = output.batch
+        assert batch.total_num_tokens <= self.options.max_num_batched_tokens
+        self.max_scheduled = max(self.max_scheduled, len(batch))
         tokens, num_sampled = [], []
-        for index, (request_id, num_tokens) in enumerate(zip(shares.request_ids, shares.num_tokens, strict=True)):
+        for index, (request_id, num_tokens) in enumerate(zip(batch.request_ids, batch.num_tokens, strict=True)):
             self.num_computed[request_id] += num_tokens
-            num_sampled.append(int(index not in shares.partial))
+            num_sampled.append(int(index not in batch.partial))
             if num_sampled[-1]:
                 tokens.append(next_token(self.prompts[request_id], self.num_computed[request_id]))
         return FakeHandle(output, StepResult(tokens, num_sampled))

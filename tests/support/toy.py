@@ -119,16 +119,16 @@ class ToyRunner:
         self._read(output)
         return Launched(output, self._sample(output))
 
-    def defer(self, launched: Launched, shares: list[int]) -> Launched:
-        """Take back what these shares of the last step sampled."""
-        for index in shares:
+    def defer(self, launched: Launched, indices: list[int]) -> Launched:
+        """Take back what was sampled at these indices of the last step."""
+        for index in indices:
             row = self.rows[launched.output.batch.request_ids[index]]
             row.token_ids.pop()
             row.states.pop()
             row.num_computed -= 1
         result = launched.result
         token_ids, num_sampled = result.token_ids.copy(), result.num_sampled.copy()
-        for index in sorted(shares, reverse=True):
+        for index in sorted(indices, reverse=True):
             del token_ids[sum(num_sampled[:index])]
             num_sampled[index] = 0
         logprobs = {index: found for index, found in result.logprobs.items() if num_sampled[index]}
@@ -139,43 +139,43 @@ class ToyRunner:
     def _check(self, output: SchedulerOutput) -> None:
         assert output.step > self.step, "steps are numbered in order"
         self.step = output.step
-        shares, ids, sizes = output.batch, output.batch.request_ids, output.batch.num_tokens
+        batch, ids, sizes = output.batch, output.batch.request_ids, output.batch.num_tokens
         assert sizes, "an empty step was launched"
-        assert len(ids) == len(sizes) == len(shares)
+        assert len(ids) == len(sizes) == len(batch)
         assert min(sizes) >= 1
-        assert sum(sizes) == shares.total_num_tokens <= self.max_num_batched_tokens
-        assert shares.num_decodes == sizes.count(1)
-        assert sizes[: shares.num_decodes].count(1) == shares.num_decodes, "one-token shares come first"
-        assert len(set(ids)) == len(ids), "two shares of one request"
-        if shares is self.last_batch:
-            assert not set(ids) & set(output.removed), "the same shares of other requests"
-            self.events["the same shares again"] += 1
-        self.last_batch = shares
-        assert {admission.request_id for admission in output.new_requests} <= set(ids), "admitted for nothing"
+        assert sum(sizes) == batch.total_num_tokens <= self.max_num_batched_tokens
+        assert batch.num_decodes == sizes.count(1)
+        assert sizes[: batch.num_decodes].count(1) == batch.num_decodes, "requests that compute one token come first"
+        assert len(set(ids)) == len(ids), "a request twice in a batch"
+        if batch is self.last_batch:
+            assert not set(ids) & set(output.removed), "the same batch object for other requests"
+            self.events["the same batch object again"] += 1
+        self.last_batch = batch
+        assert {new.request_id for new in output.new_requests} <= set(ids), "admitted for nothing"
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.removed:
             del self.rows[request_id]
-        for admission in output.new_requests:
-            assert admission.request_id not in self.rows, "a second row for one request"
-            tokens, num_computed = admission.token_ids, admission.num_computed_tokens
+        for new in output.new_requests:
+            assert new.request_id not in self.rows, "a second row for one request"
+            tokens, num_computed = new.token_ids, new.num_computed_tokens
             assert num_computed % self.block_size == 0
             assert num_computed < len(tokens), "nothing left to compute"
-            assert 1 <= admission.num_prompt_tokens <= len(tokens)
-            for block_ids in admission.block_ids:
+            assert 1 <= new.num_prompt_tokens <= len(tokens)
+            for block_ids in new.block_ids:
                 self.poison(block_ids[num_computed // self.block_size :])
-            self.rows[admission.request_id] = Row(
+            self.rows[new.request_id] = Row(
                 list(tokens),
-                states_of(tokens, admission.seed),
-                [list(block_ids) for block_ids in admission.block_ids],
+                states_of(tokens, new.seed),
+                [list(block_ids) for block_ids in new.block_ids],
                 num_computed,
-                admission.request.sampling,
-                admission.seed,
-                admission.request.pooling,
+                new.request.sampling,
+                new.seed,
+                new.request.pooling,
             )
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
-        admitted = {admission.request_id for admission in output.new_requests}
-        assert not admitted & set(output.new_block_ids), "an admission has all its blocks"
+        admitted = {new.request_id for new in output.new_requests}
+        assert not admitted & set(output.new_block_ids), "a new request has all its blocks"
         for request_id, block_ids in output.new_block_ids.items():
             for table, new in zip(self.rows[request_id].block_tables, block_ids, strict=True):
                 self.poison(new)
@@ -200,10 +200,10 @@ class ToyRunner:
                     self.kv[block_id * size + position % size] = row.states[position] ^ g
                 row.pooled += row.states[position]
             row.num_computed += num_tokens
-        for admission in output.new_requests:
-            num_cached = admission.num_computed_tokens // size
-            for group, block_ids in zip(self.groups, admission.block_ids, strict=True):
-                cached = block_ids[group.first_needed(admission.num_computed_tokens) // size : num_cached]
+        for new in output.new_requests:
+            num_cached = new.num_computed_tokens // size
+            for group, block_ids in zip(self.groups, new.block_ids, strict=True):
+                cached = block_ids[group.first_needed(new.num_computed_tokens) // size : num_cached]
                 self.events["hits on a block filled in the same step"] += any(
                     block_id in written for block_id in cached
                 )

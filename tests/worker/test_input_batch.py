@@ -43,10 +43,10 @@ class Device:
         self.deferred: list[int] = []
 
     def run(self, output: SchedulerOutput) -> StepResult:
-        shares, before = output.batch, self.batch._members
+        batch, before = output.batch, self.batch._members
         self.batch.apply(output)
-        padding = self.rng.choice([0, 2]) if shares.num_decodes == len(shares) else 0
-        packed = self.batch.pack(output, len(shares) + padding if padding else 0)
+        padding = self.rng.choice([0, 2]) if batch.num_decodes == len(batch) else 0
+        packed = self.batch.pack(output, len(batch) + padding if padding else 0)
         self.num_kept += packed.members is before
         self.num_padded += padding > 0
         reference.prepare_step(
@@ -63,21 +63,21 @@ class Device:
                 table += new
         tokens, counts, at = [], [], 0
         self.deferred = []
-        for i, (request_id, num_tokens) in enumerate(zip(shares.request_ids, shares.num_tokens, strict=True)):
+        for i, (request_id, num_tokens) in enumerate(zip(batch.request_ids, batch.num_tokens, strict=True)):
             self.check(i, self.plain[request_id], at, num_tokens)
             at += num_tokens
-            deferred = i not in shares.partial and self.rng.random() < 0.1
-            counts.append(int(i not in shares.partial and not deferred))
+            deferred = i not in batch.partial and self.rng.random() < 0.1
+            counts.append(int(i not in batch.partial and not deferred))
             if deferred:
                 self.deferred.append(i)
                 self.plain[request_id].num_computed -= 1
-            elif i not in shares.partial:
+            elif i not in batch.partial:
                 tokens.append(self.rng.randrange(1000))
                 self.plain[request_id].token_ids.append(tokens[-1])
                 self.batch.state.last_token[self.batch.rows[request_id].index] = tokens[-1]
-        assert (packed.num_seqs, packed.num_tokens) == (len(shares) + padding, at + padding)
+        assert (packed.num_seqs, packed.num_tokens) == (len(batch) + padding, at + padding)
         assert (self.step.slot_mapping[:, at : at + padding] == -1).all()
-        assert self.step.rows[len(shares) : packed.num_seqs].tolist() == [ROWS] * padding
+        assert self.step.rows[len(batch) : packed.num_seqs].tolist() == [ROWS] * padding
         if self.deferred:
             self.batch.defer(packed, self.step, self.deferred)
             self.num_deferred += len(self.deferred)

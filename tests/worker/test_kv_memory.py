@@ -55,8 +55,8 @@ def test_layers_share_blocks_of_one_size(windows: list[int], groups: list[int], 
     assert layout.num_slots == num_slots
     assert sorted(group.window for group in layout.groups) == sorted(groups)
     assert [layout.groups[group].window for group in layout.group_of] == windows
-    places = list(zip(layout.group_of, layout.slot_of, strict=True))
-    assert len(set(places)) == len(windows), "two layers write the same part of a block"
+    slots = list(zip(layout.group_of, layout.slot_of, strict=True))
+    assert len(set(slots)) == len(windows), "two layers write the same part of a block"
     assert max(layout.slot_of) < num_slots
     assert len(layout.groups) * num_slots <= 1.15 * len(windows)
     layers = layout.allocate(2, CPU)

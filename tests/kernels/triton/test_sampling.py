@@ -267,8 +267,8 @@ def test_masks(module, dtype, small_blocks):
     for vocab_size in (1, 31, 32, 33, 300):
         logits = torch.randn(5, vocab_size + 3, generator=generator).to(dtype)
         bits = torch.rand(3, -(-vocab_size // 32) * 32, generator=generator) < 0.5
-        places = torch.arange(32)
-        words = (bits.view(3, -1, 32).long() << places).sum(-1)
+        positions = torch.arange(32)
+        words = (bits.view(3, -1, 32).long() << positions).sum(-1)
         masks = torch.where(words >= 2**31, words - 2**32, words).int()
         expected = logits.clone()
         for mask, row in enumerate((4, 0, 2)):

@@ -1,4 +1,4 @@
-"""Hostile schemas, expressions, grammars and tools at a real server: all are answered, and nobody waits for them."""
+"""Hostile schemas, expressions, grammars and tools at a real server: all are answered, and no other request waits for them."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def server(demo_model: Path) -> Iterator[str]:
         assert blocks_in_use(url) == 0
 
 
-def test_they_stall_nobody(server: str) -> None:
+def test_they_stall_no_other_request(server: str) -> None:
     async def run() -> tuple[dict[str, httpx.Response], int]:
         async with httpx.AsyncClient(base_url=server, timeout=200) as client:
             num_events, done = 0, asyncio.Event()

@@ -85,7 +85,7 @@ def test_options(live: Live) -> None:
     live.engine.default_pooling = "mean"
     assert asked()[1] == MEAN
     assert len(vectors(embed(live, input="x" * 2000, truncate_prompt_tokens=-1))) == 1
-    assert len(live.engine.embedded[-1][0]) == 512, "an embedding takes no place in the context"
+    assert len(live.engine.embedded[-1][0]) == 512, "an embedding needs no room in the context"
 
 
 def test_base64(live: Live) -> None:

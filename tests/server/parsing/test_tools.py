@@ -170,7 +170,7 @@ def test_what_the_grammar_allows_is_read_as_calls(format: str, number: int) -> N
     ],
 )
 def test_bare_calls_are_read_where_the_grammar_sees_them(text: str, is_call: bool) -> None:
-    """Anything else would have arguments that nobody has checked."""
+    """Anything else would have unchecked arguments."""
     (tag,) = call_tags(TOOL_FORMATS["llama3_json"], [("f", {})], required=False, several=True).tags
     assert tag.head is not None
     assert bool(re.match(tag.head, text)) is is_call

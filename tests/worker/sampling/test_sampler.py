@@ -54,7 +54,7 @@ class Sampling:
     ) -> dict[str, int]:
         """A step that samples for each request but those of `chunks`; the new ones prefill all their tokens in it."""
         self.number += 1
-        admissions = [
+        new_requests = [
             NewRequest(EngineRequest(name, tokens[:num_prompt], params), seed, tokens, 0, [list(range(8))])
             for name, (tokens, num_prompt, params, seed) in admitted.items()
         ]
@@ -65,7 +65,7 @@ class Sampling:
         batch = ScheduledBatch(names, sizes, sum(sizes), sizes.count(1), partial)
         if not admitted and not removed and self.last.request_ids == names and self.last.num_tokens == sizes:
             batch = self.last  # as the scheduler does
-        output, self.last = step_of(self.number, admissions, batch, removed), batch
+        output, self.last = step_of(self.number, new_requests, batch, removed), batch
         self.apply(output)
         packed = self.batch.pack(output)
         reference.prepare_step(
