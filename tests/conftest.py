@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,7 +48,7 @@ def tiny_model(make_model: Callable[[Path], Path], tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture
-def exact_float8(monkeypatch):
+def exact_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter converts float8 without rounding and without NaN: let PyTorch convert it."""
     np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     tl = pytest.importorskip("triton.language")
@@ -60,7 +61,7 @@ def exact_float8(monkeypatch):
         tl.float32: torch.float32,
     }
 
-    def convert(array, source, target, rounding):
+    def convert(array: Any, source: Any, target: Any, rounding: Any) -> Any:
         if tl.float8e4nv not in (source, target):
             return theirs(array, source, target, rounding)
         raw = torch.from_numpy(np.ascontiguousarray(array).view(f"i{source.primitive_bitwidth // 8}").copy())

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -96,8 +97,8 @@ def test_embeddings_among_chats(server: str) -> None:
             alone = await embed(client)
             chats = [stream(client, server, model, i, hang_up=i % 2 == 1) for i in range(8)]
             among = [embed(client, cache_salt=str(i)) for i in range(8)]
-            found = await asyncio.gather(*chats, *among)
-            return alone, found[len(chats) :]
+            _, found = await asyncio.gather(asyncio.gather(*chats), asyncio.gather(*among))
+            return alone, found
 
     alone, among = asyncio.run(run())
     for vectors in among:
@@ -108,14 +109,16 @@ def test_embeddings_among_chats(server: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def story(story_model: Path) -> list[dict]:
+def story(story_model: Path) -> list[dict[str, Any]]:
     return json.loads((story_model / "expected_greedy.json").read_text())
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("max_num_batched_tokens", [16, 64, 2048])
 @pytest.mark.parametrize("num_blocks", [None, 40])
-def test_greedy_text_among_others(story, story_model, prefix_caching, max_num_batched_tokens, num_blocks) -> None:
+def test_greedy_text_among_others(
+    story: Any, story_model: Path, prefix_caching: bool, max_num_batched_tokens: int, num_blocks: int | None
+) -> None:
     """Token for token what a single request gives, among 64 random ones, whatever the budget, cache size and prefix cache."""
     from engine import EngineConfig, SamplingParams
     from engine.engine import Engine
@@ -153,13 +156,19 @@ def test_greedy_text_among_others(story, story_model, prefix_caching, max_num_ba
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
-def test_the_demo_answers_forced_tool_calls_and_takes_their_results(server: str, choice: str | dict) -> None:
+def test_the_demo_answers_forced_tool_calls_and_takes_their_results(server: str, choice: str | dict[str, Any]) -> None:
     nights = {"type": "integer", "minimum": 1, "maximum": 30}
-    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "nights": nights}}
+    schema: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "nights": nights}}
     schema |= {"required": ["city", "nights"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "book", "parameters": schema}}]
     messages = [{"role": "user", "content": "Book me a room in Oslo."}]
-    body = {"messages": messages, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 80}
+    body: dict[str, Any] = {
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 80,
+    }
     (answer,) = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60).json()["choices"]
     assert answer["finish_reason"] == "tool_calls"
     (call,) = answer["message"]["tool_calls"]

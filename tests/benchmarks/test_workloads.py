@@ -38,7 +38,7 @@ def test_named_workloads(name: str, count: int, input_len: int, output_len: int)
     work = workloads.named(name, 300)
     assert len(work.requests) == count
     assert {(len(request.prompt), request.output_len) for request in work.requests} == {(input_len, output_len)}
-    assert max(max(request.prompt) for request in work.requests) < 300
+    assert max(max(request.prompt) for request in work.requests) < 300  # type: ignore[operator]
     assert work == workloads.named(name, 300)
     assert work.longest == input_len + output_len
     if name == "prefix":

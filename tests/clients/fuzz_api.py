@@ -182,8 +182,8 @@ def fuzz(url: str, seconds: float, patience: float, seed: int, schemathesis: str
     if usage := blocks_in_use(url):
         faults.append(f"{usage:.2%} of the KV cache is in use at the end")
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-        if count := metric(url, name):
-            faults.append(f"{name} is {count:g} at the end")
+        if number := metric(url, name):
+            faults.append(f"{name} is {number:g} at the end")
     page = httpx.get(f"{url}/metrics").text
     faults += re.findall(r'^http_requests_total\{.*status="5.*$', page, re.MULTILINE)
     print(f"{metric(url, 'http_requests_total'):.0f} requests, {metric(url, 'vllm:request_success_total'):.0f} answers")

@@ -35,7 +35,7 @@ def tasks() -> list[Any]:
     until = {"until": ["<|im_end|>", "\n\n"], "max_gen_toks": 40, "do_sample": False}
     text = {"output_type": "generate_until", "doc_to_target": "{{choices[right]}}", "generation_kwargs": until}
     rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{prompt}}{{choices[0]}}"}
-    named = {"choice": choice, "text": text, "rolling": rolling}
+    named: dict[str, dict[str, Any]] = {"choice": choice, "text": text, "rolling": rolling}
     metrics = {"choice": ["acc", "acc_norm"], "text": ["exact_match"], "rolling": ["word_perplexity", "bits_per_byte"]}
     return [
         ConfigurableTask(

@@ -55,7 +55,8 @@ def test_parsed_tools(client: OpenAI) -> None:
     tools = [pydantic_function_tool(Weather)]
     asked = {"messages": messages, "tools": tools, "parallel_tool_calls": False, "max_tokens": 150, **ASKED}
     message = client.chat.completions.parse(tool_choice="required", **asked).choices[0].message
-    (call,) = message.tool_calls or ()
+    assert message.tool_calls
+    (call,) = message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
     named: Any = {"type": "function", "function": {"name": "Weather"}}
     with client.chat.completions.stream(tool_choice=named, **asked) as stream:
@@ -90,7 +91,8 @@ def test_messages(anthropic: Anthropic) -> None:
     tool: Any = {"name": "weather", "description": "Today's weather", "input_schema": Weather.model_json_schema()}
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     asked: dict[str, Any] = {"tools": [tool], "max_tokens": 150, "model": "demo", "extra_body": {"temperature": 0}}
-    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
+    choices: list[Any] = [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}]
+    for choice in choices:
         with anthropic.messages.stream(messages=messages, tool_choice=choice, **asked) as stream:
             assert "input_json" in {event.type for event in stream}
             message = stream.get_final_message()

@@ -120,7 +120,7 @@ class Workload:
         def window() -> CacheGroup:
             return CacheGroup(rng.randint(1, self.max_model_len))
 
-        return rng.choice(
+        return rng.choice(  # type: ignore[no-untyped-call]
             [lambda: (FULL,), lambda: (window(),), lambda: (FULL, window()), lambda: (window(), FULL, window())]
         )()
 
@@ -151,12 +151,12 @@ class Workload:
             self._abort()
         if self.in_flight:
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
-            for output in scheduler.update(*self.in_flight.read()):
-                self._deliver(output)
+            for output in scheduler.update(*self.in_flight.read()):  # type: ignore[assignment]
+                self._deliver(output)  # type: ignore[arg-type]
                 self.events["extra tokens to be dropped"] += (
-                    output.finish_reason == "stop" and output.request_id in launched_ids
+                    output.finish_reason == "stop" and output.request_id in launched_ids  # type: ignore[attr-defined]
                 )
-                assert output.finish_reason != "length" or output.request_id not in launched_ids, "a share was wasted"
+                assert output.finish_reason != "length" or output.request_id not in launched_ids, "a share was wasted"  # type: ignore[attr-defined]
         if launched:
             launched = self._defer(launched)
         scheduler.check()

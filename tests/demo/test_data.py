@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -20,11 +21,11 @@ DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
 
 
 @pytest.fixture(scope="module")
-def encoder():
+def encoder() -> Any:
     return Encoder(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
 
 
-def messages(chat):
+def messages(chat: Any) -> Any:
     system = [{"role": "system", "content": chat.persona.system}] if chat.persona.system else []
     turns = [
         message
@@ -34,13 +35,13 @@ def messages(chat):
     return system + turns
 
 
-def test_a_seed_gives_the_same_conversations_again(encoder):
+def test_a_seed_gives_the_same_conversations_again(encoder: Any) -> None:
     first, again, other = (make_rows(encoder, seed, 60) for seed in (1, 1, 2))
     assert all((first[length] == again[length]).all() for length in first)
     assert any(first[length].shape != other[length].shape or (first[length] != other[length]).any() for length in first)
 
 
-def test_conversations_are_varied_and_whole():
+def test_conversations_are_varied_and_whole() -> None:
     rng = random.Random(5)
     chats = [make_chat(rng, length=rng.choice(LENGTHS[:3])) for _ in range(1500)]
     turns = [turn for chat in chats for turn in chat.turns]
@@ -55,7 +56,7 @@ def test_conversations_are_varied_and_whole():
         assert "\n\n" not in turn.answer, turn
 
 
-def test_every_expected_answer_is_right_and_from_the_held_out_side():
+def test_every_expected_answer_is_right_and_from_the_held_out_side() -> None:
     cases = evaluation(seed=3, per_skill=12)
     assert len({skill for skill, _, _ in cases}) > 40
     assert all(is_right(chat.turns[index], chat.turns[index].answer) for _, chat, index in cases)
@@ -65,7 +66,7 @@ def test_every_expected_answer_is_right_and_from_the_held_out_side():
     assert 10 < sum(map(held_out, NAMES)) < 60
 
 
-def test_a_wrong_answer_is_not_right():
+def test_a_wrong_answer_is_not_right() -> None:
     assert is_right(Turn("", "", expect=("132",)), "47 + 85 = 132.")
     assert not is_right(Turn("", "", expect=("132",)), "47 + 85 = 1320.")
     assert not is_right(Turn("", "", expect=("one",), exact=True), "one.")
@@ -77,7 +78,7 @@ def test_a_wrong_answer_is_not_right():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rows_are_what_the_chat_template_gives(encoder):
+def test_rows_are_what_the_chat_template_gives(encoder: Any) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -93,7 +94,7 @@ def test_rows_are_what_the_chat_template_gives(encoder):
         assert encoder.prompt(chat, last) == prompt
 
 
-def test_only_answers_and_their_ends_are_targets(encoder):
+def test_only_answers_and_their_ends_are_targets(encoder: Any) -> None:
     chat = Chat(random.Random(0), persona=Persona("Be kind."))
     chat.turns = [Turn("what is 1 + 1?", "2."), Turn("thanks", "You are welcome!")]
     ids = [token for piece in encoder.encode([chat])[0] for token in piece]
@@ -101,7 +102,7 @@ def test_only_answers_and_their_ends_are_targets(encoder):
     assert targets == "2.<|im_end|>You are welcome!<|im_end|>"
 
 
-def test_the_tokenizer_keeps_every_text_and_splits_digits(encoder):
+def test_the_tokenizer_keeps_every_text_and_splits_digits(encoder: Any) -> None:
     for text in ("12 + 345 = 357", "naïve 世界 😀\n- a\n- b", "  two  spaces\t", '{"name": "Ann", "age": 9}'):
         assert encoder.tokenizer.decode(encoder.ids(text)) == text
     assert [encoder.tokenizer.id_to_token(token) for token in encoder.ids("2048")] == ["2", "0", "4", "8"]
@@ -109,7 +110,7 @@ def test_the_tokenizer_keeps_every_text_and_splits_digits(encoder):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_exported_model_is_the_same_in_transformers(tmp_path):
+def test_an_exported_model_is_the_same_in_transformers(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -124,11 +125,11 @@ def test_an_exported_model_is_the_same_in_transformers(tmp_path):
         assert (ours - theirs(ids).logits).abs().max() < 1e-4
 
 
-def test_the_committed_chat_template_is_that_of_the_training():
+def test_the_committed_chat_template_is_that_of_the_training() -> None:
     assert json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
 
 
-def test_the_committed_configuration_is_the_trained_shape(tmp_path):
+def test_the_committed_configuration_is_the_trained_shape(tmp_path: Path) -> None:
     import torch
 
     save(Model(Shape(), torch.device("cpu")), tmp_path)
@@ -138,7 +139,7 @@ def test_the_committed_configuration_is_the_trained_shape(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_training_script_runs(tmp_path):
+def test_the_training_script_runs(tmp_path: Path) -> None:
     arguments = f"--device cpu --tiny --steps 4 --workers 1 --per-skill 1 --out {tmp_path}".split()
     command = [sys.executable, "-m", "demo.train", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)

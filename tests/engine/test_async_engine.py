@@ -27,7 +27,7 @@ LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokeniz
 
 
 def config(model: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig(**({"model": str(model), "device": "cpu", "num_gpu_blocks_override": 1024} | settings))
+    return EngineConfig(**{"model": str(model), "device": "cpu", "num_gpu_blocks_override": 1024, **settings})
 
 
 @asynccontextmanager

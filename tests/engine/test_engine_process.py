@@ -56,7 +56,7 @@ def running_loop(
     """`permits`: each step waits for one."""
     engine = Engine(
         EngineConfig(model=str(model), device="cpu", max_model_len=256, max_num_seqs=4),
-        build_runner=FakeRunner.build,
+        build_runner=FakeRunner.build,  # type: ignore[arg-type]
         progress=False,
     )
     assert isinstance(engine.runner, FakeRunner)
@@ -152,7 +152,7 @@ def test_the_engine_process_spares_the_garbage_collector_what_stays(tiny_model: 
     config = EngineConfig(model=str(tiny_model), device="cpu")
 
     def build(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Engine:
-        return Engine(config, eos_token_ids=eos_token_ids, build_runner=FakeRunner.build, progress=False)
+        return Engine(config, eos_token_ids=eos_token_ids, build_runner=FakeRunner.build, progress=False)  # type: ignore[arg-type]
 
     try:
         engine, event = _start(Start(config, ()), build)

@@ -172,15 +172,16 @@ def test_sizes() -> None:
 
 def test_engine_config_checks_itself() -> None:
     assert EngineConfig(model="m", max_model_len="32k").max_model_len == 32000  # type: ignore[arg-type]
-    for changes, message in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"model": ""}, "model is missing"),
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1, got 1.5"),
         ({"kv_cache_memory_bytes": 1, "num_gpu_blocks_override": 1}, "give one"),
-    ]:
+    ]
+    for changes, message in refused:
         with pytest.raises(ConfigError, match=message):
-            EngineConfig(**({"model": "m"} | changes))  # type: ignore[arg-type]
+            EngineConfig(**{"model": "m", **changes})
 
 
 def test_every_flag_has_help_and_a_valid_default() -> None:

@@ -111,9 +111,9 @@ def test_scales_are_each_heads_own_and_the_same_at_every_start(large: Path) -> N
     first, again = (build(large, kv_cache_dtype="fp8", calculate_kv_scales=True) for _ in range(2))
     for layer, other in zip(first.model.layers, again.model.layers, strict=True):
         scale = layer.attention.kv_scale  # type: ignore[union-attr]
-        assert scale.equal(other.attention.kv_scale)  # type: ignore[union-attr]
-        assert scale.unique().numel() == 4  # K and V of two heads
-        assert (scale[1] > 100 * scale[0]).all()
+        assert scale.equal(other.attention.kv_scale)  # type: ignore[arg-type, operator, union-attr]
+        assert scale.unique().numel() == 4  # type: ignore[operator]  # K and V of two heads
+        assert (scale[1] > 100 * scale[0]).all()  # type: ignore[index]
 
 
 def test_scales_leave_headroom_and_nothing_at_one() -> None:
@@ -134,7 +134,7 @@ def test_scales_of_the_checkpoint(large: Path, exact: torch.Tensor, k_name: str,
     scales |= {layers[0] + "q_scale": torch.tensor(3.0)}
     add_scales(large, scales)
     runner = build(large)
-    assert runner.model.layers[1].attention.kv_scale.tolist() == [[0.5, 0.5], [200.0, 200.0]]  # type: ignore[union-attr]
+    assert runner.model.layers[1].attention.kv_scale.tolist() == [[0.5, 0.5], [200.0, 200.0]]  # type: ignore[operator, union-attr]
     assert (scores(large) - exact).abs().max() < 1e-3  # a wider cache needs none
     error = (scores(large, kv_cache_dtype="fp8") - exact).abs()
     assert error.mean() < SMALL
@@ -194,7 +194,7 @@ def test_the_story_model_tells_nearly_the_same(story_model: Path) -> None:
         found.append([])
         for story, prompt, result in zip(stories, prompts, results, strict=True):
             at = range(len(story["prompt_ids"]), len(prompt["prompt_token_ids"]))
-            found[-1] += [result.prompt_logprobs[i][prompt["prompt_token_ids"][i]] for i in at]
+            found[-1] += [result.prompt_logprobs[i][prompt["prompt_token_ids"][i]] for i in at]  # type: ignore[index]
     same = sum(quantised.rank == exact.rank for exact, quantised in zip(*found, strict=True))
     errors = [abs(quantised.logprob - exact.logprob) for exact, quantised in zip(*found, strict=True)]
     assert same / len(errors) > 0.85

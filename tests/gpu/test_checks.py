@@ -1,10 +1,12 @@
 """The checks themselves, run on the CPU, where reference implementations stand in for the kernels: they must be right."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+import kernels
 from tests.gpu import attention
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
@@ -29,20 +31,20 @@ def test_the_checks_pass_on_the_reference_implementations() -> None:
 
 def test_the_checks_fail_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong scales, a key too few, and a kernel that does not even run."""
-    right = attention.kernels.paged_attention_decode
+    right = kernels.paged_attention_decode
 
-    def unscaled(*args, kv_scale=None, **options):
+    def unscaled(*args: Any, kv_scale: Any = None, **options: Any) -> Any:
         return right(*args, kv_scale=None if kv_scale is None else 2 * kv_scale, **options)
 
-    def short(*args, **options):
+    def short(*args: Any, **options: Any) -> Any:
         query, key_cache, value_cache, tables, rows, lens = args
         return right(query, key_cache, value_cache, tables, rows, lens - 1, **options)
 
-    def broken(*args, **options):
+    def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("out of resource")
 
     for wrong, kinds in ((unscaled, {"fp8"}), (short, {"fp8", "bf16"}), (broken, {"fp8", "bf16"})):
-        monkeypatch.setattr(attention.kernels, "paged_attention_decode", wrong)
+        monkeypatch.setattr(kernels, "paged_attention_decode", wrong)
         checks = Checks("cpu")
         attention.check_attention(checks, **SMALL)
         assert {"fp8" if "fp8" in name else "bf16" for name in failed(checks)} == kinds

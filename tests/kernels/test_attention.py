@@ -2,9 +2,11 @@
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import attention as cpu
@@ -17,7 +19,14 @@ NAN = float("nan")
 class Paged:
     """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN, every unused table entry 2^30."""
 
-    def __init__(self, lens, num_kv_heads=2, block_size=4, head_dim=20, dtype=torch.float64):
+    def __init__(
+        self,
+        lens: Any,
+        num_kv_heads: Any = 2,
+        block_size: Any = 4,
+        head_dim: Any = 20,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 2
         free = torch.randperm(num_blocks).tolist()
@@ -32,7 +41,9 @@ class Paged:
             for i in range(n):
                 self.caches[:, blocks[i // block_size], :, i % block_size] = kv[:, i]
 
-    def attend(self, sequence, query, position, scale, window, soft_cap, slopes):
+    def attend(
+        self, sequence: Any, query: Any, position: Any, scale: Any, window: Any, soft_cap: Any, slopes: Any
+    ) -> Any:
         """One token of one sequence, query [H, D] at `position`, the slow and sure way."""
         out = torch.zeros_like(query, dtype=torch.float64)
         key, value = self.contexts[sequence].double()
@@ -50,7 +61,7 @@ class Paged:
         return out
 
 
-def feature_names(options):
+def feature_names(options: Any) -> Any:
     return "+".join(options) or "causal"
 
 
@@ -63,7 +74,7 @@ FEATURES = [
 ]
 
 
-def slow(paged, queries, options):
+def slow(paged: Any, queries: Any, options: Any) -> Tensor:
     """queries: (sequence, position, query [H, D]) -> [len(queries), H, D]."""
     window, soft_cap = options.get("window", 0), options.get("soft_cap", 0.0)
     return torch.stack(
@@ -92,7 +103,7 @@ def prefill_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
-def test_decode_attends_as_a_loop_does(decode_module, options):
+def test_decode_attends_as_a_loop_does(decode_module: Any, options: dict[str, Any]) -> None:
     lens = [1, 37, 0, 8, 33, 38, 40, 3, 4, 17]
     paged = Paged(lens)
     query = torch.randn(len(lens), 6, 20, dtype=torch.float64)
@@ -105,7 +116,7 @@ def test_decode_attends_as_a_loop_does(decode_module, options):
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
-def test_prefill_attends_as_a_loop_does(prefill_module, options):
+def test_prefill_attends_as_a_loop_does(prefill_module: Any, options: dict[str, Any]) -> None:
     lens, counts = [5, 40, 0, 40, 23, 1], [5, 1, 2, 33, 20, 1]  # whole prompts, one token, padding, chunks
     paged = Paged(lens)
     starts = torch.tensor([2, *counts]).cumsum(0)
@@ -130,7 +141,7 @@ def test_prefill_attends_as_a_loop_does(prefill_module, options):
 @pytest.mark.parametrize("options", [FEATURES[0], FEATURES[-1]], ids=feature_names)
 @pytest.mark.parametrize("dtype", DTYPES)
 @BOTH
-def test_attention_in_every_dtype(module, dtype, options):
+def test_attention_in_every_dtype(module: Any, dtype: torch.dtype, options: Any) -> None:
     lens = [70, 3, 64]
     paged = Paged(lens, block_size=16, head_dim=64, dtype=dtype)
     query = torch.randn(3, 6, 64).to(dtype)
@@ -147,7 +158,9 @@ def test_attention_in_every_dtype(module, dtype, options):
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
-def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(decode_module, options):
+def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(
+    decode_module: Any, options: dict[str, Any]
+) -> None:
     lens = [1, 9, 40, 4, 7]
     paged, scale = Paged(lens, dtype=torch.float32), torch.rand(2, 2) + 0.1
     whole = (paged.block_tables, paged.rows)
@@ -164,7 +177,7 @@ def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(decode_mod
 
 @BOTH
 @pytest.mark.parametrize("num_keys", [16, 1024])
-def test_what_an_e4m3_cache_costs_attention(module, num_keys):
+def test_what_an_e4m3_cache_costs_attention(module: Any, num_keys: int) -> None:
     """Relative error of attention over random keys and values: about the 2.6 % that rounding to three bits makes of each."""
     paged, query = Paged([num_keys], head_dim=64, dtype=torch.float32), torch.randn(1, 8, 64)
     whole, scale = (paged.block_tables, paged.rows, paged.context_lens), torch.ones(2, 2)
@@ -176,7 +189,7 @@ def test_what_an_e4m3_cache_costs_attention(module, num_keys):
 
 @BOTH
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn], ids=["float32", "e4m3"])
-def test_a_cache_may_be_a_layer_of_one_tensor(module, kv_dtype):
+def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, kv_dtype: torch.dtype) -> None:
     lens = [1, 9, 40, 4, 7]
     paged = Paged(lens, dtype=torch.float32)
     scale = torch.ones(2, 2) if kv_dtype == torch.float8_e4m3fn else None
@@ -194,7 +207,7 @@ def test_a_cache_may_be_a_layer_of_one_tensor(module, kv_dtype):
 
 
 @BOTH
-def test_blocks_before_the_window_are_not_read(module):
+def test_blocks_before_the_window_are_not_read(module: Any) -> None:
     lens, query_lens, window = [37, 5, 20, 33], [1, 3, 20, 9], 9
     paged = Paged(lens)
     options = {"scale": 0.3, "window": window}

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def operations(device_type: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("device_type", kernels.BACKENDS)
-def test_operations_take_what_the_reference_implementation_takes(device_type):
+def test_operations_take_what_the_reference_implementation_takes(device_type: Any) -> None:
     """And perhaps more, for tuning, with defaults."""
     if device_type == "cuda":
         pytest.importorskip("triton")
@@ -33,14 +34,14 @@ def test_operations_take_what_the_reference_implementation_takes(device_type):
 
 
 @pytest.mark.parametrize("device_type", kernels.BACKENDS)
-def test_each_operation_is_named_once_and_dispatched(device_type):
+def test_each_operation_is_named_once_and_dispatched(device_type: Any) -> None:
     names = [name for _, name in operations(device_type)]
     assert len(names) == len(set(names))
     for name in names:
         assert inspect.unwrap(getattr(kernels, name)) is getattr(reference, name)
 
 
-def test_the_first_arguments_device_picks_the_backend(monkeypatch):
+def test_the_first_arguments_device_picks_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def norm(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,9 @@ def test_the_first_arguments_device_picks_the_backend(monkeypatch):
     table = {"cpu": {}, "meta": {"tests.kernels.fake": ("norm",)}}
     monkeypatch.setattr(kernels, "BACKENDS", table)
     monkeypatch.setattr(
-        kernels.importlib, "import_module", lambda name: type("Fake", (), {"norm": lambda x: calls.append(name)})
+        kernels.importlib,  # type: ignore[attr-defined]
+        "import_module",
+        lambda name: type("Fake", (), {"norm": lambda x: calls.append(name)}),  # type: ignore[attr-defined]
     )
     operation = kernels._dispatched(norm)
     operation(torch.ones(1))
@@ -61,6 +64,6 @@ def test_the_first_arguments_device_picks_the_backend(monkeypatch):
     assert operation.__doc__ == "An operation."
 
 
-def test_a_device_without_a_backend_is_named():
+def test_a_device_without_a_backend_is_named() -> None:
     with pytest.raises(NotImplementedError, match="meta"):
         kernels._dispatched(reference.silu_and_mul)(torch.ones(2, device="meta"))

@@ -1,9 +1,12 @@
 """The decoder against transformers and against a real model's exact text."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.models.families import read_spec
 from engine.models.weights import load_model
@@ -14,28 +17,28 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_family_equals_transformers(name):
+def test_family_equals_transformers(name: Any) -> None:
     result = check_family(name, "cpu", torch.float32)
     assert result["greedy_equal"]
     assert result["max_error"] <= MAX_ERROR, result
 
 
 @pytest.mark.parametrize("name", ["llama-gqa4-llama3", "mistral-window", "qwen2", "qwen3"])
-def test_bfloat16_is_as_exact_as_transformers(name):
+def test_bfloat16_is_as_exact_as_transformers(name: str) -> None:
     result = check_family(name, "cpu", torch.bfloat16)
     assert passes(result, torch.bfloat16), result
 
 
-def load(folder, **options):
+def load(folder: Path, **options: Any) -> Any:
     options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
     return load_model(folder, read_spec(folder), **options)
 
 
-def logits(model):
+def logits(model: Any) -> Tensor:
     return torch.cat([decoded.logits for decoded in decode(model, make_prompts(), 1)])
 
 
-def test_shards_equal_one_file(tmp_path):
+def test_shards_equal_one_file(tmp_path: Path) -> None:
     make_checkpoint("qwen3-window", tmp_path / "one")
     make_checkpoint("qwen3-window", tmp_path / "shards", max_shard_size="200KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
@@ -69,7 +72,7 @@ def test_shards_equal_one_file(tmp_path):
         ),
     ],
 )
-def test_old_rope_spelling_is_the_same_model(tmp_path, name, old):
+def test_old_rope_spelling_is_the_same_model(tmp_path: Path, name: str, old: dict[str, Any]) -> None:
     make_checkpoint(name, tmp_path)
     new_spec = read_spec(tmp_path)
     path = tmp_path / "config.json"
@@ -81,7 +84,7 @@ def test_old_rope_spelling_is_the_same_model(tmp_path, name, old):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
-def test_story_model_greedy_text(story_model, chunk):
+def test_story_model_greedy_text(story_model: Path, chunk: int) -> None:
     expected = json.loads((story_model / "expected_greedy.json").read_text())
     model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu", progress=False)
     longest = max(len(entry["output_ids"]) for entry in expected)
@@ -90,14 +93,14 @@ def test_story_model_greedy_text(story_model, chunk):
         assert decoded.token_ids[: len(entry["output_ids"])] == entry["output_ids"]
 
 
-def test_story_model_alone(story_model):
+def test_story_model_alone(story_model: Path) -> None:
     entry = json.loads((story_model / "expected_greedy.json").read_text())[0]
     model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu", progress=False)
     (got,) = decode(model, [entry["prompt_ids"]], len(entry["output_ids"]), block_size=4)
     assert got.token_ids == entry["output_ids"]
 
 
-def test_dummy_weights(tmp_path):
+def test_dummy_weights(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()

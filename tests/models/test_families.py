@@ -1,6 +1,8 @@
 """config.json and generation_config.json: every spelling, and every way to be wrong."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,10 @@ ROPE = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_fac
 
 
 @pytest.fixture
-def read(tmp_path):
+def read(tmp_path: Path) -> Any:
     """config.json's fields (None: left out) over LLAMA → its ModelSpec."""
 
-    def read(generation_config=None, **changes):
+    def read(generation_config: Any = None, **changes: Any) -> Any:
         config = {name: value for name, value in {**LLAMA, **changes}.items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(config))
         if generation_config is not None:
@@ -34,11 +36,11 @@ def read(tmp_path):
     return read
 
 
-def family(name):
+def family(name: Any) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"]}
 
 
-def test_defaults(read):
+def test_defaults(read: Any) -> None:
     spec = read()
     assert spec.architecture == "LlamaForCausalLM"
     mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
@@ -54,12 +56,12 @@ def test_defaults(read):
     assert spec.context_length == 128
 
 
-def test_null_is_the_default(read):
+def test_null_is_the_default(read: Any) -> None:
     assert read(num_key_value_heads=None, head_dim=None, rope_scaling=None, quantization_config=None) == read()
 
 
-def test_biases_of_each_family(read):
-    def flags(spec):
+def test_biases_of_each_family(read: Any) -> None:
+    def flags(spec: Any) -> Any:
         mixer = spec.layers[0].mixer
         return mixer.qkv_bias, mixer.o_bias, spec.layers[0].mlp.bias, mixer.qk_norm
 
@@ -93,7 +95,7 @@ def test_biases_of_each_family(read):
         ),
     ],
 )
-def test_sliding_windows(read, changes, windows):
+def test_sliding_windows(read: Any, changes: Any, windows: Any) -> None:
     assert read(**changes).windows == windows
 
 
@@ -117,7 +119,7 @@ def test_sliding_windows(read, changes, windows):
         ),
     ],
 )
-def test_both_rope_spellings(read, old, new):
+def test_both_rope_spellings(read: Any, old: dict[str, Any], new: Any) -> None:
     assert read(**old) == read(rope_parameters={"rope_theta": 5e5, **new})
 
 
@@ -131,7 +133,7 @@ def test_both_rope_spellings(read, old, new):
         ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, 128),
     ],
 )
-def test_context_length(read, rope, length):
+def test_context_length(read: Any, rope: Any, length: int) -> None:
     assert read(rope_scaling=rope).context_length == length
 
 
@@ -175,7 +177,7 @@ def test_context_length(read, rope, length):
         ({**family("Qwen3"), "layer_types": ["sliding_attention"] * 3}, "'sliding_window' is missing"),
     ],
 )
-def test_wrong_config_names_file_and_field(read, tmp_path, changes, message):
+def test_wrong_config_names_file_and_field(read: Any, tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(ModelError) as error:
         read(**changes)
     assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
@@ -193,7 +195,7 @@ def test_wrong_config_names_file_and_field(read, tmp_path, changes, message):
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_broken_json_names_the_file(tmp_path, name, content, message):
+def test_broken_json_names_the_file(tmp_path: Path, name: str, content: str | None, message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     if content is not None:
         (tmp_path / name).write_text(content, encoding="latin-1")
@@ -216,11 +218,13 @@ def test_broken_json_names_the_file(tmp_path, name, content, message):
         (None, {"eos_token_id": None}, ()),
     ],
 )
-def test_end_of_text_ids(read, config, generation, eos):
+def test_end_of_text_ids(
+    read: Any, config: int | list[int] | None, generation: dict[str, Any] | None, eos: Any
+) -> None:
     assert read(generation, eos_token_id=config).eos_token_ids == eos
 
 
-def test_generation_defaults(tmp_path):
+def test_generation_defaults(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == {}
     path = tmp_path / "generation_config.json"
     path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "min_p": null, "max_new_tokens": 99}')
@@ -230,6 +234,6 @@ def test_generation_defaults(tmp_path):
         read_generation_config(tmp_path)
 
 
-def test_generation_config_eos_names_the_file(read):
+def test_generation_config_eos_names_the_file(read: Any) -> None:
     with pytest.raises(ModelError, match=r"generation_config.json: 'eos_token_id' must be a token id"):
         read({"eos_token_id": "</s>"})

@@ -1,10 +1,14 @@
 """The seam for weight formats, by an int8 one: what it stores, what it leaves alone, what a checkpoint may get wrong."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models import weights
@@ -22,33 +26,33 @@ from tests.oracles.paged_runner import decode
 class Int8(WeightFormat):
     """`weight` int8 [out, in] times `weight_scale` [out, 1]; Linears named in `ignore` are floats."""
 
-    def __init__(self, ignore):
+    def __init__(self, ignore: Any) -> None:
         self.ignore = ignore
 
-    def for_linear(self, names):
+    def for_linear(self, names: Any) -> Any:
         return FLOATS if any(name.endswith(tuple(self.ignore)) for name in names) else self
 
-    def create(self, linear, dtype, device):
+    def create(self, linear: Any, dtype: torch.dtype, device: Any) -> None:
         linear.weight = empty(linear.num_rows, len(linear.columns), dtype=torch.int8, device=device)
         linear.weight_scale = empty(linear.num_rows, 1, dtype=dtype, device=device)
 
-    def tensors(self, linear):
+    def tensors(self, linear: Any) -> Iterator[None]:  # type: ignore[override]
         yield from linear.stacked("weight", linear.columns, dtypes=frozenset({"I8"}))
         yield from linear.stacked("weight_scale", Span.whole(1))
 
-    def product(self, linear, x, out=None):
+    def product(self, linear: Any, x: Any, out: Any = None) -> Any:
         result = F.linear(x, linear.weight.to(x.dtype) * linear.weight_scale, linear.bias)
         return result if out is None else out.copy_(result)
 
 
-def read(quantization):
+def read(quantization: Any) -> Any:
     if quantization["bits"] != 8:
         raise ModelError(f"'quantization_config': bits must be 8, got {quantization['bits']}")
     return Int8(quantization["ignore"])
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An int8 checkpoint with biases. `exact.safetensors` in a folder of its own is what it stands for."""
     monkeypatch.setitem(FORMATS, "test-int8", "unused")
     monkeypatch.setattr(weights, "read_format", read)
@@ -59,7 +63,7 @@ def folder(monkeypatch, tmp_path):
     return folder
 
 
-def quantise(folder, exact, ignore):
+def quantise(folder: Path, exact: Any, ignore: Any) -> None:
     stored, rounded = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = rounded[name] = tensor
@@ -72,12 +76,12 @@ def quantise(folder, exact, ignore):
     set_quantization(folder, {"quant_method": "test-int8", "bits": 8, "ignore": ignore})
 
 
-def set_quantization(folder, quantization):
+def set_quantization(folder: Path, quantization: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
-def load(folder, **options):
+def load(folder: Path, **options: Any) -> Any:
     model = load_model(
         folder, read_spec(folder), dtype=torch.float32, device="cpu", progress=False, max_model_len=256, **options
     )
@@ -85,11 +89,11 @@ def load(folder, **options):
     return model
 
 
-def logits(model):
+def logits(model: Any) -> Tensor:
     return torch.cat([decoded.logits for decoded in decode(model, make_prompts(), 1)])
 
 
-def test_it_computes_with_the_weights_that_are_stored(folder):
+def test_it_computes_with_the_weights_that_are_stored(folder: Path) -> None:
     model = load(folder)
     assert model.layers[0].attention.qkv.weight.dtype == torch.int8
     assert model.layers[1].mlp.down.weight.dtype == model.lm_head.weight.dtype == torch.float32
@@ -97,11 +101,11 @@ def test_it_computes_with_the_weights_that_are_stored(folder):
     assert error.abs().max() <= 3e-5
 
 
-def test_dummy_weights(folder):
+def test_dummy_weights(folder: Path) -> None:
     assert logits(load(folder, load_format="dummy")).isfinite().all()
 
 
-def test_a_float_where_integers_are_to_be(folder):
+def test_a_float_where_integers_are_to_be(folder: Path) -> None:
     name, file = "model.layers.0.mlp.up_proj.weight", folder / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].float()}, file)
@@ -109,14 +113,14 @@ def test_a_float_where_integers_are_to_be(folder):
         load(folder)
 
 
-def test_a_scale_that_is_missing(folder):
+def test_a_scale_that_is_missing(folder: Path) -> None:
     name, file = "model.layers.0.mlp.up_proj.weight_scale", folder / "model.safetensors"
     save_file({key: tensor for key, tensor in load_file(file).items() if key != name}, file)
     with pytest.raises(ModelError, match=rf"the weights lack '{name}'"):
         load(folder)
 
 
-def test_what_the_format_refuses_names_the_file(folder):
+def test_what_the_format_refuses_names_the_file(folder: Path) -> None:
     set_quantization(folder, {"quant_method": "test-int8", "bits": 4, "ignore": []})
     with pytest.raises(ModelError, match=r"config\.json: 'quantization_config': bits must be 8, got 4"):
         load(folder)

@@ -1,5 +1,8 @@
 """Finding a model: folders, and what the Hub answers."""
 
+from pathlib import Path
+from typing import Any
+
 import httpx
 import pytest
 from huggingface_hub import errors
@@ -9,19 +12,19 @@ from engine.models.errors import ModelError
 from engine.models.hub import resolve_model
 
 
-def message(name, **options):
+def message(name: Any, **options: Any) -> Any:
     with pytest.raises(ModelError) as error:
         resolve_model(str(name), **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_local_folder(tmp_path):
+def test_local_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_folder_without_config(tmp_path):
+def test_folder_without_config(tmp_path: Path) -> None:
     assert f"{tmp_path}: holds no config.json (it holds nothing)" in message(tmp_path)
     (tmp_path / "original").mkdir()
     (tmp_path / "weights.gguf").touch()
@@ -31,17 +34,17 @@ def test_folder_without_config(tmp_path):
     assert "a07 and 14 more" in message(tmp_path)
 
 
-def test_file(tmp_path):
+def test_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     assert "model.gguf: is a file; give the folder" in message(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "a/b/c", "~/nothing-here", "white space"])
-def test_neither_folder_nor_name(name):
+def test_neither_folder_nor_name(name: str) -> None:
     assert message(name).startswith(f"{name}: there is no such folder")
 
 
-def test_offline_and_not_cached(tmp_path):
+def test_offline_and_not_cached(tmp_path: Path) -> None:
     text = message("no-one/nothing", download_dir=str(tmp_path))
     assert text.startswith("no-one/nothing: neither a local folder nor in the cache")
     assert "HF_HUB_OFFLINE" in text
@@ -56,8 +59,8 @@ def test_offline_and_not_cached(tmp_path):
         (errors.HfHubHTTPError, 500, "the download failed (first line); try again"),
     ],
 )
-def test_what_the_hub_answers(monkeypatch, error, status, want):
-    def answer(*args, **kwargs):
+def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: Any, status: int, want: str) -> None:
+    def answer(*args: Any, **kwargs: Any) -> None:
         raise error("first line\nsecond", response=httpx.Response(status, request=httpx.Request("GET", "https://h")))
 
     monkeypatch.setattr(hub, "snapshot_download", answer)
@@ -65,8 +68,8 @@ def test_what_the_hub_answers(monkeypatch, error, status, want):
     assert want in message("o/m", revision="v9")
 
 
-def test_network_failure(monkeypatch):
-    def fail(*args, **kwargs):
+def test_network_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise httpx.ReadTimeout("")
 
     monkeypatch.setattr(hub, "snapshot_download", fail)
@@ -74,13 +77,13 @@ def test_network_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_what_is_downloaded(monkeypatch, tmp_path, weights):
+def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: bool) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
     (tmp_path / "config.json").write_text("{}")
-    asked = {}
+    asked: dict[str, Any] = {}
 
-    def download(repo, **options):
+    def download(repo: Any, **options: Any) -> Any:
         asked.update(options, repo=repo)
         return str(tmp_path)
 

@@ -1,9 +1,11 @@
 """Rotary tables against transformers' own, at lengths beyond what the small models reach."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.models.families import llama
 from engine.models.rope import rope_table
@@ -51,15 +53,15 @@ SCALINGS = {
 }
 
 
-def rotary(rope_parameters):
+def rotary(rope_parameters: Any) -> Any:
     """Our table, and transformers' module, of the same configuration."""
     config = {**SHAPE, "rope_parameters": {"rope_theta": 10000.0, **rope_parameters}}
     spec = llama(config)
     module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**config))
-    return rope_table(spec.layers[0].mixer.rope, 4096), module
+    return rope_table(spec.layers[0].mixer.rope, 4096), module  # type: ignore[arg-type]
 
 
-def transformers_table(module, positions):
+def transformers_table(module: Any, positions: Any) -> Tensor:
     cos, sin = module(torch.zeros(1), positions[None])
     half = cos.shape[-1] // 2
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
@@ -67,14 +69,14 @@ def transformers_table(module, positions):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", SCALINGS)
-def test_table_equals_transformers(name):
+def test_table_equals_transformers(name: str) -> None:
     table, module = rotary(SCALINGS[name])
     assert table.shape == (4096, 128)
     assert table.dtype == torch.float32
     torch.testing.assert_close(table, transformers_table(module, torch.arange(4096)), rtol=0, atol=2e-5)
 
 
-def test_dynamic_is_position_wise():
+def test_dynamic_is_position_wise() -> None:
     table, module = rotary({"rope_type": "dynamic", "factor": 3.0})
     plain, _ = rotary({"rope_type": "default"})
     assert torch.equal(table[:2048], plain[:2048])
@@ -83,7 +85,7 @@ def test_dynamic_is_position_wise():
         torch.testing.assert_close(table[position : position + 1], want, rtol=0, atol=1e-3)
 
 
-def test_dynamic_by_hand():
+def test_dynamic_by_hand() -> None:
     table, _ = rotary({"rope_type": "dynamic", "factor": 3.0})
     base = 10000 * (3 * 4096 / 2048 - 2) ** (128 / 126)
     assert table[4095, 63].item() == pytest.approx(math.cos(4095 / base ** (126 / 128)), abs=1e-5)

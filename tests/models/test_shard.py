@@ -3,10 +3,13 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
@@ -23,11 +26,11 @@ NUM_TOKENS = 8
 class Meeting:
     """Where ranks that run in threads of one process exchange tensors."""
 
-    def __init__(self, size):
+    def __init__(self, size: Any) -> None:
         self.barrier = threading.Barrier(size)
         self.tensors = [None] * size
 
-    def exchange(self, rank, x):
+    def exchange(self, rank: Any, x: Any) -> Any:
         self.tensors[rank] = x.clone()
         self.barrier.wait()
         tensors = list(self.tensors)
@@ -36,21 +39,21 @@ class Meeting:
 
 
 class ThreadCommunicator:
-    def __init__(self, rank, meeting):
+    def __init__(self, rank: Any, meeting: Any) -> None:
         self.rank, self.meeting = rank, meeting
 
-    def all_reduce(self, x):
+    def all_reduce(self, x: Any) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
 
-    def all_gather(self, x):
+    def all_gather(self, x: Any) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 
 
-def on_ranks(size, work):
+def on_ranks(size: Any, work: Any) -> Any:
     """work(shard, communicator) of every rank, in threads → their results."""
     meeting = Meeting(size)
 
-    def run(rank):
+    def run(rank: Any) -> Any:
         try:
             return work(Shard(rank, size), ThreadCommunicator(rank, meeting))
         except BaseException:
@@ -61,12 +64,12 @@ def on_ranks(size, work):
         return list(threads.map(run, range(size)))
 
 
-def load(folder, **options):
+def load(folder: Path, **options: Any) -> Any:
     options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
     return load_model(folder, read_spec(folder), **options)
 
 
-def logits(decoded):
+def logits(decoded: Any) -> Tensor:
     return torch.cat([each.logits for each in decoded])
 
 
@@ -83,13 +86,13 @@ def logits(decoded):
         ("qwen3", 4),
     ],
 )
-def test_ranks_equal_one_rank(tmp_path, name, size):
+def test_ranks_equal_one_rank(tmp_path: Path, name: str, size: int) -> None:
     make_checkpoint(name, tmp_path)
     prompts = make_prompts()
     expected = decode(load(tmp_path), prompts, NUM_TOKENS, chunk=11)
     forced = [each.token_ids for each in expected]
 
-    def work(shard, communicator):
+    def work(shard: Any, communicator: Any) -> Any:
         model = load(tmp_path, shard=shard, communicator=communicator)
         model.pack_weights()
         return logits(decode(model, prompts, NUM_TOKENS, chunk=11, forced=forced))
@@ -98,7 +101,7 @@ def test_ranks_equal_one_rank(tmp_path, name, size):
         assert (got - logits(expected)).abs().max() <= 3e-5
 
 
-def test_a_rank_holds_its_part_only(tmp_path):
+def test_a_rank_holds_its_part_only(tmp_path: Path) -> None:
     """Of the matrices half, of KV heads at least one, of everything else all."""
     make_checkpoint("qwen2", tmp_path)
     whole, half = load(tmp_path), load(tmp_path, shard=Shard(1, 2))
@@ -115,7 +118,7 @@ def test_a_rank_holds_its_part_only(tmp_path):
             assert torch.equal(tensor.memory, stored[name][tensor.index]), name
 
 
-def test_ranks_divide_every_tensor_without_a_gap(tmp_path):
+def test_ranks_divide_every_tensor_without_a_gap(tmp_path: Path) -> None:
     make_checkpoint("llama-biases", tmp_path)
     ranks = [checkpoint_tensors(load(tmp_path, shard=Shard(rank, 4))) for rank in range(4)]
     names = set(load_file(tmp_path / "model.safetensors"))
@@ -129,16 +132,16 @@ def test_ranks_divide_every_tensor_without_a_gap(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_vocabulary_that_ranks_cannot_divide(size):
+def test_a_vocabulary_that_ranks_cannot_divide(size: int) -> None:
     """Nine tokens on four ranks: three, three, three and none."""
     table, head, norm = torch.randn(9, 8), torch.randn(9, 8), torch.randn(8)
     ids, hidden = torch.tensor([0, 8, 3, 5, 3]), torch.randn(5, 8)
 
-    def work(shard, communicator):
+    def work(shard: Any, communicator: Any) -> Any:
         scope = Scope(torch.float32, torch.device("cpu"), FLOATS, shard, communicator)
         modules = Embedding(scope / "in", 9, 8), LMHead(scope, 9, 8), RMSNorm(scope / "norm", 8, 1e-6)
         for module, value in zip(modules, (table, head, norm), strict=True):
-            module.weight.fill_(torch.nan)  # what memory may hold where no row is
+            module.weight.fill_(torch.nan)  # type: ignore[operator]  # what memory may hold where no row is
             for tensor in module.tensors():
                 tensor.memory.copy_(value[tensor.index])
         buffer = torch.empty(5, 9)
@@ -152,7 +155,7 @@ def test_a_vocabulary_that_ranks_cannot_divide(size):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_kv_scales_of_a_ranks_heads(tmp_path):
+def test_kv_scales_of_a_ranks_heads(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path)
     file = tmp_path / "model.safetensors"
     scales = {
@@ -173,7 +176,7 @@ def test_kv_scales_of_a_ranks_heads(tmp_path):
         ({"intermediate_size": 191}, 2, r"'intermediate_size' \(191\) cannot be divided among 2 ranks"),
     ],
 )
-def test_what_cannot_be_divided(tmp_path, changes, size, message):
+def test_what_cannot_be_divided(tmp_path: Path, changes: dict[str, Any], size: int, message: str) -> None:
     make_checkpoint("qwen2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
@@ -181,7 +184,7 @@ def test_what_cannot_be_divided(tmp_path, changes, size, message):
         load(tmp_path, shard=Shard(0, size))
 
 
-def test_spans():
+def test_spans() -> None:
     assert [Shard(rank, 2).span("heads", 4, width=3) for rank in range(2)] == [Span(12, 0, 6), Span(12, 6, 12)]
     copies = [Shard(rank, 4).span("heads", 2, width=3, replicate=True) for rank in range(4)]
     assert copies == [Span(6, 0, 3), Span(6, 0, 3), Span(6, 3, 6), Span(6, 3, 6)]

@@ -1,6 +1,8 @@
 """Loading weights: each tensor is used once and cast; an error names what is damaged, missing or left over."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,32 +26,32 @@ EMBEDDING, LM_HEAD, K_BIAS = "model.embed_tokens.weight", "lm_head.weight", "mod
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Any:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
 
 @pytest.fixture
-def tensors(folder):
+def tensors(folder: Path) -> Any:
     """Every tensor of the checkpoint, by name, with its own random values."""
     model = load(folder, load_format="dummy")
     return {name: torch.randn(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
-def tie(folder):
+def tie(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
 
 
-def load(folder, dtype=torch.float32, **options):
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", progress=False, **options)
 
 
-def memory(model):
+def memory(model: Any) -> Any:
     """What each of the checkpoint's tensors fills, by its name."""
     return {name: tensor.memory for name, tensor in checkpoint_tensors(model).items()}
 
 
-def save_shards(folder, tensors, num_shards=3):
+def save_shards(folder: Path, tensors: Any, num_shards: Any = 3) -> None:
     names = sorted(tensors)
     weight_map = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(names)}
     for file in set(weight_map.values()):
@@ -57,7 +59,7 @@ def save_shards(folder, tensors, num_shards=3):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def check_error(folder, *parts, **options):
+def check_error(folder: Path, *parts: Any, **options: Any) -> None:
     with pytest.raises(ModelError) as error:
         load(folder, **options)
     message = str(error.value)
@@ -67,7 +69,7 @@ def check_error(folder, *parts, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tensor_fills_its_own_memory(folder, tensors, dtype):
+def test_every_tensor_fills_its_own_memory(folder: Path, tensors: Any, dtype: torch.dtype) -> None:
     save_file(tensors, folder / "model.safetensors")
     model = load(folder, dtype)
     assert model.layers[0].attention.cos_sin.dtype == torch.float32
@@ -79,7 +81,7 @@ def test_every_tensor_fills_its_own_memory(folder, tensors, dtype):
     assert torch.equal(qkv.bias[32:48], tensors[K_BIAS].to(dtype))
 
 
-def test_shards_and_loose_files(folder, tensors):
+def test_shards_and_loose_files(folder: Path, tensors: Any) -> None:
     save_shards(folder, tensors)
     by_index = memory(load(folder))
     (folder / "model.safetensors.index.json").unlink()
@@ -88,8 +90,8 @@ def test_shards_and_loose_files(folder, tensors):
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_max_model_len_limits_the_table(folder):
-    def tables(**options):
+def test_max_model_len_limits_the_table(folder: Path) -> None:
+    def tables(**options: Any) -> Any:
         return [layer.attention.cos_sin for layer in load(folder, load_format="dummy", **options).layers]
 
     assert [table.shape for table in tables(max_model_len=10)] == [(10, 8)] * 2
@@ -97,14 +99,14 @@ def test_max_model_len_limits_the_table(folder):
     assert len(set(map(id, tables()))) == 1  # one for all layers
 
 
-def test_old_rotary_tables_are_ignored(folder, tensors):
+def test_old_rotary_tables_are_ignored(folder: Path, tensors: Any) -> None:
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for i in range(2)}
     save_file(tensors | extra, folder / "model.safetensors")
     load(folder)
 
 
 @pytest.mark.parametrize("stored", [[EMBEDDING], [LM_HEAD], [EMBEDDING, LM_HEAD]])
-def test_tied_embeddings_under_either_name(folder, tensors, stored):
+def test_tied_embeddings_under_either_name(folder: Path, tensors: Any, stored: list[Any]) -> None:
     tie(folder)
     table = tensors[EMBEDDING]
     others = {name: tensor for name, tensor in tensors.items() if name not in (EMBEDDING, LM_HEAD)}
@@ -114,58 +116,58 @@ def test_tied_embeddings_under_either_name(folder, tensors, stored):
     assert torch.equal(model.lm_head.weight, table.bfloat16())
 
 
-def test_tied_but_different(folder, tensors):
+def test_tied_but_different(folder: Path, tensors: Any) -> None:
     tie(folder)
     save_file(tensors, folder / "model.safetensors")
     check_error(folder, folder / "model.safetensors", "'lm_head.weight' differs", "set 'tie_word_embeddings' to false")
 
 
-def test_tied_and_neither_stored(folder, tensors):
+def test_tied_and_neither_stored(folder: Path, tensors: Any) -> None:
     tie(folder)
     del tensors[EMBEDDING], tensors[LM_HEAD]
     save_file(tensors, folder / "model.safetensors")
     check_error(folder, folder, "lack 'lm_head.weight', 'model.embed_tokens.weight'")
 
 
-def test_missing_tensor(folder, tensors):
+def test_missing_tensor(folder: Path, tensors: Any) -> None:
     del tensors[K_BIAS]
     save_file(tensors, folder / "model.safetensors")
     check_error(folder, folder, f"the weights lack '{K_BIAS}'", "of the same model?")
 
 
-def test_many_missing_tensors_make_one_line(folder, tensors):
+def test_many_missing_tensors_make_one_line(folder: Path, tensors: Any) -> None:
     save_file({EMBEDDING: tensors[EMBEDDING]}, folder / "model.safetensors")
     check_error(
         folder, "lack 'lm_head.weight', 'model.layers.0.input_layernorm.weight', ", f"and {len(tensors) - 4} more"
     )
 
 
-def test_extra_tensor(folder, tensors):
+def test_extra_tensor(folder: Path, tensors: Any) -> None:
     tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
     save_shards(folder, tensors)
     check_error(folder, folder / "model-", "'model.layers.0.self_attn.o_proj.bias'", "config.json has no place for")
 
 
-def test_wrong_shape(folder, tensors):
+def test_wrong_shape(folder: Path, tensors: Any) -> None:
     tensors[K_BIAS] = torch.zeros(17)
     save_file(tensors, folder / "model.safetensors")
     check_error(folder, folder / "model.safetensors", f"'{K_BIAS}' has shape [17], config.json says [16]")
 
 
-def test_quantised_tensor(folder, tensors):
+def test_quantised_tensor(folder: Path, tensors: Any) -> None:
     tensors[K_BIAS] = torch.zeros(16, dtype=torch.int8)
     save_file(tensors, folder / "model.safetensors")
     check_error(folder, folder / "model.safetensors", f"'{K_BIAS}' is stored as I8")
 
 
-def test_tensor_in_two_files(folder, tensors):
+def test_tensor_in_two_files(folder: Path, tensors: Any) -> None:
     save_file(tensors, folder / "a.safetensors")
     save_file({K_BIAS: tensors[K_BIAS]}, folder / "b.safetensors")
     check_error(folder, folder / "b.safetensors", K_BIAS, "a.safetensors", "remove one")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header", "empty", "pointer"])
-def test_damaged_file(folder, tensors, damage):
+def test_damaged_file(folder: Path, tensors: Any, damage: str) -> None:
     save_shards(folder, tensors)
     file = folder / "model-1.safetensors"
     content = file.read_bytes()
@@ -180,21 +182,21 @@ def test_damaged_file(folder, tensors, damage):
     check_error(folder, file, "corrupt or truncated", "download it again")
 
 
-def test_shard_missing_from_disk(folder, tensors):
+def test_shard_missing_from_disk(folder: Path, tensors: Any) -> None:
     save_shards(folder, tensors)
     (folder / "model-2.safetensors").unlink()
     check_error(folder, folder / "model.safetensors.index.json", "names model-2.safetensors", "download the rest")
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
-def test_bad_index(folder, tensors, content):
+def test_bad_index(folder: Path, tensors: Any, content: str) -> None:
     save_shards(folder, tensors)
     index = folder / "model.safetensors.index.json"
     index.write_text(content)
     check_error(folder, index, "download it again")
 
 
-def test_index_lists_a_tensor_that_its_file_lacks(folder, tensors):
+def test_index_lists_a_tensor_that_its_file_lacks(folder: Path, tensors: Any) -> None:
     save_shards(folder, tensors)
     file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][K_BIAS]
     names = [name for i, name in enumerate(sorted(tensors)) if file.name == f"model-{i % 3}.safetensors"]
@@ -202,17 +204,17 @@ def test_index_lists_a_tensor_that_its_file_lacks(folder, tensors):
     check_error(folder, f"lack '{K_BIAS}'")
 
 
-def test_no_safetensors(folder):
+def test_no_safetensors(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"x")
     check_error(folder, folder, "no .safetensors weights", "pytorch_model.bin", "convert")
 
 
-def test_unknown_load_format(folder):
+def test_unknown_load_format(folder: Path) -> None:
     check_error(folder, "load_format must be auto, safetensors or dummy, got 'gguf'", load_format="gguf")
 
 
-def test_out_of_memory_says_how_much(folder, monkeypatch):
-    def full(*args, **kwargs):
+def test_out_of_memory_says_how_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr("engine.models.weights._fill_randomly", full)

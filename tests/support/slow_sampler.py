@@ -29,9 +29,9 @@ def edited_logits(
         for token in [*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]:
             logits[token] = -INF
     for word in params.bad_words or ():
-        *begin, last = word
+        *begin, last = word  # type: ignore[str-unpack]
         if not begin or answer[-len(begin) :] == begin:
-            logits[last] = -INF
+            logits[last] = -INF  # type: ignore[index]
     for token in set(tokens):
         factor = params.repetition_penalty
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
@@ -39,7 +39,7 @@ def edited_logits(
         logits[token] -= params.frequency_penalty * answer.count(token) + params.presence_penalty
     if params.dry_multiplier:
         breakers = set(params.dry_sequence_breakers or ())
-        for token, length in repetitions(tokens, breakers).items():
+        for token, length in repetitions(tokens, breakers).items():  # type: ignore[arg-type]
             if length >= params.dry_allowed_length:
                 logits[token] -= params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
     for allowed in (set(params.allowed_token_ids) if params.allowed_token_ids else None, mask):

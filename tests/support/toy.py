@@ -176,10 +176,10 @@ class ToyRunner:
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
         admitted = {new.request_id for new in output.new_requests}
         assert not admitted & set(output.new_block_ids), "a new request has all its blocks"
-        for request_id, block_ids in output.new_block_ids.items():
-            for table, new in zip(self.rows[request_id].block_tables, block_ids, strict=True):
-                self.poison(new)
-                table += new
+        for request_id, block_ids in output.new_block_ids.items():  # type: ignore[assignment]
+            for table, new in zip(self.rows[request_id].block_tables, block_ids, strict=True):  # type: ignore[assignment]
+                self.poison(new)  # type: ignore[arg-type]
+                table += new  # type: ignore[arg-type]
         for index, (row, num_tokens) in enumerate(self._scheduled(output)):
             end = row.num_computed + num_tokens
             assert end <= len(row.token_ids), "a token that is not sampled yet"

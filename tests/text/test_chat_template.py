@@ -120,7 +120,7 @@ TOOL_CHAT: list[dict[str, Any]] = [
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def reference(template: str, messages: list, *, special: dict[str, str] = SPECIAL, **kwargs: Any) -> str:
+def reference(template: str, messages: list[Any], *, special: dict[str, str] = SPECIAL, **kwargs: Any) -> str:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
     return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -64,7 +65,7 @@ def test_story_prompts(story_model: Path) -> None:
 
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
 @pytest.mark.parametrize("post_processor", [True, False])
-def test_bos_and_eos_as_transformers(backends: dict, flags: dict[str, bool], post_processor: bool) -> None:
+def test_bos_and_eos_as_transformers(backends: dict[str, Any], flags: dict[str, bool], post_processor: bool) -> None:
     backend = tokenizers.Tokenizer.from_str(backends["sentencepiece"].to_str())
     if not post_processor:
         backend.post_processor = tokenizers.processors.Sequence([])
@@ -101,7 +102,7 @@ def test_chat_template_places(model_folder: Path) -> None:
     assert load("in config") == "in jinja"
 
 
-def test_config_adds_and_marks_tokens(backends: dict) -> None:
+def test_config_adds_and_marks_tokens(backends: dict[str, Any]) -> None:
     backend = tokenizers.Tokenizer.from_str(backends["byte_level"].to_str())
     size = backend.get_vocab_size()
     entry = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
@@ -143,7 +144,7 @@ def test_other_decoders() -> None:
         Tokenizer(words, {})
 
 
-def test_broken_folders(tmp_path: Path, backends: dict) -> None:
+def test_broken_folders(tmp_path: Path, backends: dict[str, Any]) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -252,7 +252,7 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
 
 def test_several_comparisons_are_one_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    other = ENGINES | {"runs": [run | {"model": "n"} for run in ENGINES["runs"]]}
+    other = ENGINES | {"runs": [run | {"model": "n"} for run in ENGINES["runs"]]}  # type: ignore[operator]
     paths = [write(tmp_path / "a.json", ENGINES), write(tmp_path / "b.json", other)]
     assert plot.main([*paths, "-o", str(tmp_path / "c.png")]) == 0
     joined = plot._joined([ENGINES, other])

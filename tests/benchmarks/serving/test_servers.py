@@ -74,7 +74,7 @@ def test_offline_speed_is_measured_once_for_the_engines_named(
     words: list[str], measured: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr(servers, "describe_machine", lambda module, scratch: {"cpu_cores": 2})
     monkeypatch.setattr(servers, "run_job", lambda job, *rest: jobs.append(job))
     monkeypatch.setattr(Comparison, "_serve", lambda self, job, number, scratch: None)

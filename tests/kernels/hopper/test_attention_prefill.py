@@ -14,7 +14,7 @@ from kernels.plan import make_prefill_tiles
 from kernels.triton import attention_prefill
 from tests.support.paged import as_a_layer_of_one_tensor
 
-hopper = attention_prefill.hopper
+hopper = attention_prefill.hopper  # type: ignore[attr-defined]
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,9 @@ SHAPES = [  # query heads for each KV head, KV heads, head_dim, page, dtype
 
 @pytest.mark.parametrize("layer", [False, True], ids=["contiguous", "a layer of one tensor"])
 @pytest.mark.parametrize(("group", "num_kv_heads", "head_dim", "page", "dtype"), SHAPES)
-def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype, layer):
+def test_prefill_on_hopper(
+    group: int, num_kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, layer: bool
+) -> None:
     """Whole prompts and chunks on a context; slots outside the contexts hold NaN, table entries behind them a wrong block."""
     torch.manual_seed(0)
     lens, query_lens = [1, 300, 64, 1300, 17, 3000, 129, 128], [1, 70, 64, 500, 17, 129, 129, 1]
@@ -63,7 +65,7 @@ def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype, layer):
     reference.paged_attention_prefill(
         query.double(), *kv.double(), tables, rows, starts, context_lens, scale=scale, out=expected
     )
-    step = attention_prefill.prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)
+    step = attention_prefill.prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)  # type: ignore[attr-defined]
     tiles = torch.tensor(make_prefill_tiles(query_lens, lens, step), dtype=torch.int32)
     on_gpu = as_a_layer_of_one_tensor(kv.cuda()) if layer else kv.cuda()
     cuda = [query.cuda(), *on_gpu, *(x.cuda() for x in (tables, rows, starts, context_lens))]
@@ -74,7 +76,7 @@ def test_prefill_on_hopper(group, num_kv_heads, head_dim, page, dtype, layer):
         attention_prefill.paged_attention_prefill(*cuda, scale=scale, tiles=tiles.cuda(), out=out)
         first = out if first is None else first
         assert out.equal(first)
-    got = first.double().cpu()
+    got = first.double().cpu()  # type: ignore[union-attr]
     for begin, end in itertools.pairwise([0, *starts.tolist(), len(query)]):
         error = (got[begin:end] - expected[begin:end]).norm() / expected[begin:end].norm()
         assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)

@@ -6,6 +6,7 @@ on torch tensors, without layouts. That they fit each other is the compiler's to
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 from kernels import reference
 from kernels.triton import matmul
 
-few = matmul.few
+few = matmul.few  # type: ignore[attr-defined]
 if few is None:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
@@ -67,7 +68,7 @@ class Kernel:
             args = tuple(Pointers(a) if isinstance(a, Tensor) else a for a in args)
             for i in range(grid[0]):
                 few.gl.program_id = lambda axis, i=i: torch.tensor(i)
-                self.body(*args, **constants)
+                self.body(*args, **constants)  # type: ignore[operator]
 
         return run
 
@@ -135,7 +136,9 @@ def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> N
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_n}x{c.warps}{'t' * c.tokens_first}")
 @pytest.mark.parametrize(("num_tokens", "n"), [(1, 64), (3, 72), (8, 64), (11, 100), (16, 32)])
-def test_every_configuration(num_tokens, n, config, without_layouts, monkeypatch):
+def test_every_configuration(
+    num_tokens: int, n: int, config: Any, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(few, "_choose", lambda *shape: config)
     check(num_tokens, n, 512, torch.bfloat16, "cpu")
 
@@ -143,7 +146,7 @@ def test_every_configuration(num_tokens, n, config, without_layouts, monkeypatch
 @pytest.mark.parametrize(
     ("n", "k", "swiglu"), [*few.MEASURED, (640, 192, False), (5120, 17408, False), (320, 64, True)]
 )
-def test_chosen_configurations_divide_the_channels(n, k, swiglu):
+def test_chosen_configurations_divide_the_channels(n: Any, k: Any, swiglu: Any) -> None:
     for config in (few._choose(n, k, swiglu, False), few._choose(n, k, swiglu, True)):
         if config is None:
             continue
@@ -151,7 +154,7 @@ def test_chosen_configurations_divide_the_channels(n, k, swiglu):
         assert config.block_n >= (8 if config.tokens_first else 16)
 
 
-def test_what_it_does_not_apply_to(without_layouts):
+def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
     x = torch.zeros(8, 512, dtype=torch.bfloat16)
     assert few.config(x, 512, False) is not None
     assert few.config(x.float(), 512, False) is None
@@ -165,5 +168,5 @@ def test_what_it_does_not_apply_to(without_layouts):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon")
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 13, 16])
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (6144, 4096), (1000, 192)])
-def test_on_a_gpu(num_tokens, n, k):
+def test_on_a_gpu(num_tokens: int, n: int, k: int) -> None:
     check(num_tokens, n, k, torch.bfloat16, "cuda")

@@ -1,5 +1,7 @@
 """Norms and the activation, against Hugging Face's own modules."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -12,7 +14,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Qwen3RMSNorm])
-def test_norms_equal_hugging_face(norm, dtype):
+def test_norms_equal_hugging_face(norm: Any, dtype: torch.dtype) -> None:
     module = norm(96, eps=1e-5).to(dtype)
     torch.nn.init.normal_(module.weight)
     x, residual = torch.randn(2, 3, 7, 96).to(dtype)
@@ -24,7 +26,7 @@ def test_norms_equal_hugging_face(norm, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul_equals_hugging_face(dtype):
+def test_silu_and_mul_equals_hugging_face(dtype: torch.dtype) -> None:
     gate, up = torch.randn(2, 5, 40).to(dtype)
     want = torch.nn.functional.silu(gate) * up
     # Equal but for the last bits of float32: exp's differ between rows with and without a stride.

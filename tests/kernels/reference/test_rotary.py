@@ -1,9 +1,11 @@
 """Rotary embedding against Hugging Face's, and what goes into the KV cache."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels import reference
@@ -11,7 +13,7 @@ from kernels import reference
 NAN = float("nan")
 
 
-def test_rope_equals_hugging_face():
+def test_rope_equals_hugging_face() -> None:
     angles = torch.rand(50, 8) * 6
     cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
     q, k, positions = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randint(0, 50, (9,), dtype=torch.int32)
@@ -22,7 +24,7 @@ def test_rope_equals_hugging_face():
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
-def test_rope_and_store_is_norm_rotation_and_store(rotary_dim, normed):
+def test_rope_and_store_is_norm_rotation_and_store(rotary_dim: int, normed: bool) -> None:
     qkv, positions = torch.randn(5, 8 * 16), torch.tensor([3, 0, 9, 4, 4])
     table = torch.randn(10, rotary_dim) if rotary_dim else None
     norms = dict(zip(("q_norm", "k_norm"), torch.randn(2, 16), strict=True)) if normed else {}
@@ -35,7 +37,7 @@ def test_rope_and_store_is_norm_rotation_and_store(rotary_dim, normed):
         half = rotary_dim // 2
         cos, sin = table[positions].unsqueeze(1).split(half, -1)
 
-        def rotate(x):
+        def rotate(x: Any) -> Tensor:
             a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
@@ -48,7 +50,7 @@ def test_rope_and_store_is_norm_rotation_and_store(rotary_dim, normed):
     torch.testing.assert_close(caches, want, equal_nan=True)
 
 
-def test_e4m3_rounds_to_nearest_saturates_and_keeps_what_is_not_finite_as_nan():
+def test_e4m3_rounds_to_nearest_saturates_and_keeps_what_is_not_finite_as_nan() -> None:
     x = torch.tensor([0.0, 1.0625, 1.1875, 17.0, 2**-9, 2**-11, 448.0, 900.0, 1e30, -1e30, NAN, math.inf])
     want = torch.tensor([0.0, 1.0, 1.25, 16.0, 2**-9, 0.0, 448.0, 448.0, 448.0, -448.0, NAN, NAN])
     scale = torch.tensor([1.0, 4.0])

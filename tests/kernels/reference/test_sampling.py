@@ -5,7 +5,7 @@ import torch
 from kernels import reference
 
 
-def test_token_logprobs():
+def test_token_logprobs() -> None:
     logits, chosen = torch.randn(4, 50).bfloat16(), torch.tensor([3, 0, 49, 7])
     logprob, rank, top_ids, top_logprobs = reference.token_logprobs(logits, chosen, 5)
     want = logits.float().log_softmax(-1)

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ class Case:
     kv_scale: Tensor | None = None
 
     @classmethod
-    def make(cls, lens, num_kv_heads, page, head_dim, dtype=torch.float32, seed=0):
+    def make(
+        cls, lens: Any, num_kv_heads: Any, page: Any, head_dim: Any, dtype: torch.dtype = torch.float32, seed: Any = 0
+    ) -> Any:
         """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN."""
         torch.manual_seed(seed)
         counts = [-(-n // page) for n in lens]
@@ -48,7 +51,7 @@ class Case:
             kv = kv / scale.view(2, 1, -1, 1, 1)
         return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32), scale)
 
-    def forget(self, oldest):
+    def forget(self, oldest: Any) -> Any:
         """NaN in the blocks of each sequence that lie wholly before its oldest key in use."""
         kv, page = self.kv.float(), self.kv.shape[3]
         for row, first in zip(self.rows.tolist(), oldest, strict=True):
@@ -57,12 +60,14 @@ class Case:
         self.kv = kv.to(self.kv.dtype)
         return self
 
-    def exact(self):
+    def exact(self) -> Any:
         """The keys and values as float64, for the reference implementation."""
         kv = self.kv.double()
         return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
 
-    def decode(self, query, num_programs, max_seqs=9, cuts=None, plan_window=0, **options):
+    def decode(
+        self, query: Any, num_programs: Any, max_seqs: Any = 9, cuts: Any = None, plan_window: Any = 0, **options: Any
+    ) -> Any:
         shape = (
             max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs, self.kv.dtype,
             plan_window,
@@ -93,7 +98,7 @@ class Case:
             query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
         )
 
-    def prefill(self, query, query_start, **options):
+    def prefill(self, query: Any, query_start: Any, **options: Any) -> Any:
         out = torch.full_like(query, 7.0)
         args = (self.block_tables, self.rows, query_start, self.context_lens)
         attention_prefill.paged_attention_prefill(
@@ -104,7 +109,7 @@ class Case:
         return out, expected
 
 
-def options(kind, num_heads):
+def options(kind: Any, num_heads: Any) -> Any:
     return {
         "causal": {},
         "window": {"window": 37},
@@ -119,7 +124,7 @@ SHAPES = [(1, 64, 16), (4, 64, 16), (8, 128, 64), (3, 80, 16), (7, 16, 8), (2, 2
 
 @pytest.mark.parametrize("max_seqs", [9, 40], ids=["for latency", "for bandwidth"])
 @pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_decode_shapes(group, head_dim, page, max_seqs):
+def test_decode_shapes(group: int, head_dim: int, page: int, max_seqs: int) -> None:
     lens = [1, 300, 64, 130, 0, 17, 0, 128]
     case = Case.make(lens, 2, page, head_dim)
     query = torch.randn(len(lens), 2 * group, head_dim)
@@ -128,7 +133,7 @@ def test_decode_shapes(group, head_dim, page, max_seqs):
 
 
 @pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_decode_options(kind):
+def test_decode_options(kind: str) -> None:
     lens = [1, 300, 64, 36, 37, 38, 200]
     case = Case.make(lens, 2, 16, 64)
     out, expected = case.decode(torch.randn(len(lens), 8, 64), 7, scale=0.2, **options(kind, 8))
@@ -138,7 +143,9 @@ def test_decode_options(kind):
 @pytest.mark.parametrize("max_seqs", [2, 9, 40], ids=["tiles of 32", "tiles of 64", "tiles of 64 or 128"])
 @pytest.mark.parametrize("window", [1, 37, 64, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
-def test_a_plan_with_a_window_needs_nothing_before_it(window, dtype, max_seqs, request):
+def test_a_plan_with_a_window_needs_nothing_before_it(
+    window: int, dtype: Any, max_seqs: int, request: pytest.FixtureRequest
+) -> None:
     """Contexts shorter and longer than the window, which is cut by tiles, blocks and programs or fits them."""
     if dtype == E4M3:
         request.getfixturevalue("exact_float8")
@@ -149,7 +156,7 @@ def test_a_plan_with_a_window_needs_nothing_before_it(window, dtype, max_seqs, r
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_plan_counts_only_tiles_inside_the_window():
+def test_a_plan_counts_only_tiles_inside_the_window() -> None:
     lens = torch.tensor([32_768] * 8, dtype=torch.int32)
     rows = torch.arange(8, dtype=torch.int32)
     for window, tiles in ((0, 8 * 512), (4096, 8 * 64), (4000, 8 * 63)):
@@ -159,7 +166,7 @@ def test_a_plan_counts_only_tiles_inside_the_window():
         assert int(plan.work[:, 0].max()) == -(-tiles // 64)
 
 
-def test_a_plan_with_a_window_is_for_that_window():
+def test_a_plan_with_a_window_is_for_that_window() -> None:
     case = Case.make([50, 3], 2, 16, 16)
     for window in (0, 30):
         with pytest.raises(AssertionError):
@@ -172,7 +179,7 @@ def test_a_plan_with_a_window_is_for_that_window():
         (1, 0, 2), (2, 0, 2), (3, 0, 1), (16, 0, 2), (61, 0, 1), (61, 2, 2), (61, 4, 2), (16, 1, 2), (61, 2, 1), (5, 0, 8),
     ],
 )  # fmt: skip
-def test_decode_is_the_same_however_it_is_split(num_programs, fan_in, min_tiles):
+def test_decode_is_the_same_however_it_is_split(num_programs: int, fan_in: int, min_tiles: int) -> None:
     lens = [1500, 1, 0, 64, 700, 250, 33, 90, 0]
     case = Case.make(lens, 2, 16, 16)
     cuts = {"fan_in": fan_in, "min_tiles": min_tiles}
@@ -180,13 +187,13 @@ def test_decode_is_the_same_however_it_is_split(num_programs, fan_in, min_tiles)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_decode_of_nothing():
+def test_decode_of_nothing() -> None:
     case = Case.make([0, 0], 2, 16, 16)
     out, _ = case.decode(torch.randn(2, 4, 16), 3, scale=0.25)
     assert not out.any()
 
 
-def test_half_precision():
+def test_half_precision() -> None:
     """float16 only: the interpreter multiplies bfloat16 matrices as if their bits were integers."""
     dtype = torch.float16
     lens = [200, 65, 3]
@@ -198,7 +205,7 @@ def test_half_precision():
     assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 
-def chunks(lens, query_lens, first=3):
+def chunks(lens: Any, query_lens: Any, first: Any = 3) -> Tensor:
     starts = [first]
     for n in query_lens:
         starts.append(starts[-1] + n)
@@ -206,7 +213,7 @@ def chunks(lens, query_lens, first=3):
 
 
 @pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_prefill_shapes(group, head_dim, page):
+def test_prefill_shapes(group: int, head_dim: int, page: int) -> None:
     """Whole prompts, chunks on a context, one-token chunks; tokens before the first chunk are left alone."""
     lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
     case = Case.make(lens, 2, page, head_dim)
@@ -216,7 +223,7 @@ def test_prefill_shapes(group, head_dim, page):
 
 
 @pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_prefill_options(kind):
+def test_prefill_options(kind: str) -> None:
     lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
     case = Case.make(lens, 2, 16, 32)
     start = chunks(lens, query_lens)
@@ -225,7 +232,7 @@ def test_prefill_options(kind):
 
 
 @pytest.mark.parametrize("window", [1, 37, 64, 200])
-def test_prefill_needs_nothing_before_the_window(window):
+def test_prefill_needs_nothing_before_the_window(window: int) -> None:
     lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 20, 2]
     case = Case.make(lens, 2, 16, 32).forget([n - q + 1 - window for n, q in zip(lens, query_lens, strict=True)])
     start = chunks(lens, query_lens)
@@ -238,7 +245,9 @@ PLANS = [pytest.param(9, torch.float16, id="for latency"), pytest.param(40, torc
 
 @pytest.mark.parametrize(("max_seqs", "dtype"), PLANS)
 @pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_decode_of_an_e4m3_cache(group, head_dim, page, max_seqs, dtype, exact_float8):
+def test_decode_of_an_e4m3_cache(
+    group: int, head_dim: int, page: int, max_seqs: int, dtype: torch.dtype, exact_float8: None
+) -> None:
     lens = [1, 300, 64, 130, 0, 17, 0, 128]
     case = Case.make(lens, 2, page, head_dim, E4M3)
     query = torch.randn(len(lens), 2 * group, head_dim, dtype=dtype)
@@ -248,7 +257,7 @@ def test_decode_of_an_e4m3_cache(group, head_dim, page, max_seqs, dtype, exact_f
 
 
 @pytest.mark.parametrize(("group", "head_dim", "page"), SHAPES)
-def test_prefill_of_an_e4m3_cache(group, head_dim, page, exact_float8):
+def test_prefill_of_an_e4m3_cache(group: int, head_dim: int, page: int, exact_float8: None) -> None:
     lens, query_lens = [1, 300, 64, 130, 17], [1, 70, 64, 1, 17]
     case = Case.make(lens, 2, page, head_dim, E4M3)
     start = chunks(lens, query_lens)
@@ -257,7 +266,7 @@ def test_prefill_of_an_e4m3_cache(group, head_dim, page, exact_float8):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
-def test_a_cache_may_be_a_layer_of_one_tensor(dtype, request):
+def test_a_cache_may_be_a_layer_of_one_tensor(dtype: Any, request: pytest.FixtureRequest) -> None:
     if dtype == E4M3:
         request.getfixturevalue("exact_float8")
     lens, query_lens = [1, 300, 64, 130], [1, 70, 64, 1]
@@ -272,7 +281,7 @@ def test_a_cache_may_be_a_layer_of_one_tensor(dtype, request):
 
 
 @pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
-def test_options_with_an_e4m3_cache(kind, exact_float8):
+def test_options_with_an_e4m3_cache(kind: str, exact_float8: None) -> None:
     lens, query_lens = [1, 300, 64, 36, 200], [1, 130, 64, 1, 2]
     case = Case.make(lens, 2, 16, 32, E4M3)
     out, expected = case.decode(torch.randn(5, 8, 32), 7, 40, scale=0.2, **options(kind, 8))
@@ -282,7 +291,7 @@ def test_options_with_an_e4m3_cache(kind, exact_float8):
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_tiles_cover_every_query_once_longest_first():
+def test_tiles_cover_every_query_once_longest_first() -> None:
     tiles = make_prefill_tiles([5, 1, 9], [100, 1, 9], 4)
     assert sorted(tiles) == [(0, 0), (0, 4), (1, 0), (2, 0), (2, 4), (2, 8)]
     assert tiles[:2] == [(0, 4), (0, 0)]

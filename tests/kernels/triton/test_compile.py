@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_kernel_compiles(capability, tmp_path):
+def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.compile_ahead", str(capability)]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

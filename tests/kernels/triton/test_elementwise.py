@@ -4,6 +4,8 @@ The interpreter rounds float32 to bfloat16 towards zero, so a stored value may b
 is twice what a GPU's may be; `close` allows for as many roundings as the operation makes.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
 
 
-def close(got, want, roundings):
+def close(got: Any, want: Any, roundings: Any) -> None:
     unit = roundings * torch.finfo(got.dtype).eps
     scale = float(want.abs().nan_to_num().max()) if want.numel() else 0.0  # terms that cancel leave errors of this size
     torch.testing.assert_close(got.double(), want.double(), rtol=unit, atol=unit * scale / 4, equal_nan=True)
@@ -25,7 +27,7 @@ def close(got, want, roundings):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (2, 2, 1536), (1, 16384), (0, 64)], ids=str)
-def test_norms(shape, dtype):
+def test_norms(shape: Any, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5), 3)
     normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
@@ -33,7 +35,7 @@ def test_norms(shape, dtype):
     close(normed, reference.rms_norm(total.double(), weight.double(), 1e-5), 3)
 
 
-def test_norm_of_rows_with_a_stride():
+def test_norm_of_rows_with_a_stride() -> None:
     packed, weight = torch.randn(5, 100), torch.randn(40)
     x, residual = packed[:, :40], packed[:, 50:90]
     close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 3)
@@ -42,13 +44,13 @@ def test_norm_of_rows_with_a_stride():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 2600), (2, 2, 6), (0, 64)], ids=str)
-def test_silu_and_mul(shape, dtype):
+def test_silu_and_mul(shape: Any, dtype: torch.dtype) -> None:
     x = 10 * torch.randn(shape).to(dtype)
     close(activation.silu_and_mul(x), reference.silu_and_mul(x.double()), 3)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is inf, as on a GPU, which does not warn
-def test_silu_of_large_numbers():
+def test_silu_of_large_numbers() -> None:
     x = torch.tensor([[-1e4, 1e4, -200.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
     assert activation.silu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]
 
@@ -56,7 +58,15 @@ def test_silu_of_large_numbers():
 class Step:
     """A packed projection whose rows have a stride, and a cache of NaN that some tokens are to be written to."""
 
-    def __init__(self, num_heads, num_kv_heads, head_dim, dtype=torch.float32, num_tokens=5, block_size=4):
+    def __init__(
+        self,
+        num_heads: Any,
+        num_kv_heads: Any,
+        head_dim: Any,
+        dtype: torch.dtype = torch.float32,
+        num_tokens: Any = 5,
+        block_size: Any = 4,
+    ) -> None:
         width = (num_heads + 2 * num_kv_heads) * head_dim
         self.qkv = torch.randn(num_tokens, width + 16).to(dtype)[:, :width]
         self.positions = torch.randint(0, 40, (num_tokens,))
@@ -79,7 +89,9 @@ class Step:
         (128, 0, 4, 2),
     ],
 )
-def test_rope_and_store(head_dim, rotary_dim, num_heads, num_kv_heads, normed, dtype):
+def test_rope_and_store(
+    head_dim: int, rotary_dim: int, num_heads: int, num_kv_heads: int, normed: bool, dtype: torch.dtype
+) -> None:
     step = Step(num_heads, num_kv_heads, head_dim, dtype)
     table = torch.randn(40, rotary_dim) if rotary_dim else None
     norms = dict(zip(("q_norm", "k_norm"), torch.randn(2, head_dim).to(dtype), strict=True)) if normed else {}
@@ -95,7 +107,7 @@ def test_rope_and_store(head_dim, rotary_dim, num_heads, num_kv_heads, normed, d
     close(step.caches, exact, 4)
 
 
-def test_rope_takes_int32_positions_and_one_norm():
+def test_rope_takes_int32_positions_and_one_norm() -> None:
     step = Step(4, 2, 16)
     table, weight, other = torch.randn(40, 16), torch.randn(16), step.caches.clone()
     got = rotary.rope_and_store(
@@ -111,7 +123,7 @@ def test_rope_takes_int32_positions_and_one_norm():
 @pytest.mark.parametrize("num_tokens", [0, 1, 6])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (3, 80), (12, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv(dtype, num_kv_heads, head_dim, num_tokens):
+def test_store_kv(dtype: torch.dtype, num_kv_heads: int, head_dim: int, num_tokens: int) -> None:
     step = Step(1, num_kv_heads, head_dim, dtype, num_tokens)
     _, key, value = step.qkv.unflatten(1, (1 + 2 * num_kv_heads, head_dim)).split((1, num_kv_heads, num_kv_heads), 1)
     want = step.caches.clone()
@@ -120,18 +132,18 @@ def test_store_kv(dtype, num_kv_heads, head_dim, num_tokens):
     torch.testing.assert_close(step.caches, want, equal_nan=True, rtol=0, atol=0)
 
 
-def quantised(step):
+def quantised(step: Any) -> Any:
     """The step's caches as e4m3, and uneven scales."""
     return step.caches.to(torch.float8_e4m3fn), torch.rand(2, step.caches.shape[2]) + 0.05
 
 
-def same_bits(got, want):
+def same_bits(got: Any, want: Any) -> None:
     assert got.view(torch.uint8).equal(want.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (3, 80), (12, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv_in_e4m3(dtype, num_kv_heads, head_dim, exact_float8):
+def test_store_kv_in_e4m3(dtype: torch.dtype, num_kv_heads: int, head_dim: int, exact_float8: None) -> None:
     """Every bit, saturation and what is not finite included."""
     step = Step(1, num_kv_heads, head_dim, dtype, 6)
     step.qkv[0, head_dim : head_dim + 8] = torch.tensor([1e4, -1e4, 448.0, 0.0, -0.0, 1e-9, NAN, float("-inf")])
@@ -145,7 +157,7 @@ def test_store_kv_in_e4m3(dtype, num_kv_heads, head_dim, exact_float8):
 
 @pytest.mark.parametrize("rotary_dim", [0, 40, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rope_and_store_in_e4m3(dtype, rotary_dim, exact_float8):
+def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float8: None) -> None:
     """Keys are rounded to the model's dtype first, as they are where the cache holds that; few land on the other side."""
     step = Step(4, 3, 80, dtype)
     table = torch.randn(40, rotary_dim) if rotary_dim else None
@@ -162,22 +174,22 @@ def test_rope_and_store_in_e4m3(dtype, rotary_dim, exact_float8):
 
 @pytest.mark.parametrize("module", [reference, kv_cache], ids=["reference", "triton"])
 @pytest.mark.parametrize("e4m3", [False, True], ids=["float32", "e4m3"])
-def test_a_cache_may_be_a_layer_of_one_tensor(module, e4m3, exact_float8):
+def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, e4m3: bool, exact_float8: None) -> None:
     step = Step(4, 2, 16)
     qkv, key, value = step.qkv.contiguous(), *step.qkv.unflatten(1, (8, 16)).split((4, 2, 2), 1)[1:]
     want, scale = quantised(step) if e4m3 else (step.caches, None)
     strided = as_a_layer_of_one_tensor(want)
-    module.store_kv(key, value, *strided, step.slots, scale)
-    reference.store_kv(key, value, *want, step.slots, scale)
+    module.store_kv(key, value, *strided, step.slots, scale)  # type: ignore[has-type]
+    reference.store_kv(key, value, *want, step.slots, scale)  # type: ignore[has-type]
     same_bits(strided.contiguous(), want)
     rope = (reference if module is reference else rotary).rope_and_store
     options = {"num_heads": 4, "num_kv_heads": 2, "kv_scale": scale}
-    rope(qkv, step.positions, None, *strided, step.slots, **options)
-    reference.rope_and_store(qkv, step.positions, None, *want, step.slots, **options)
+    rope(qkv, step.positions, None, *strided, step.slots, **options)  # type: ignore[has-type]
+    reference.rope_and_store(qkv, step.positions, None, *want, step.slots, **options)  # type: ignore[has-type]
     same_bits(strided.contiguous(), want)
 
 
-def test_slots_beyond_two_to_the_31_elements():
+def test_slots_beyond_two_to_the_31_elements() -> None:
     """Key and value blocks interleave in one allocation, of which two pages are touched."""
     block = 16 * 64
     num_blocks = 2**31 // (2 * block) + 2

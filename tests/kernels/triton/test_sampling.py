@@ -1,9 +1,11 @@
 """Sampling by the reference implementation and in Triton: exact filters, true distributions, reproducible noise."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -21,7 +23,7 @@ BOTH = pytest.mark.parametrize("module", [reference, sampling], ids=["reference"
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred tokens become a vocabulary of many pieces, and more survivors than can be set aside."""
     monkeypatch.setattr(sampling, "PIECE", 32)
     monkeypatch.setattr(thresholds, "PIECE", 32)
@@ -31,10 +33,18 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(thresholds, "SEARCH_BLOCK", 32)
 
 
-def options(batch, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
+def options(
+    batch: Any,
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    seeds: Any = None,
+    positions: Any = None,
+) -> Any:
     """`sample`'s arguments after the logits, each one number for all rows or a list."""
 
-    def column(value, dtype):
+    def column(value: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value if isinstance(value, list) else [value] * batch, dtype=dtype)
 
     return (
@@ -44,7 +54,7 @@ def options(batch, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, p
     )  # fmt: skip
 
 
-def allowed(logits, temperature, top_k, top_p, min_p):
+def allowed(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
     """The slow and sure way: sort, cut, add up. Returns what may be sampled, and whether top_p's cut is too close to call."""
     peak = max(logits)
     weights = [math.exp((x - peak) / temperature) for x in logits]
@@ -82,7 +92,7 @@ FILTERS = [
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_thresholds_are_exact(module, filters, dtype):
+def test_thresholds_are_exact(module: Any, filters: dict[str, Any], dtype: torch.dtype) -> None:
     shapes = [3 * torch.randn(300), torch.randint(0, 4, (300,)).float(), torch.randn(300) - 1000, torch.zeros(300)]
     logits = torch.stack([*shapes, torch.where(torch.rand(300) < 0.9, -INF, torch.randn(300))]).to(dtype)
     check_thresholds(module, logits, filters)
@@ -90,11 +100,11 @@ def test_thresholds_are_exact(module, filters, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filters", [*FILTERS, {"top_k": 200}, {"top_k": 290, "top_p": 0.99}], ids=str)
-def test_thresholds_of_a_vocabulary_of_many_blocks(filters, dtype, small_blocks):
+def test_thresholds_of_a_vocabulary_of_many_blocks(filters: Any, dtype: torch.dtype, small_blocks: Any) -> None:
     check_thresholds(sampling, torch.randn(4, 333).mul(torch.tensor([[0.01], [1], [3], [10]])).to(dtype), filters)
 
 
-def check_thresholds(module, logits, filters):
+def check_thresholds(module: Any, logits: Any, filters: Any) -> None:
     every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     temperature, top_k, top_p, min_p = options(len(logits), **filters)[:4]
     wide = logits.float()
@@ -118,7 +128,9 @@ def check_thresholds(module, logits, filters):
         (reference, 20_000, {"temperature": 2.0, "top_p": 0.7, "min_p": 0.02}),
     ],
 )
-def test_samples_follow_the_softmax(module, draws, filters, vary, small_blocks):
+def test_samples_follow_the_softmax(
+    module: Any, draws: int, filters: dict[str, Any], vary: str, small_blocks: Any
+) -> None:
     logits = torch.tensor([1.5, -0.5, 2.0, 0.0, 1.0, -2.0, 1.9, 0.3])
     # A seed's low bits, its high bits, or the position alone must be enough to make draws independent.
     varied = {vary: torch.arange(draws) << (33 if vary == "seeds" else 0)}
@@ -132,7 +144,7 @@ def test_samples_follow_the_softmax(module, draws, filters, vary, small_blocks):
     assert chi_square < 30  # 7 degrees of freedom: 1 in 10,000
 
 
-def test_noise_reaches_far_into_the_tail():
+def test_noise_reaches_far_into_the_tail() -> None:
     """A token of probability 1e-6 is drawn about as often as that: the noise is not cut off."""
     draws = 1 << 22
     noise = reference.gumbel(reference.random_bits(torch.tensor(7), torch.tensor(0), torch.arange(draws)))
@@ -143,14 +155,14 @@ def test_noise_reaches_far_into_the_tail():
     assert abs(float(noise.double().mean()) - 0.5772156649) < 0.003
 
 
-def test_noise_is_finite_at_the_ends():
+def test_noise_is_finite_at_the_ends() -> None:
     ends = torch.tensor([0, 1, -1, -2, -(2**31), 2**31 - 1], dtype=torch.int32)
     assert reference.gumbel(ends).isfinite().all()
     assert float(reference.gumbel(ends[:1])) == pytest.approx(33 * math.log(2))
 
 
 @triton.jit
-def _noise_kernel(seeds, positions, bits, noise, BLOCK: tl.constexpr):
+def _noise_kernel(seeds, positions, bits, noise, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     tokens = tl.arange(0, BLOCK)
     random = sampling._random_bits(tl.load(seeds + row), tl.load(positions + row), tokens)
@@ -159,7 +171,7 @@ def _noise_kernel(seeds, positions, bits, noise, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_kernel_and_twin_draw_the_same_bits(position_dtype):
+def test_kernel_and_twin_draw_the_same_bits(position_dtype: torch.dtype) -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 2**32, 1 << 31, 123456789123456789])
     positions = torch.tensor([0, 1, 2**31 - 1, 77, 5, 0, 1 << 20, 3], dtype=position_dtype)
     bits, noise = torch.empty(8, 512, dtype=torch.int32), torch.empty(8, 512)
@@ -168,8 +180,8 @@ def test_kernel_and_twin_draw_the_same_bits(position_dtype):
     torch.testing.assert_close(noise, reference.gumbel(bits), rtol=1e-5, atol=1e-5)
 
 
-def test_every_input_bit_moves_every_output_bit():
-    def bits(seed, position, token):
+def test_every_input_bit_moves_every_output_bit() -> None:
+    def bits(seed: Any, position: Any, token: Any) -> Any:
         return reference.random_bits(torch.tensor(seed), torch.tensor(position), token)
 
     tokens = torch.arange(20_000)
@@ -184,7 +196,7 @@ def test_every_input_bit_moves_every_output_bit():
 
 
 @BOTH
-def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(module):
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(module: Any) -> None:
     logits = torch.randn(7, 5000)
     seeds, positions = torch.arange(7) + 100, torch.arange(7) * 3
     filters = {"temperature": [1.0, 0.7, 0.0, 1.0, 1.2, 1.0, 0.9], "top_k": [0, 20, 0, 0, 40, 0, 0]}
@@ -200,7 +212,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_kernel_and_twin_choose_the_same_tokens(dtype):
+def test_kernel_and_twin_choose_the_same_tokens(dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(16, 2 * sampling.PIECE + 100)).to(dtype)
     random = torch.rand(4, 16)
     arguments = options(
@@ -218,7 +230,7 @@ def test_kernel_and_twin_choose_the_same_tokens(dtype):
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_greedy_takes_the_lowest_of_equals(module, dtype):
+def test_greedy_takes_the_lowest_of_equals(module: Any, dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 9000).to(dtype)
     logits[1, 77], logits[1, 8000] = 3, 3
     logits[2, 8999] = 1
@@ -228,7 +240,7 @@ def test_greedy_takes_the_lowest_of_equals(module, dtype):
 
 @BOTH
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
-def test_infinities_and_nans(module, filters):
+def test_infinities_and_nans(module: Any, filters: dict[str, Any]) -> None:
     """-inf and NaN are never taken while another token can be; rows of nothing else give some token of the vocabulary."""
     rows = 12
     logits = torch.full((rows, 100), -INF)
@@ -244,25 +256,25 @@ def test_infinities_and_nans(module, filters):
 
 
 @BOTH
-def test_rows_may_have_a_stride(module):
+def test_rows_may_have_a_stride(module: Any) -> None:
     logits = torch.randn(4, 300)[:, 10:210]
     arguments = options(4, top_k=20, top_p=0.9)
     assert module.sample(logits, *arguments).equal(module.sample(logits.contiguous(), *arguments))
 
 
 @BOTH
-def test_an_empty_batch(module):
+def test_an_empty_batch(module: Any) -> None:
     assert module.sample(torch.empty(0, 50), *options(0)).shape == (0,)
 
 
-def test_the_package_picks_the_twin_on_a_cpu():
+def test_the_package_picks_the_twin_on_a_cpu() -> None:
     logits = torch.randn(3, 50)
     assert kernels.sample(logits, *options(3)).equal(reference.sample(logits, *options(3)))
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks(module, dtype, small_blocks):
+def test_masks(module: Any, dtype: torch.dtype, small_blocks: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for vocab_size in (1, 31, 32, 33, 300):
         logits = torch.randn(5, vocab_size + 3, generator=generator).to(dtype)
@@ -279,7 +291,7 @@ def test_masks(module, dtype, small_blocks):
 
 
 @BOTH
-def test_parts(module, small_blocks):
+def test_parts(module: Any, small_blocks: Any) -> None:
     """Rows that nothing filters first, then the rest of them: those with filters, and those with a mask."""
     logits = torch.randn(7, 300)
     arguments = options(7, temperature=[1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], top_k=[0, 5, 300, 0, 5, 0, 0],

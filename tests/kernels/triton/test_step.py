@@ -1,5 +1,7 @@
 """The step's preparation, as reference implementation and as kernel, against what the layout promises."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from kernels.triton import prepare
 BLOCK = 4
 
 
-def packed_step(rows, query_lens, updates, token_ids):
+def packed_step(rows: Any, query_lens: Any, updates: Any, token_ids: Any) -> Any:
     """Build the packed buffer of `kernels.layout` by hand; returns (packed, segment).
 
     updates: for each cache group, for each sequence, where its new blocks go and their ids.
@@ -20,7 +22,7 @@ def packed_step(rows, query_lens, updates, token_ids):
     head = torch.zeros(2 + 2 * len(updates), segment, dtype=torch.int32)
     head[0, :n] = torch.tensor(rows)
     head[1, 1 : n + 1] = torch.tensor(query_lens).cumsum(0)
-    flat = []
+    flat = []  # type: ignore[var-annotated]
     for group, of_group in enumerate(updates):
         head[2 + 2 * group, : n + 1] = torch.tensor([0, *(len(blocks) for _, blocks in of_group)]).cumsum(0) + len(flat)
         head[3 + 2 * group, :n] = torch.tensor([at for at, _ in of_group])
@@ -29,7 +31,7 @@ def packed_step(rows, query_lens, updates, token_ids):
 
 
 @pytest.fixture(params=["reference", "triton"])
-def prepare_step(request):
+def prepare_step(request: pytest.FixtureRequest) -> Any:
     return (reference if request.param == "reference" else prepare).prepare_step
 
 
@@ -38,7 +40,7 @@ BLOCKS = list(range(100, 100 + LONG // BLOCK))
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
-def test_step_tensors(prepare_step, num_groups):
+def test_step_tensors(prepare_step: Any, num_groups: int) -> None:
     state = RowState.allocate(5, num_groups, 80, torch.device("cpu"))
     state.num_computed[:] = torch.tensor([0, 8, 70, 2, 0])
     state.last_token[:] = torch.tensor([50, 51, 52, 53, 54])
@@ -78,7 +80,7 @@ def test_step_tensors(prepare_step, num_groups):
     assert state.num_computed.tolist() == [LONG, 9, 70, 5, 0], "rows of the step advance, all others and padding do not"
 
 
-def test_rows_advance_from_step_to_step(prepare_step):
+def test_rows_advance_from_step_to_step(prepare_step: Any) -> None:
     state, out = RowState.allocate(3, 1, 8, torch.device("cpu")), StepTensors.allocate(2, 8, 1, torch.device("cpu"))
     updates = [[(0, [5, 6]), (0, [3])]]
     for length, tokens in ((5, [1, 2, 3, 4, 5]), (1, [-1])):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import Parser, add_flags, load
+from engine.config import Parser, add_flags, load  # type: ignore[attr-defined]
 from engine.core.parameters import parameters_of
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError

@@ -18,7 +18,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def doubled(depth: int) -> Any:
     """Twice as large at each level."""
-    return reduce(lambda inner, _: {"type": "object", "properties": {"a": inner, "b": inner}}, range(depth), True)
+    return reduce(lambda inner, _: {"type": "object", "properties": {"a": inner, "b": inner}}, range(depth), True)  # type: ignore[arg-type, return-value]
 
 
 def references(number: int) -> Any:

@@ -213,7 +213,7 @@ def valid_calls(message: dict[str, Any]) -> int:
 
 
 def specials(name: str) -> list[tuple[str, ...]]:
-    return {"mistral": [(), ("[TOOL_CALLS]",)], "mistral_args": [("[TOOL_CALLS]", "[ARGS]")]}.get(
+    return {"mistral": [(), ("[TOOL_CALLS]",)], "mistral_args": [("[TOOL_CALLS]", "[ARGS]")]}.get(  # type: ignore[return-value]
         name, [(), ("<tool_call>", "</tool_call>", "<|python_tag|>")]
     )
 
@@ -262,7 +262,7 @@ def test_forced_calls(family: Live, choice: Any) -> None:
 def test_calls_begun_freely(family: Live) -> None:
     template = family.engine.tokenizer.chat_template  # type: ignore[union-attr]
     marks = {LLAMA3: "<|python_tag|>", HERMES: "<tool_call>", QWEN3: "<tool_call>"}
-    wants(family, "Let me look.\n" + marks.get(template, "[TOOL_CALLS]"))
+    wants(family, "Let me look.\n" + marks.get(template, "[TOOL_CALLS]"))  # type: ignore[arg-type]
     for seed in range(6):
         found = ask(family, seed=seed)
         assert found["message"]["content"] == "Let me look."

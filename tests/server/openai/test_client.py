@@ -164,7 +164,7 @@ def test_a_full_server_is_asked_again(serve: Callable[..., Live]) -> None:
             live.wait_idle()
 
     http = httpx.Client(event_hooks={"response": [make_room]})
-    with OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", http_client=http) as client:
+    with OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", http_client=http) as client:  # type: ignore[arg-type]
         endless = {"ignore_eos": True}
         first = client.completions.create(model="toy", prompt="a", max_tokens=500, stream=True, extra_body=endless)
         next(iter(first))

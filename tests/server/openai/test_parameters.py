@@ -65,7 +65,8 @@ def http(url: str) -> Iterator[httpx.Client]:
 def ask(http: httpx.Client, request: pytest.FixtureRequest) -> Ask:
     def ask(**fields: Any) -> Answer:
         response = http.post(
-            request.param, json={**PATHS[request.param], "max_tokens": 40, "return_token_ids": True, **fields}
+            request.param,
+            json={**PATHS[request.param], "max_tokens": 40, "return_token_ids": True, **fields},  # type: ignore[dict-item]
         )
         assert response.status_code == 200, response.text
         return Answer(response.json())
@@ -203,14 +204,14 @@ def find(body: dict[str, Any], name: str) -> Any:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("fields", "holds"), FORMS)
 def test_forms(http: httpx.Client, path: str, fields: dict[str, Any], holds: Callable[[dict[str, Any]], bool]) -> None:
-    body = http.post(path, json={**PATHS[path], "max_tokens": 2, **fields}).json()
+    body = http.post(path, json={**PATHS[path], "max_tokens": 2, **fields}).json()  # type: ignore[dict-item]
     assert holds(body), body
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_cache_salt_keeps_prompts_apart(http: httpx.Client, path: str) -> None:
     long = {"prompt": "salt" * 20, "messages": [{"role": "user", "content": "salt" * 20}]}
-    ask = {name: long[name] for name in PATHS[path]} | {"max_tokens": 1}
+    ask = {name: long[name] for name in PATHS[path]} | {"max_tokens": 1}  # type: ignore[attr-defined]
     cached = [
         http.post(path, json=ask | salt).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         for salt in ({}, {}, {"cache_salt": path}, {"cache_salt": path})
