@@ -113,7 +113,7 @@ class Engine:
 
     def summary(self) -> str:
         """What was started, in one line."""
-        runner, num_tokens = self.runner, self.scheduler.num_cache_tokens
+        runner, num_tokens = self.runner, self.scheduler.blocks.capacity(self.runner.max_model_len)
         size, unit = runner.kv_cache_bytes / 2**30, "GiB"
         if size < 1:
             size, unit = size * 1024, "MiB"

@@ -66,11 +66,9 @@ class LLM:
             if name not in known:
                 raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
         self.config = EngineConfig(model=model, **settings)
-        self._input_processor = InputProcessor.load(self.config)
-        processor = self._input_processor
-        self._engine = Engine(
-            processor.local(self.config), spec=processor.spec, eos_token_ids=processor.eos_token_ids, offline=True
-        )
+        self._input_processor = processor = InputProcessor.load(self.config)
+        config, ends = processor.local(self.config), processor.eos_token_ids
+        self._engine = Engine(config, spec=processor.spec, eos_token_ids=ends, offline=True)
         self._ids = itertools.count()
         self._broken = False
         self._process = os.getpid()

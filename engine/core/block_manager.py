@@ -71,6 +71,11 @@ class BlockManager:
         """The most tokens, up to `max_tokens`, of a request that can run, at least alone."""
         return longest_sequence(self.groups, self.num_blocks, self.block_size, self.max_chunk, max_tokens)
 
+    def capacity(self, num_tokens: int) -> int:
+        """The tokens that fit the cache in sequences of `num_tokens`, rounded up to whole blocks."""
+        num_tokens = -(-num_tokens // self.block_size) * self.block_size
+        return self.num_blocks * num_tokens // self.most_held(num_tokens)
+
     def match_prefix(self, request: Request) -> list[list[int]]:
         """For each group, the first entries of a block table: the longest prefix that is cached.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.core.batch import PromptScores, TokenLogprobs
+from engine.core.batch import EngineOutput, PromptScores, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 
 
@@ -80,13 +80,64 @@ class Request:
         num_known = len(self.prompt_logprobs) + 1  # the first token has none
         self.prompt_logprobs += scores.logprobs[num_known - scores.first :]
 
-    def append(self, token_id: int) -> None:
-        """Learn the oldest token in flight; when it is the last one of the request, say why in `finish_reason`."""
-        self.token_ids.append(token_id)
-        num_tokens = len(self.token_ids)
-        if token_id in self.stop_ids and num_tokens >= self.min_num_tokens:
-            self.finish_reason = "stop"
-            if self.sampling.ignore_eos or token_id not in self.eos_token_ids:
-                self.stop_reason = token_id
-        elif num_tokens >= self.max_num_tokens:
-            self.finish_reason = "length"
+    def append(self, token_ids: list[int]) -> list[int]:
+        """Learn the oldest tokens in flight, up to the last one of the request, whose reason is `finish_reason` then.
+
+        Returns those that count.
+        """
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            num_tokens = len(self.token_ids)
+            if token_id in self.stop_ids and num_tokens >= self.min_num_tokens:
+                self.finish_reason = "stop"
+                if self.sampling.ignore_eos or token_id not in self.eos_token_ids:
+                    self.stop_reason = token_id
+            elif num_tokens >= self.max_num_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return token_ids[:count]
+        return token_ids
+
+    def output(
+        self,
+        new_token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        embedding: bytes | None = None,
+    ) -> EngineOutput:
+        """What a step gave: its newest tokens with their log-probabilities, or its embedding."""
+        is_first = len(self.token_ids) - len(new_token_ids) == self.num_prompt_tokens and embedding is None
+        return EngineOutput(
+            self.request_id,
+            new_token_ids,
+            self.finish_reason,
+            self.stop_reason,
+            None if logprobs is None else logprobs[: len(new_token_ids)],
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.queued_time,
+            self.scheduled_time,
+            self.prompt_logprobs if is_first else None,
+            embedding,
+        )
+
+    def check(self, is_running: bool, num_in_flight: int) -> None:
+        """Assert every invariant of an unfinished request that is in the batches of `num_in_flight` steps in flight."""
+        num_known = len(self.token_ids)
+        assert self.finish_reason is None
+        if is_running:
+            assert self.block_tables
+        else:
+            assert not self.block_tables
+            assert self.num_computed_tokens == self.num_slots == 0, "a waiting request has no KV"
+            assert self.next_commit == sys.maxsize
+        assert num_known < self.max_num_tokens >= self.num_tokens
+        assert 0 <= self.num_tokens - num_known <= num_in_flight
+        assert self.num_computed_tokens <= self.num_tokens
+        if self.num_computed_tokens == self.num_tokens:
+            assert is_running, "only a request that was deferred has nothing left to compute"
+            assert num_known == self.num_tokens
+        if self.steady_until:
+            assert self.block_tables
+            assert self.num_computed_tokens == self.num_tokens - 1, "a steady request lacks more than a token"
+            assert self.steady_until <= self.num_slots
+            assert self.steady_until < min(self.max_num_tokens, self.next_commit)

@@ -10,8 +10,7 @@ finished, and what step n+1 computed for it is dropped when read. Ends by length
 
 from __future__ import annotations
 
-import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -29,6 +28,9 @@ from engine.core.batch import (
 from engine.core.block_manager import BlockManager
 from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.request import Request
+from engine.core.request_queues import RequestQueues
+
+_Batched = tuple[list[Request], ScheduledBatch]
 
 
 @dataclass(slots=True)
@@ -41,15 +43,25 @@ class _Plan:
     partial: Request | None = None  # the request whose chunk was cut by the token budget
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
 
+    def batch(self, last: _Batched) -> _Batched:
+        """The requests in the batch's order, and the batch: `last`, the step before's, when nothing changed."""
+        num_decodes = len(self.decodes)
+        requests = self.decodes + self.longer
+        num_tokens = [1] * num_decodes + self.lengths
+        partial = [] if self.partial is None else [requests.index(self.partial)]
+        last_requests, last_batch = last
+        if requests == last_requests and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
+            return last
+        request_ids = [request.request_id for request in requests]
+        return requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
+
 
 class Scheduler:
     """First come, first served among requests of one priority, under a budget of tokens and of sequences in each step.
 
-    `running` holds the requests that have a device row and blocks, `waiting` all others; both in queue order: by priority,
-    then the oldest first. Of one priority, every running request is older than every waiting one. When blocks run out
-    the last running request is preempted: it loses its blocks, returns to `waiting`, and is recomputed later, mostly
-    from the prefix cache. The first request in queue order therefore always progresses once it runs, and all requests
-    finish. No request is preempted for a waiting one, whatever its priority.
+    When blocks run out the last running request is preempted: it loses its blocks, waits again, and is recomputed later,
+    mostly from the prefix cache. The first request in queue order therefore always progresses once it runs, and all
+    requests finish. No request is preempted for a waiting one, whatever its priority.
 
     Most requests in most steps are steady: they compute their newest token and nothing else happens to them. Up to
     `Request.steady_until` tokens that is known, and `schedule` and `update` take a fast path.
@@ -73,40 +85,30 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.running: list[Request] = []
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self._requests: dict[str, Request] = {}  # running and waiting, by id
+        self.queues = RequestQueues()
         self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the requests of its batch
-        self._last: tuple[list[Request], ScheduledBatch] = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
+        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
-        self._step = self._arrivals = 0
+        self._step = 0
         self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prompt_tokens = self._generation_tokens = 0
 
-    @property
-    def num_cache_tokens(self) -> int:
-        """How many tokens the KV cache holds, in sequences of `max_model_len`."""
-        num_tokens = -(-self.max_model_len // self.blocks.block_size) * self.blocks.block_size
-        return self.blocks.num_blocks * num_tokens // self.blocks.most_held(num_tokens)
-
     def check_new(self, request: Request) -> None:
-        """ValueError when its id is in use, or when it can never be run. Sets how long it may get."""
+        """ValueError when its id is in use, or when it can never be run. Limits its length to what the model and cache hold."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
-        if request.request_id in self._requests:
+        if self.queues.find(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if not 1 <= num_prompt <= longest:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens; "
-                f"it may have from 1 to {longest} with max_model_len={self.max_model_len}"
-            )
+            limits = f"from 1 to {longest} with max_model_len={self.max_model_len}"
+            raise ValueError(f"the prompt has {num_prompt} tokens; it may have {limits}")
         max_num_tokens = min(request.max_num_tokens, longest + 1)
         if self.blocks.most_held(max_num_tokens - 1) > self.blocks.num_blocks:
             num_slots = self.blocks.longest(self.max_model_len)
             room = num_slots - num_prompt + 1
+            fits = f"max_tokens={room}" if room > 0 else f"a prompt of {num_slots} tokens"
             raise ValueError(
                 f"a prompt of {num_prompt} tokens with max_tokens={max_num_tokens - num_prompt} does not fit "
-                f"the KV cache of {num_slots} tokens; "
-                + (f"max_tokens={room} would fit" if room > 0 else f"a prompt of {num_slots} tokens would fit")
+                f"the KV cache of {num_slots} tokens; {fits} would fit"
             )
         request.max_num_tokens = max_num_tokens
 
@@ -114,19 +116,11 @@ class Scheduler:
         """Queue a new request. ValueError as `check_new`."""
         self.check_new(request)
         request.queued_time = monotonic()
-        self._arrivals += 1
-        request.order = (request.engine_request.priority, self._arrivals)
-        last = next(reversed(self.waiting.values()), request)
-        self._requests[request.request_id] = self.waiting[request.request_id] = request
-        if request.order < last.order:
-            self._sort_waiting()
-
-    def _sort_waiting(self) -> None:
-        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].order))
+        self.queues.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
-        request = self._requests.get(request_id)
+        request = self.queues.find(request_id)
         if request is None:
             return False
         request.finish_reason = "abort"
@@ -135,7 +129,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a request is unfinished or a launched step is not read back."""
-        return bool(self._requests or self._in_flight)
+        return bool(self.queues or self._in_flight)
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step, on the assumption that it is launched at once, before any other call.
@@ -149,7 +143,7 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         num_preemptions = self._num_preemptions
 
-        for request in self.running:  # preemption pops its tail, at or after the request at hand
+        for request in self.queues.running:  # preemption pops its tail, at or after the request at hand
             if not budget:
                 break
             num_tokens = request.num_tokens
@@ -165,8 +159,8 @@ class Scheduler:
                 budget -= granted
 
         if num_preemptions == self._num_preemptions:  # else blocks are short, and no request is admitted
-            while self.waiting and budget and len(self.running) < self.max_num_seqs:
-                request = next(iter(self.waiting.values()))
+            while self.queues.waiting and budget and len(self.queues.running) < self.max_num_seqs:
+                request = self.queues.first_waiting()
                 new_request = self._admit(request)
                 if new_request is None:
                     break
@@ -175,11 +169,12 @@ class Scheduler:
                 assert granted, "a new request has blocks for its first chunk"
                 budget -= granted
 
-        batch = self._batch(plan)
+        self._last = plan.batch(self._last)
+        requests, batch = self._last
         removed: list[str] = []
         if batch.request_ids:
             self._step += 1
-            self._in_flight.append((self._step, self._last[0]))
+            self._in_flight.append((self._step, requests))
             removed, self._removed = self._removed, removed
         return SchedulerOutput(self._step, new_requests, batch, plan.new_block_ids, removed)
 
@@ -239,32 +234,17 @@ class Scheduler:
     ) -> EngineOutput | None:
         """Append its new tokens, up to its last one, with all that follows. None: one token, and nothing else to report."""
         num_known = len(request.token_ids)
-        for token_id in token_ids:
-            request.append(token_id)
-            if request.finish_reason is not None:
-                break
+        new_token_ids = request.append(token_ids)
         num_tokens = len(request.token_ids)
         if num_tokens >= request.next_commit:
             self.blocks.commit(request)
-        is_first = num_known == request.num_prompt_tokens
         if request.finish_reason is not None:
             self._forget(request)
         elif not request.needs_full_output:
             request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
-            if not is_first and num_tokens == num_known + 1:
+            if num_tokens == num_known + 1 and num_known > request.num_prompt_tokens:
                 return None
-        return EngineOutput(
-            request.request_id,
-            request.token_ids[num_known:],
-            request.finish_reason,
-            request.stop_reason,
-            None if logprobs is None else logprobs[: num_tokens - num_known],
-            request.num_cached_tokens,
-            request.num_preemptions,
-            request.queued_time,
-            request.scheduled_time,
-            request.prompt_logprobs if is_first else None,
-        )
+        return request.output(new_token_ids, logprobs)
 
     def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
         outputs = []
@@ -273,18 +253,7 @@ class Scheduler:
             if request.finish_reason is None:
                 request.finish_reason = "stop"
                 self._forget(request)
-                outputs.append(
-                    EngineOutput(
-                        request.request_id,
-                        [],
-                        request.finish_reason,
-                        num_cached_tokens=request.num_cached_tokens,
-                        num_preemptions=request.num_preemptions,
-                        queued_time=request.queued_time,
-                        scheduled_time=request.scheduled_time,
-                        embedding=embedding,
-                    )
-                )
+                outputs.append(request.output([], embedding=embedding))
         return outputs
 
     def reset_prefix_cache(self) -> bool:
@@ -293,8 +262,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_running=len(self.queues.running),
+            num_waiting=len(self.queues.waiting),
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             num_preemptions=self._num_preemptions,
@@ -313,14 +282,10 @@ class Scheduler:
         """
         assert len(request.token_ids) == request.num_tokens, "a waiting request has no token in flight"
         cached = self.blocks.match_prefix(request) if request.reads_cache else ()
-        num_spare = len(self.running) * len(self.blocks.groups)
+        num_spare = len(self.queues.running) * len(self.blocks.groups)
         if self.blocks.grow(request, request.num_tokens, cached, num_spare) is None:
             return None
-        del self.waiting[request.request_id]
-        last = self.running[-1] if self.running else request
-        self.running.append(request)
-        if request.order < last.order:
-            self.running.sort(key=lambda each: each.order)
+        self.queues.start(request)
         request.num_computed_tokens = len(cached[0]) * self.blocks.block_size if cached else 0
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
@@ -337,17 +302,12 @@ class Scheduler:
         )
 
     def _preempt_last(self) -> Request:
-        request = self.running.pop()
+        request = self.queues.stop_last()
         self.blocks.release(request)
         request.num_computed_tokens = request.steady_until = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._removed.append(request.request_id)
-        first = next(iter(self.waiting.values()), request)
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
-        if first.order < request.order:
-            self._sort_waiting()
         return request
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
@@ -380,59 +340,20 @@ class Scheduler:
             plan.lengths.append(granted)
         return granted
 
-    def _batch(self, plan: _Plan) -> ScheduledBatch:
-        """The plan as a batch: the last step's object when nothing changed."""
-        num_decodes = len(plan.decodes)
-        requests = plan.decodes + plan.longer
-        num_tokens = [1] * num_decodes + plan.lengths
-        partial = [] if plan.partial is None else [requests.index(plan.partial)]
-        last_requests, last = self._last
-        if requests != last_requests or num_tokens != last.num_tokens or partial != last.partial:
-            request_ids = [request.request_id for request in requests]
-            self._last = requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
-        return self._last[1]
-
     def _forget(self, request: Request) -> None:
         """Drop a finished request. Steps in flight may still compute it; `update` ignores what they give."""
-        del self._requests[request.request_id]
+        self.queues.remove(request)
         request.steady_until = 0
         if request.block_tables:
-            self.running.remove(request)
             self._removed.append(request.request_id)
             self.blocks.release(request)
-        else:
-            del self.waiting[request.request_id]
 
     def check(self) -> None:
         """Assert every invariant of the queues and the blocks."""
-        self.blocks.check(self.running)
-        queue = [*self.running, *self.waiting.values()]
-        assert {request.request_id: request for request in queue} == self._requests
-        assert len(queue) == len(self._requests), "a request is both running and waiting"
-        assert len(self.running) <= self.max_num_seqs
-        for line in (self.running, self.waiting.values()):
-            assert [r.order for r in line] == sorted(r.order for r in line), "a queue is out of order"
-        for priority in {r.engine_request.priority for r in queue}:
-            turns = [r.order for r in queue if r.engine_request.priority == priority]
-            assert turns == sorted(turns), "a request overtook an older one"
+        self.queues.check()
+        running = self.queues.running
+        self.blocks.check(running)
+        assert len(running) <= self.max_num_seqs
         in_flight = [request for _, requests in self._in_flight for request in requests]
-        for request in queue:
-            num_known = len(request.token_ids)
-            assert request.finish_reason is None
-            if request in self.running:
-                assert request.block_tables
-            else:
-                assert not request.block_tables
-                assert request.num_computed_tokens == request.num_slots == 0, "a waiting request has no KV"
-                assert request.next_commit == sys.maxsize
-            assert num_known < request.max_num_tokens >= request.num_tokens
-            assert 0 <= request.num_tokens - num_known <= in_flight.count(request)
-            assert request.num_computed_tokens <= request.num_tokens
-            if request.num_computed_tokens == request.num_tokens:
-                assert request in self.running, "only a request that was deferred has nothing left to compute"
-                assert num_known == request.num_tokens
-            if request.steady_until:
-                assert request.block_tables
-                assert request.num_computed_tokens == request.num_tokens - 1, "a steady request lacks more than a token"
-                assert request.steady_until <= request.num_slots
-                assert request.steady_until < min(request.max_num_tokens, request.next_commit)
+        for request in [*running, *self.queues.waiting.values()]:
+            request.check(request in running, in_flight.count(request))

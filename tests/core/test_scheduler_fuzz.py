@@ -15,13 +15,14 @@ import pytest
 
 from engine.core.batch import EngineOutput
 from engine.core.block_manager import BlockManager
+from engine.core.block_pool import Name
 from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
-from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding
+from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding, states_of
 
 NUM_WORKLOADS = 2000
 NUM_TESTS = 4
@@ -30,6 +31,8 @@ EXPECTED_EVENTS = [
     "preemptions",
     "resumed after preemption",
     "prefix-cache hits",
+    "prompts scored in chunks",
+    "scored prompts preempted",
     "hits on a block filled in the same step",
     "aborted while running, a token in flight",
     "aborted while waiting",
@@ -69,6 +72,11 @@ class Client:
         assert output.embedding == self.embedding
         self.received += output.new_token_ids
         assert self.received == tokens[: len(self.received)], f"wrong tokens for {output.request_id}"
+        if self.request.sampling.prompt_logprobs is not None and len(self.received) == len(output.new_token_ids):
+            prompt = self.request.token_ids[: self.request.num_prompt_tokens]
+            assert [entry.logprob for entry in output.prompt_logprobs or ()] == [-float(token) for token in prompt[1:]]
+        else:
+            assert output.prompt_logprobs is None
         done = len(self.received) == len(tokens)
         assert (output.finish_reason, output.stop_reason) == ((finish_reason, stop_reason) if done else (None, None))
         if self.request.sampling.logprobs is None:
@@ -106,12 +114,15 @@ class Workload:
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
         self.lateness = Random(seed)
+        self.turns = Random(seed)
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])
         self.arrivals = sorted((rng.randint(0, last_arrival), rng.choice(trunks)) for _ in range(rng.randint(1, 24)))
         self.clients: dict[str, Client] = {}
         self.finished: list[Client] = []
+        self.requests: list[Request] = []
+        self.published: dict[Name, int] = {}
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: Launched | None = None
         self.events: Counter[str] = Counter()
@@ -120,9 +131,8 @@ class Workload:
         def window() -> CacheGroup:
             return CacheGroup(rng.randint(1, self.max_model_len))
 
-        return rng.choice(  # type: ignore[no-untyped-call]
-            [lambda: (FULL,), lambda: (window(),), lambda: (FULL, window()), lambda: (window(), FULL, window())]
-        )()
+        kinds: list[tuple[CacheGroup, ...]] = [(FULL,), (window(),), (FULL, window()), (window(), FULL, window())]
+        return rng.choice(kinds)
 
     def run(self) -> Counter[str]:
         step = 0
@@ -142,7 +152,7 @@ class Workload:
         scheduler = self.scheduler
         output = scheduler.schedule()
         scheduler.check()
-        self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.running)
+        self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         if not self.one_ahead:
@@ -151,20 +161,36 @@ class Workload:
             self._abort()
         if self.in_flight:
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
-            for output in scheduler.update(*self.in_flight.read()):  # type: ignore[assignment]
-                self._deliver(output)  # type: ignore[arg-type]
+            for given in scheduler.update(*self.in_flight.read()):
+                self._deliver(given)
                 self.events["extra tokens to be dropped"] += (
-                    output.finish_reason == "stop" and output.request_id in launched_ids  # type: ignore[attr-defined]
+                    given.finish_reason == "stop" and given.request_id in launched_ids
                 )
-                assert output.finish_reason != "length" or output.request_id not in launched_ids, "a share was wasted"  # type: ignore[attr-defined]
+                assert given.finish_reason != "length" or given.request_id not in launched_ids, "a step was wasted"
         if launched:
             launched = self._defer(launched)
         scheduler.check()
+        self._check_published()
         self.in_flight = launched
         self.runner.poison(scheduler.blocks.pool.free_and_empty())
 
+    def _check_published(self) -> None:
+        """What the cache offers under a name is what the name says, in the very step that publishes it."""
+        size = self.block_size
+        pool = self.scheduler.blocks.pool
+        names = {block_id: pool.name_of(block_id) for block_id in range(self.num_blocks)}
+        published = {name: block_id for block_id, name in names.items() if name is not None}
+        for (g, block_hash), block_id in published.items() - self.published.items():
+            request = next(each for each in self.requests if block_hash in each.block_hashes)
+            end = (request.block_hashes.index(block_hash) + 1) * size
+            states = states_of(request.token_ids[:end], request.seed)[end - size :]
+            assert self.runner.kv[block_id * size : (block_id + 1) * size] == [state ^ g for state in states], (
+                "a published block holds other KV than its name says"
+            )
+        self.published = published
+
     def _defer(self, launched: Launched) -> Launched:
-        """Some batch are not sampled after all."""
+        """Some requests are not sampled after all."""
         batch, rows = launched.output.batch, self.runner.rows
         late = [
             index
@@ -190,6 +216,10 @@ class Workload:
             self.events["finished by a stop token"] += output.stop_reason is not None
             whole_context = len(client.request.token_ids) == self.max_model_len
             self.events["finished by max_model_len"] += whole_context and output.finish_reason == "length"
+            if client.request.sampling.prompt_logprobs is not None:
+                budget = self.scheduler.max_num_batched_tokens
+                self.events["prompts scored in chunks"] += client.request.num_prompt_tokens > budget
+                self.events["scored prompts preempted"] += output.num_preemptions > 0
             self.events["resumed after preemption"] += output.num_preemptions > 0
             if client.embedding is not None:
                 budget = self.scheduler.max_num_batched_tokens
@@ -207,12 +237,14 @@ class Workload:
         if self.rng.random() < self.abort_rate:
             self._abort()
         if self.rng.random() < self.reset_rate:
-            idle = not self.scheduler.running
+            idle = not self.scheduler.queues.running
             assert self.scheduler.reset_prefix_cache() == idle
             self.events["cache resets"] += idle
 
     def _add(self, trunk: list[int]) -> None:
         rng = self.rng
+        if self.finished and self.turns.random() < 0.3:  # the next turn of a conversation: its prompt ends in an answer
+            trunk = self.turns.choice(self.finished).request.token_ids
         prompt = trunk[: rng.choice([len(trunk), rng.randint(0, len(trunk))])] + self._tokens(rng.choice([0, 1, 1, 5]))
         max_tokens = rng.choice([None, rng.randint(1, 30)])
         sampling = SamplingParams(
@@ -221,6 +253,7 @@ class Workload:
             ignore_eos=rng.random() < 0.3,
             stop_token_ids=rng.choice([None, [2], [0, 2]]),
             logprobs=rng.choice([None, None, 0]),
+            prompt_logprobs=self.turns.choice([None, None, None, 0]),
         )
         pooling = rng.choice([None, None, None, PoolingParams(), PoolingParams(pooling="mean")])
         if pooling is not None:
@@ -229,7 +262,10 @@ class Workload:
         request_id = rng.choice([self.last_gone, *ascii_letters])
         salt = rng.choice([0, 0, 0, 1])
         salt_name = f"salt {salt}" if salt else ""
-        request = Request(EngineRequest(request_id, prompt, sampling, pooling, salt_name), eos, seed=salt)
+        engine_request = EngineRequest(
+            request_id, prompt, sampling, pooling, salt_name, priority=self.turns.choice([0, 0, 1, -1])
+        )
+        request = Request(engine_request, eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
         longest = min(len(prompt) + (max_tokens or most), most)
         fits = 1 <= len(prompt) < most and self.scheduler.blocks.most_held(longest - 1) <= self.num_blocks
@@ -241,6 +277,7 @@ class Workload:
             self.events["refused"] += 1
             return
         self.scheduler.add(request)
+        self.requests.append(request)
         if pooling is None:
             client = Client(request, single_answer(prompt, sampling, eos, salt, self.max_model_len, self.vocab_size))
         else:
@@ -250,14 +287,15 @@ class Workload:
         self.events["ids used again while in flight"] += request_id in in_flight
 
     def _abort(self) -> None:
-        preempted = [id for id, request in self.scheduler.waiting.items() if request.num_preemptions]
-        request_id = self.rng.choice(["unknown", *self.clients, *preempted * 9])
+        waiting = self.scheduler.queues.waiting.items()
+        preempted = [request_id for request_id, request in waiting if request.num_tokens > len(request.token_ids)]
+        request_id = self.rng.choice(["unknown", *self.clients, *preempted * 60])
         client = self.clients.pop(request_id, None)
         if client is None:
             assert not self.scheduler.abort(request_id)
             return
         unread = client.request.num_tokens > len(client.request.token_ids)
-        state = "running" if client.request in self.scheduler.running else "waiting"
+        state = "running" if client.request in self.scheduler.queues.running else "waiting"
         assert self.scheduler.abort(request_id)
         assert not self.scheduler.abort(request_id)
         self.scheduler.check()

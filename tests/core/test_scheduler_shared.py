@@ -53,7 +53,7 @@ def test_eight_answers_use_the_prompts_blocks_once(budget: int, num_prompt: int)
     while scheduler.has_work():
         output = scheduler.schedule()
         launched = runner.launch(output) if output else None
-        if len(scheduler.running) == 8:
+        if len(scheduler.queues.running) == 8:
             held = {block_id for each in siblings for block_id in each.block_tables[0]}
             most = max(most, len(held))
             shared = set.intersection(*(set(each.block_tables[0]) for each in siblings))
@@ -75,7 +75,7 @@ def test_lower_priorities_come_first() -> None:
     for each in requests:
         scheduler.add(each)
         scheduler.check()
-    assert list(scheduler.waiting) == ["2", "6", "1", "4", "0", "3", "5"]
+    assert list(scheduler.queues.waiting) == ["2", "6", "1", "4", "0", "3", "5"]
     assert run(scheduler, runner, requests) == ["2", "6", "1", "4", "0", "3", "5"]
 
 

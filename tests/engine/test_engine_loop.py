@@ -56,7 +56,7 @@ def test_debug_checks_find_broken_bookkeeping(tiny_model: Path) -> None:
         engine = make_engine(tiny_model, debug_checks=debug_checks)
         engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=9)))
         engine.step()
-        engine.scheduler.running[0].num_slots += 1  # more than its blocks have
+        engine.scheduler.queues.running[0].num_slots += 1  # more than its blocks have
         if debug_checks:
             with pytest.raises(AssertionError):
                 engine.step()
@@ -107,7 +107,7 @@ def test_seeds_follow_the_configuration(tiny_model: Path) -> None:
         engine = make_engine(tiny_model, seed=seed)
         for i in range(3):
             engine.add_request(EngineRequest(str(i), [1], SamplingParams(seed=7 if i == 2 else None)))
-        return [request.seed for request in engine.scheduler.waiting.values()]
+        return [request.seed for request in engine.scheduler.queues.waiting.values()]
 
     assert seeds(0) == seeds(0) != seeds(1)
     assert seeds(0)[2] == 7

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.batch import PromptScores, ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
@@ -70,6 +70,7 @@ class Row:
     sampling: SamplingParams
     seed: int
     pooling: PoolingParams | None
+    num_prompt_tokens: int
     pooled: int = 0  # sum of the states that were computed here, not taken from the cache
 
 
@@ -172,14 +173,15 @@ class ToyRunner:
                 new.request.sampling,
                 new.seed,
                 new.request.pooling,
+                new.num_prompt_tokens,
             )
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
         admitted = {new.request_id for new in output.new_requests}
         assert not admitted & set(output.new_block_ids), "a new request has all its blocks"
-        for request_id, block_ids in output.new_block_ids.items():  # type: ignore[assignment]
-            for table, new in zip(self.rows[request_id].block_tables, block_ids, strict=True):  # type: ignore[assignment]
-                self.poison(new)  # type: ignore[arg-type]
-                table += new  # type: ignore[arg-type]
+        for request_id, tables in output.new_block_ids.items():
+            for table, added in zip(self.rows[request_id].block_tables, tables, strict=True):
+                self.poison(added)
+                table += added
         for index, (row, num_tokens) in enumerate(self._scheduled(output)):
             end = row.num_computed + num_tokens
             assert end <= len(row.token_ids), "a token that is not sampled yet"
@@ -221,9 +223,13 @@ class ToyRunner:
                     )
 
     def _sample(self, output: SchedulerOutput) -> StepResult:
-        token_ids, num_sampled, logprobs, embeddings = [], [], {}, {}
-        for index, (row, _) in enumerate(self._scheduled(output)):
+        token_ids, num_sampled, logprobs, prompt_logprobs, embeddings = [], [], {}, {}, {}
+        for index, (row, num_tokens) in enumerate(self._scheduled(output)):
             num_sampled.append(int(row.pooling is None and index not in output.batch.partial))
+            first = row.num_computed - num_tokens + 1
+            if row.sampling.prompt_logprobs is not None and first < row.num_prompt_tokens:
+                scored = row.token_ids[first : min(row.num_computed + 1, row.num_prompt_tokens)]
+                prompt_logprobs[index] = PromptScores(first, [TokenLogprobs(-float(t), 1, [], []) for t in scored])
             if index in output.batch.partial:
                 continue
             if row.pooling is not None:
@@ -236,4 +242,4 @@ class ToyRunner:
             token_ids.append(token_id)
             if row.sampling.logprobs is not None:
                 logprobs[index] = [TokenLogprobs(-float(token_id), 1, [], [])]
-        return StepResult(token_ids, num_sampled, logprobs, embeddings=embeddings)
+        return StepResult(token_ids, num_sampled, logprobs, prompt_logprobs, embeddings)
