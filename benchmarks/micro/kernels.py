@@ -41,6 +41,8 @@ class Case:
     block_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = ""  # float8_e4m3fn, or empty: as `dtype`
+    window: int = 0  # keys that a query sees; 0: all
+    plan_counts_window: bool = True  # False: the decode plan counts the whole context, as if there were no window
 
     @property
     def decode(self) -> bool:
@@ -48,9 +50,9 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """K and V of every context once, queries in, outputs out."""
+        """K and V that the queries see, once; queries in, outputs out. With a window, for decode only."""
         size, kv_size = (int(getattr(torch, name).itemsize) for name in (self.dtype, self.kv_dtype or self.dtype))
-        kv = 2 * sum(self.context_lens) * self.num_kv_heads
+        kv = 2 * sum(min(n, self.window or n) for n in self.context_lens) * self.num_kv_heads
         return self.head_dim * (kv_size * kv + size * 2 * sum(self.query_lens) * self.num_heads)
 
     @property
@@ -74,6 +76,8 @@ def standard_cases() -> list[Case]:
         decode("decode 1 x 128k + 31 x 4k", [128 * k] + [4 * k] * 31),
         decode("decode 16 heads 256 x 1k", [k] * 256, num_heads=16),
         decode("decode head 64 128 x 1k", [k] * 128, head_dim=64),
+        decode("decode 8 x 32k window 4k", [32 * k] * 8, window=4 * k),
+        decode("decode 8 x 32k window 4k, whole plan", [32 * k] * 8, window=4 * k, plan_counts_window=False),
         Case("prefill 8 x 1k", [k] * 8, [k] * 8),
         Case("prefill 1 x 8k", [8 * k], [8 * k]),
         Case("prefill 1 x 32k", [32 * k], [32 * k]),
@@ -140,12 +144,13 @@ class Inputs:
         key, value = self.kv[0], self.kv[1]
         if case.decode:
             plan = kernels.DecodePlan.allocate(
-                len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, self.query.device, kv_dtype=key.dtype
-            )
+                len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, self.query.device, kv_dtype=key.dtype,
+                window=case.window if case.plan_counts_window else 0,
+            )  # fmt: skip
             kernels.plan_decode(self.context_lens, self.rows, plan)
             return lambda: kernels.paged_attention_decode(
                 self.query, key, value, self.block_tables, self.rows, self.context_lens,
-                scale=scale, kv_scale=self.kv_scale, plan=plan, out=out, **options,
+                scale=scale, window=case.window, kv_scale=self.kv_scale, plan=plan, out=out, **options,
             )  # fmt: skip
         step = kernels.prefill_tile_queries(case.num_heads, case.num_kv_heads, case.head_dim, self.query.dtype)
         grid = kernels.make_prefill_tiles(case.query_lens, case.context_lens, step)
@@ -163,7 +168,7 @@ class Inputs:
         except ImportError:
             return None
         case = self.case
-        if case.kv_dtype:
+        if case.kv_dtype or case.window:
             return None
         key, value = (self.kv[i].transpose(1, 2).contiguous() for i in (0, 1))
         longest = max(case.query_lens), max(case.context_lens)

@@ -89,8 +89,7 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the requests of its batch
         self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
-        self._step = 0
-        self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
+        self._step = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prompt_tokens = self._generation_tokens = 0
 
     def check_new(self, request: Request) -> None:
