@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-
-WINDOW, LENGTH = 24, 60
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 200,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.4,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-MODELS = {
-    "every layer": MistralConfig(**SIZES, num_hidden_layers=2, sliding_window=WINDOW),
-    "every other layer": Qwen3Config(
-        **SIZES,
-        num_hidden_layers=4,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    ),
-    "three of four layers": Qwen3Config(
-        **SIZES,
-        num_hidden_layers=4,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-    ),
-}
-
+from tests.oracles.windowed import LENGTH, MODELS, make_windowed
 
 FEW_BLOCKS = {"every layer": 10, "every other layer": 38, "three of four layers": 52}  # enough for one long request
 
@@ -53,21 +19,8 @@ FEW_BLOCKS = {"every layer": 10, "every other layer": 38, "three of four layers"
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, int]:
     """A random model, prompts of which two begin alike, transformers' greedy answers, and how many blocks are few."""
-    config: PreTrainedConfig = MODELS[request.param]
     folder = tmp_path_factory.mktemp("windowed")
-    torch.manual_seed(0)
-    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    oracle.save_pretrained(folder)
-    rng = random.Random(1)
-    prompts = [[rng.randrange(200) for _ in range(n)] for n in (3, 30, 77, 100)]
-    prompts.append([*prompts[3][:70], 7, 8, 9])
-    answers = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(LENGTH):  # without its cache, whose windows are off by some tokens in transformers 5.17
-            logits = oracle(torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
+    prompts, answers = make_windowed(request.param, folder)
     return folder, prompts, answers, FEW_BLOCKS[request.param]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -34,6 +35,30 @@ def check_families(checks: Checks) -> None:
                 checks.add(tokens, float(not result["greedy_equal"]), 0.0)
             else:
                 checks.add(logits, result["error"], MAX_RATIO * result["transformers_error"])
+
+
+def check_windows(checks: Checks) -> None:
+    """Models with sliding windows through the whole engine, in float32: transformers' greedy text, token for token."""
+    if importlib.util.find_spec("transformers") is None:
+        print("left out: models with windows (transformers is not installed)")
+        return
+    from tests.oracles.windowed import LENGTH, MODELS, make_windowed
+
+    sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            prompts, answers = make_windowed(name, Path(folder))
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            for budget, blocks in ((2048, 1000), (16, 60)):
+                llm = LLM(
+                    model=folder, device=checks.device, dtype="float32", skip_tokenizer_init=True, max_model_len=200,
+                    block_size=16, max_num_batched_tokens=budget, num_gpu_blocks_override=blocks, max_num_seqs=8,
+                )  # fmt: skip
+                for again in ("", " again"):  # then from the prefix cache
+                    found = [a.outputs[0].token_ids for a in llm.generate(given, sampling, use_tqdm=False)]
+                    differs = sum(a != b for a, b in zip(found, answers, strict=True)) / len(answers)
+                    checks.add(f"window in {name}, {budget} tokens a step{again}: texts differ", differs, 0.0)
+                llm.close()
 
 
 def check_story(checks: Checks) -> None:
