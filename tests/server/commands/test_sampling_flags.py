@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.config import Parser, add_flags, load  # type: ignore[attr-defined]
 from engine.core.parameters import parameters_of
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, load
 from server.commands.common import SAMPLING_FLAGS, SamplingFlags
 
 
