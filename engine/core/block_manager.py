@@ -151,7 +151,7 @@ class BlockManager:
         if sum(counts) + num_spare > pool.num_free - pool.num_unheld(held):
             return None
         pool.hold(held)
-        new_ids = [[pool.take() for _ in range(count)] for count in counts]
+        new_ids = [pool.take(count) for count in counts]
         if not request.block_tables and self.enable_prefix_caching:
             request.next_commit = (num_cached + 1) * size
         for g, table in enumerate(tables):
@@ -169,8 +169,7 @@ class BlockManager:
         position = min(request.num_computed_tokens, len(request.token_ids) - 1)
         for g, group in self._windowed:
             first = min(group.first_needed(position) // self.block_size, len(request.block_tables[g]))
-            for block_id in request.block_tables[g][request.num_passed[g] : first]:
-                self.pool.release(block_id)
+            self.pool.release(request.block_tables[g][request.num_passed[g] : first])
             request.num_passed[g] = max(request.num_passed[g], first)
 
     def commit(self, request: Request) -> None:
@@ -187,8 +186,7 @@ class BlockManager:
     def release(self, request: Request) -> None:
         """Take its blocks back, the last one first: the head of a prefix, shared most, is evicted last."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
-            for block_id in reversed(table[num_passed:]):
-                self.pool.release(block_id)
+            self.pool.release(reversed(table[num_passed:]))
         request.block_tables, request.num_passed = [], []
         request.num_slots = 0
         request.next_commit = sys.maxsize

@@ -34,7 +34,7 @@ class BlockPool:
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """How many of these published blocks are free."""
-        return sum(not self._num_holders[block_id] for block_id in block_ids)
+        return list(map(self._num_holders.__getitem__, block_ids)).count(0)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """One more holder of each of these published blocks."""
@@ -44,23 +44,28 @@ class BlockPool:
                 del free[block_id]
             num_holders[block_id] += 1
 
-    def take(self) -> int:
-        """A free block, emptied: its cached content is forgotten."""
-        block_id, _ = self._free.popitem(last=False)
-        if (name := self._names[block_id]) is not None:
-            group, block_hash = name
-            del self._published[group][block_hash]
-            self._names[block_id] = None
-        self._num_holders[block_id] = 1
-        return block_id
+    def take(self, count: int) -> list[int]:
+        """So many free blocks, emptied: their cached content is forgotten."""
+        taken = []
+        for _ in range(count):
+            block_id, _ = self._free.popitem(last=False)
+            if (name := self._names[block_id]) is not None:
+                group, block_hash = name
+                del self._published[group][block_hash]
+                self._names[block_id] = None
+            self._num_holders[block_id] = 1
+            taken.append(block_id)
+        return taken
 
-    def release(self, block_id: int) -> None:
-        """One holder less. A published block without holders is evicted after all that are free already."""
-        self._num_holders[block_id] -= 1
-        if not self._num_holders[block_id]:
-            self._free[block_id] = None
-            if self._names[block_id] is None:
-                self._free.move_to_end(block_id, last=False)
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One holder less of each, in this order. Published blocks without holders are evicted after all free ones."""
+        num_holders, free, names = self._num_holders, self._free, self._names
+        for block_id in block_ids:
+            num_holders[block_id] -= 1
+            if not num_holders[block_id]:
+                free[block_id] = None
+                if names[block_id] is None:
+                    free.move_to_end(block_id, last=False)
 
     def publish(self, group: int, block_hash: bytes, block_id: int) -> None:
         """The block is full of the end of that prefix. When another block is published for it, this one stays private."""
