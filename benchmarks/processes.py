@@ -24,8 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def process_group(command: list[str], engine: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process of an engine and all that it starts; none of them outlives the block."""
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
-    if engine == "quire":
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    name, _, folder = engine.partition("@")
+    if name == "quire":  # this checkout, or the one in the folder
+        root = str(Path(folder).resolve()) if folder else str(ROOT)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with log_path.open("w") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

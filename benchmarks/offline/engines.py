@@ -27,12 +27,14 @@ from benchmarks.workloads import Workload
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load, nearest
 
+OTHER_TREE = "quire@"
 MODULES = {"quire": "engine", "vllm": "vllm", "transformers": "transformers", "transformers-batching": "transformers"}
 DEFAULTS = {"models": ("qwen3-0.6b",), "work": ("latency1", "latency8", "nano")}
 EPILOG = """examples:
   quire bench engines --models qwen3-0.6b --work latency1,nano
   quire bench engines --engines quire,vllm --models qwen3-0.6b,llama-3.1-8b --time-limit 580 --output-json engines.json
   quire bench engines --engines quire,transformers --models llama-100m --work 1x32x64,16x32x64
+  quire bench engines --engines quire@../before,quire --baseline quire@../before    a change, and what was before it
 
 Weights are random. All engines get the same token ids, temperature 0.6, ignore_eos, no detokenisation, and the same
 settings: bfloat16 (float32 where there is no GPU), 85 % of the GPU's memory, a context of 4096 tokens (32768 for
@@ -44,7 +46,11 @@ longctx), prefix cache off but for prefix. Before the clock: a few short request
 class EnginesFlags:
     """Comparison."""
 
-    engines: tuple[str, ...] = flag((), f"of {', '.join(MODULES)} (else the first three, if installed)", metavar="NAME")
+    engines: tuple[str, ...] = flag(
+        (),
+        f"of {', '.join(MODULES)} (else the first three, if installed), or quire@FOLDER: another checkout of Quire",
+        metavar="NAME",
+    )
     models: tuple[str, ...] = flag(
         ("qwen3-0.6b",), "names of benchmarks/model_shapes.py, or folders with a config.json"
     )
@@ -78,6 +84,10 @@ class EnginesFlags:
             words = tuple(dict.fromkeys(word for item in getattr(self, name) for word in item.split(",") if word))
             object.__setattr__(self, name, words or DEFAULTS.get(name, ()))
         for engine in (*self.engines, *(self.engine_args or {}), *filter(None, [self.baseline])):
+            if engine.startswith(OTHER_TREE):
+                if not Path(engine.removeprefix(OTHER_TREE), "engine").is_dir():
+                    raise ConfigError(f"engine {engine}: that folder holds no checkout of Quire")
+                continue
             if engine not in MODULES:
                 raise ConfigError(f"engine {engine!r} must be one of {', '.join(MODULES)}{nearest(engine, MODULES)}")
             if not importlib.util.find_spec(MODULES[engine]):

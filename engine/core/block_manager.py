@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from struct import Struct
 
 from engine.core.block_pool import BlockPool
 from engine.core.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.request import Request
 
+HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each before it is needed
 UNHELD = 0  # in a block table, where the request holds no block: no query reads or writes that entry
 
 
@@ -56,7 +57,6 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
         self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
-        self._pack = Struct(f"<{block_size}q").pack
 
     @property
     def num_free_blocks(self) -> int:
@@ -197,12 +197,24 @@ class BlockManager:
 
     def _hash(self, request: Request, index: int) -> bytes:
         """Names its first `index + 1` blocks, all full; computed once, even over preemptions."""
-        hashes, size = request.block_hashes, self.block_size
-        while len(hashes) <= index:
-            parent = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
-            start = len(hashes) * size
-            hashes.append(sha256(parent + self._pack(*request.token_ids[start : start + size])).digest())
+        hashes = request.block_hashes
+        if index >= len(hashes):
+            self._hash_more(request, index + 1)
         return hashes[index]
+
+    def _hash_more(self, request: Request, count: int) -> None:
+        """Hash its next full blocks, at least up to `count` in all, and some more where their tokens are known."""
+        hashes, size = request.block_hashes, self.block_size
+        start = len(hashes)
+        end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
+        tokens = array("q", request.token_ids[start * size : end * size])
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        data, width = memoryview(tokens).cast("B"), size * tokens.itemsize
+        name = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
+        for at in range(0, len(data), width):
+            name = sha256(name + data[at : at + width]).digest()
+            hashes.append(name)
 
     def check(self, holders: Iterable[Request]) -> None:
         """Assert every invariant, given all requests that hold blocks."""

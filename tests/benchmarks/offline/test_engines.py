@@ -159,6 +159,37 @@ def test_a_real_comparison(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
 
 
+OTHER = """
+from types import SimpleNamespace
+
+__version__ = "before"
+
+
+class SamplingParams:
+    def __init__(self, **fields):
+        self.max_tokens = fields["max_tokens"]
+
+
+class LLM:
+    def __init__(self, **settings): ...
+    def generate(self, prompts, params, use_tqdm):
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * p.max_tokens)]) for p in params]
+"""
+
+
+def test_another_checkout_is_an_engine(model: Path, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    (before / "engine").mkdir(parents=True)
+    (before / "engine" / "__init__.py").write_text(OTHER)
+    path, name = tmp_path / "result.json", f"quire@{before}"
+    words = ["--engines", name, "--models", str(model), "--work", "1x5x2", "--rounds", "1", "--repeat", "1"]
+    assert engines.main([*words, "--output-json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [(row["engine"], row["version"]) for row in result["starts"]] == [(name, "before")]
+    with pytest.raises(ConfigError, match="holds no checkout of Quire"):
+        flags(engines=(f"quire@{tmp_path}",))
+
+
 def test_an_engine_that_cannot_start(model: Path, tmp_path: Path) -> None:
     wanted = flags(engines=("quire",), models=(str(model),), work=("1x5x1",), engine_args={"quire": {"block_size": 3}})
     ((job,),) = engines.plan(wanted, has_gpu=False)
