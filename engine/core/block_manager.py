@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from struct import pack
 
 from engine.core.block_pool import BlockPool
 from engine.core.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
@@ -207,10 +207,7 @@ class BlockManager:
         hashes, size = request.block_hashes, self.block_size
         start = len(hashes)
         end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
-        tokens = array("q", request.token_ids[start * size : end * size])
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        data, width = memoryview(tokens).cast("B"), size * tokens.itemsize
+        data, width = pack(f"<{(end - start) * size}q", *request.token_ids[start * size : end * size]), 8 * size
         name = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
         for at in range(0, len(data), width):
             name = sha256(name + data[at : at + width]).digest()

@@ -27,6 +27,10 @@ from engine.core.sampling_params import SamplingParams
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers must be non-empty texts or token ids"),
         ({"xtc_threshold": 2}, r"xtc_threshold must be in \[0, 1\]"),
         ({"xtc_probability": True}, r"xtc_probability must be in \[0, 1\]"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens=4, got 5"),
+        ({"stop": ["a", ""]}, "stop must be a non-empty string or a list of them"),
+        ({"stop": "a", "detokenize": False}, "stop must be unset when detokenize=False"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs must be StructuredOutputs"),
     ],
 )
 def test_values_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
