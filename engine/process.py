@@ -48,7 +48,7 @@ class EngineLoop:
         self._last_stats: SchedulerStats | None = None
 
     def run(self) -> None:
-        """Until `Shutdown`. An exception from a step is raised on, after every request was told of the error."""
+        """Until `Shutdown`. An exception from a step is raised again once every request has its final output, an error."""
         try:
             while self.run_once():
                 pass

@@ -185,7 +185,7 @@ class Scheduler:
         outputs: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():
             requests[index].score(scores)
-        apart: list[tuple[int, int, int]] = []  # outside the columns: index, position of its tokens, their number
+        apart: list[tuple[int, int, int]] = []  # indices outside the columns, the position and number of their tokens
         position = 0
         for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
             if count == 1:

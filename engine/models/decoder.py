@@ -47,7 +47,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def pack_weights(self) -> None:
-        """The weights are filled, for good: give the matrices the form that products on their device like best."""
+        """Repack all filled weights for the products of their device. They can no longer be filled."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()

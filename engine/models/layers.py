@@ -73,7 +73,7 @@ class WeightFormat(ABC):
         """What fills the weights, usually by `Linear.stacked`."""
 
     def pack(self, linear: Linear) -> None:  # noqa: B027 (a format may have nothing to do)
-        """The weights are filled, for good: give them the form that products on their device like best."""
+        """Repack the filled weights for the products of their device. They can no longer be filled."""
 
     @abstractmethod
     def product(self, linear: Linear, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -179,7 +179,7 @@ class Linear(CheckpointModule):
         return residual.add_(self.communicator.all_reduce(self.format.product(self, x)))
 
     def pack(self) -> None:
-        """The weights are filled, for good: give them the form that products on their device like best."""
+        """Repack the filled weights for the products of their device. They can no longer be filled."""
         self.format.pack(self)
 
     def tensors(self) -> Iterator[CheckpointTensor]:

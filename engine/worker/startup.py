@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
 import kernels
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
@@ -60,14 +61,10 @@ def compile_kernels(runner: ModelRunner) -> None:
     max_num_seqs = runner.options.max_num_seqs
     with _temporary_cache(runner, 1), kernels.compiling_only():
         dummy_run(runner, tokens_each=1)
-        packed = torch.zeros(
-            (5 + 4 * len(runner.cache_groups)) * (max_num_seqs + 8),
-            dtype=torch.int32,
-            device=runner.device.torch_device,
-        )
+        packed = _packed_steps(runner, max_num_seqs)
         for size in {1, *kernels.FEW_SEQS, max_num_seqs}:
             runner.run_decode(packed, min(size, max_num_seqs))
-    runner.batch.state.last_token.zero_()  # nothing was sampled, whatever stands there
+    runner.batch.state.last_token.zero_()  # what the dummy run left there was not sampled
 
 
 def calibrate_kv_scales(runner: ModelRunner) -> None:
@@ -113,9 +110,17 @@ def count_blocks(runner: ModelRunner) -> int:
 def capture_graphs(runner: ModelRunner, progress: bool) -> None:
     """Capture the decode step for every padded batch size."""
     sizes = graph_sizes(runner.options.max_num_seqs)
-    size = (5 + 4 * len(runner.cache_groups)) * (sizes[-1] + 8)  # with room for new blocks, beside the step itself
-    buffer = torch.zeros(size, dtype=torch.int32, device=runner.device.torch_device)
+    buffer = _packed_steps(runner, sizes[-1])
     runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
+
+
+def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
+    """Zeros as large as a packed decode step of `num_seqs` sequences (see `kernels.layout`), with room for new blocks.
+
+    As a step: every sequence is row 0, and computes nothing.
+    """
+    per_seq = 5 + 4 * len(runner.cache_groups)  # two segments, two for each group and a token; the rest for blocks
+    return torch.zeros(per_seq * (num_seqs + 8), dtype=torch.int32, device=runner.device.torch_device)
 
 
 def dummy_run(runner: ModelRunner, tokens_each: int) -> None:

@@ -31,7 +31,7 @@ ENDPOINTS = (
                 "response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}},
             },
             "Tools": {"model": MODEL, "messages": HELLO, "tools": [_TOOL]},
-            "A call that must be": {"model": MODEL, "messages": HELLO, "tools": [_TOOL], "tool_choice": "required"},
+            "A forced tool call": {"model": MODEL, "messages": HELLO, "tools": [_TOOL], "tool_choice": "required"},
             "A tool's result": {
                 "model": MODEL,
                 "messages": [

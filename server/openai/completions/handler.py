@@ -168,7 +168,7 @@ class _Stream:
         self.head = _encode(head)[:-1]
         self._echoes = _echoes(model, body, generation)
         self._choices: dict[int, _Choice] = {}
-        self._warnings = warnings.member  # until an event has told of them
+        self._warnings = warnings.member  # until an event has carried them
         self._only_text = not (
             self._usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
         )
