@@ -306,7 +306,9 @@ def _threshold_kernel(
             peak = tl.load(peaks + row)
             bound = tl.load(bounds + row)
             threshold = tl.load(thresholds + row)
-            mass = tl.sum(tl.load(masses + own + i, mask=i < NUM_PIECES, other=0.0), 0)
+            # Where top_k filters, `_aside_kernel` stored no masses: `_find` computes the mass.
+            stored = (i < NUM_PIECES) & (limited == 0)
+            mass = tl.sum(tl.load(masses + own + i, mask=stored, other=0.0), 0)
             if not SEARCH_MANY:
                 x = _load_aside(aside + own * MANY, counts + own, FEW, MANY, NUM_PIECES, PIECES)
                 threshold = _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT)
