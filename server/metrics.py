@@ -32,6 +32,7 @@ _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 2
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
                 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FINISH_REASONS = ("stop", "length", "abort", "error")
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
@@ -69,12 +70,15 @@ class Metrics:
         self._computed = by_source.labels(*self._labels, "local_compute")
         self._local_hits = by_source.labels(*self._labels, "local_cache_hit")
         self._finished = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
+        for reason in _FINISH_REASONS:  # a rate needs the 0 before the first 1
+            self._finished.labels(*self._labels, reason)
         self._rejected = Counter(
             "vllm:admission_rejections",
             "Requests refused at the door",
             ("model_name", "reason"),
             registry=self.registry,
         )
+        self._rejected.labels(model_name, "queue_full")
         self._add_histograms(_one_two_five(max_model_len))
         self.http_requests = Counter(
             "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry

@@ -155,8 +155,8 @@ class FakeEngine:
             num_blocks=32,
             num_free_blocks=32 - num_active,
             num_preemptions=0,
-            prefix_queries=100,
-            prefix_hits=25,
+            prefix_queries=4 * self._generated,
+            prefix_hits=self._generated,
             prompt_tokens=50,
             generation_tokens=self._generated,
         )
