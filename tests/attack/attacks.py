@@ -175,7 +175,7 @@ async def idle_connections(target: Target) -> Statuses:
 
 
 async def slow_readers(target: Target) -> Statuses:
-    """64 streams that nobody reads, and whose answers must not hold blocks for ever."""
+    """64 streams without a reader, whose answers must not hold blocks for ever."""
 
     async def unread() -> int:
         path, body = _completion(max_tokens=400, ignore_eos=True, stream=True, n=8, logprobs=5)
