@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.outstanding import Outstanding
 from server.http.errors import APIError
-from server.metrics import Metrics
 
 UNKNOWN_SECONDS = 5  # for Retry-After, before the first request has ended
 MAX_SECONDS = 600
@@ -23,8 +22,11 @@ class RequestQueue:
     as many requests.
     """
 
-    def __init__(self, outstanding: Outstanding, max_num_seqs: int, max_num_queued: int, metrics: Metrics) -> None:
-        self._outstanding, self._metrics = outstanding, metrics
+    def __init__(
+        self, outstanding: Outstanding, max_num_seqs: int, max_num_queued: int, refused: Callable[[str], None]
+    ) -> None:
+        """`refused`: to be told of each refusal, with a word for its reason."""
+        self._outstanding, self._refused = outstanding, refused
         self._max_num_seqs, self._most = max_num_seqs, max_num_seqs + max_num_queued
         self._preparing: Counter[str] = Counter()  # requests on their way to the engine, by owner
 
@@ -54,7 +56,7 @@ class RequestQueue:
         num_owners = len(sent.owners | preparing.keys() | {owner})
         if own + num_new <= self._most // num_owners:
             return
-        self._metrics.rejected("queue_full")
+        self._refused("queue_full")
         num_waiting = max(total - self._max_num_seqs, 0)
         seconds = sent.seconds_until(max(num_waiting, 1))
         retry_after = UNKNOWN_SECONDS if seconds is None else min(max(math.ceil(seconds), 1), MAX_SECONDS)

@@ -121,7 +121,6 @@ class PromptRequest:
     keep_first_tokens: bool = False  # truncate at the end instead of at the beginning
     cache_salt: str = ""
     priority: int = 0
-    owner: str = ""  # requests of different owners get fair parts of the engine
 
     @property
     def num_prompts(self) -> int:

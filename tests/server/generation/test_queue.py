@@ -7,13 +7,11 @@ import pytest
 from engine.outstanding import Outstanding
 from server.generation.queue import MAX_SECONDS, UNKNOWN_SECONDS, RequestQueue
 from server.http.errors import APIError
-from server.metrics import Metrics
 
 
 def make(max_num_seqs: int = 8, max_num_queued: int = 4) -> tuple[RequestQueue, Outstanding]:
-    metrics = Metrics("toy", lambda: None, max_model_len=100, block_size=16, num_blocks=10)
     sent = Outstanding()
-    return RequestQueue(sent, max_num_seqs, max_num_queued, metrics), sent
+    return RequestQueue(sent, max_num_seqs, max_num_queued, lambda reason: None), sent
 
 
 def refusal(queue: RequestQueue, num_new: int, owner: str = "a") -> APIError:
