@@ -22,6 +22,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._names: list[Name | None] = [None] * num_blocks  # of published blocks
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.num_releases = 0
 
     @property
     def num_free(self) -> int:
@@ -60,6 +61,7 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """One holder less of each, in this order. Published blocks without holders are evicted after all free ones."""
         num_holders, free, names = self._num_holders, self._free, self._names
+        self.num_releases += 1
         for block_id in block_ids:
             num_holders[block_id] -= 1
             if not num_holders[block_id]:
