@@ -14,6 +14,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.output_collector import RequestUpdate
+from engine.state import EngineState
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import ConversationEncoder, Prompt
@@ -34,11 +35,13 @@ class EngineClient(Protocol):
     """The engine as the server sees it: `engine.AsyncEngine`."""
 
     stats: SchedulerStats | None
-    dead: bool
     max_model_len: int
     num_blocks: int
     block_size: int
 
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
     @property
     def model_name(self) -> str: ...
     @property

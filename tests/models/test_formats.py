@@ -82,9 +82,7 @@ def set_quantization(folder: Path, quantization: Any) -> None:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    model = load_model(
-        folder, read_spec(folder), dtype=torch.float32, device="cpu", progress=False, max_model_len=256, **options
-    )
+    model = load_model(folder, read_spec(folder), dtype=torch.float32, device="cpu", max_model_len=256, **options)
     model.pack_weights()
     return model
 

@@ -20,6 +20,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
+from engine.state import EngineState, StateHolder
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 
@@ -65,7 +66,8 @@ class FakeEngine:
         self.generates = True
         self.model_name = "toy"
         self.stats: SchedulerStats | None = None
-        self.dead, self.death = False, ""
+        self.states = StateHolder()
+        self.states.enter("ready")
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # embeddings wait until they are aborted
@@ -78,6 +80,13 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
+
+    @property
+    def state(self) -> EngineState:
+        return self.states.state
+
+    async def state_change(self, seen: EngineState) -> EngineState:
+        return await self.states.change(seen)
 
     @property
     def num_requests(self) -> int:
@@ -101,8 +110,8 @@ class FakeEngine:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
             self.priorities.append(request.priority)
-        if self.dead:
-            raise EngineDeadError(self.death)
+        if self.state.phase == "dead":
+            raise EngineDeadError(self.state.reason)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)
         return self._generate(request_id, prompt, request.sampling)
@@ -170,9 +179,9 @@ class FakeEngine:
             while True:
                 await asyncio.sleep(self.delay)
                 if self.die_after is not None and len(generated) >= self.die_after:
-                    self.dead, self.death = True, "the engine process was killed by SIGKILL"
-                if self.dead:
-                    raise EngineDeadError(self.death)
+                    self.states.enter("dead", reason="the engine process was killed by SIGKILL")
+                if self.state.phase == "dead":
+                    raise EngineDeadError(self.state.reason)
                 if request_id in self.aborted:
                     collector.add(EngineOutput(request_id, [], "abort"), time.monotonic())
                     yield collector.take()
