@@ -22,6 +22,7 @@ from engine.messages import Abort, Add, Ready, Start, Step
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
 from engine.state import EngineState, StateHolder
+from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
 from engine.supervisor import RestartPolicy, Supervisor
 from engine.text.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class AsyncEngine:
         self._closed = False
         self._compile_threads: ThreadPoolExecutor | None = None
         self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
+        self.step_tokens = StepTokens()
         self._launched = time.perf_counter()
         self._supervisor = Supervisor(
             EngineProcess(),  # it imports PyTorch while the small files are read here
@@ -257,6 +259,7 @@ class AsyncEngine:
     def stepped(self, step: Step) -> None:
         """A step's outputs, for those who wait for them."""
         self.stats = step.stats
+        self.step_tokens.see(step.stats)
         self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
         deliver(step.outputs, self._streams, time.monotonic())
 

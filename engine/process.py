@@ -108,6 +108,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says Shutdown
     threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
     configure_logging()
+    heartbeat = Heartbeat(Path(sys.argv[3]))  # before `Ready`, when the parent removes the file
     with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as events:
         for socket in (commands, events):
             socket.set_hwm(0)  # what waits is bounded by the tokens of the requests that run
@@ -121,7 +122,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
         if engine is None:
             sys.exit(1)
         try:
-            EngineLoop(engine, commands, events, Heartbeat(Path(sys.argv[3])).beat).run()
+            EngineLoop(engine, commands, events, heartbeat.beat).run()
         except Exception as error:
             _log.critical("a step failed, the engine stops", exc_info=True)
             events.send(encode(Failed(f"a step failed: {_described(error)}")))

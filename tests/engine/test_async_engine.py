@@ -344,6 +344,7 @@ def test_request_that_was_there_at_every_loss_ends(run: Run) -> None:
             engine.lost("it was killed")
         with pytest.raises(EngineDeadError, match="it was killed"):
             await collect(updates)
+        await collect(engine.generate(EngineRequest("b", [1], LONG.clone(max_tokens=2))))  # brings statistics again
 
     run(test)
 
