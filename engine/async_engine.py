@@ -21,6 +21,7 @@ from engine.input_processor import InputProcessor
 from engine.messages import Abort, Add, Ready, Start, Step
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
+from engine.outstanding import Outstanding
 from engine.state import EngineState, StateHolder
 from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
@@ -54,6 +55,7 @@ class AsyncEngine:
         self._states = StateHolder()
         self._processor: InputProcessor | None = None  # None until it is loaded
         self._streams: dict[str, _Stream] = {}
+        self.outstanding = Outstanding()
         self._pace = _Pace()
         self._closed = False
         self._compile_threads: ThreadPoolExecutor | None = None
@@ -106,6 +108,7 @@ class AsyncEngine:
         return await self._states.change(seen)
 
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     block_size: int
     summary: str  # the start in one line
@@ -184,6 +187,7 @@ class AsyncEngine:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
         stream = self._streams[request_id] = _Stream(request, output, self._config.stream_interval, self._pace)
+        self.outstanding.add(request_id, request.owner)
         self._supervisor.send(Add(request))
         return _Updates(stream, lambda: self._forget(request_id, stream))
 
@@ -191,6 +195,7 @@ class AsyncEngine:
         """The reader of the stream wants no more: end the request if it has not ended."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
+            self.outstanding.end(request_id)
             if not stream.output.finished:
                 self._supervisor.send(Abort(request_id))
 
@@ -207,6 +212,7 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is not None and not stream.output.finished:
             self._supervisor.send(Abort(request_id))
+            self.outstanding.end(request_id)
             stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
 
     def close(self) -> None:
@@ -249,6 +255,7 @@ class AsyncEngine:
         """The process takes requests: it gets all that wait for it."""
         self.max_model_len, self.stats = ready.max_model_len, ready.stats
         self.num_blocks, self.block_size = ready.num_blocks, ready.block_size
+        self.max_num_seqs = ready.max_num_seqs
         for stream in self._streams.values():
             if not stream.output.finished and not stream.is_closed:
                 self._supervisor.send(Add(stream.request))
@@ -262,6 +269,9 @@ class AsyncEngine:
         self.step_tokens.see(step.stats)
         self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
         deliver(step.outputs, self._streams, time.monotonic())
+        for output in step.outputs.outputs:
+            if output.finish_reason is not None:
+                self.outstanding.end(output.request_id)
 
     def lost(self, reason: str) -> None:
         """The process is gone. Requests whose answers have begun end, and so do those that have seen this too often."""

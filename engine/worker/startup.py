@@ -38,12 +38,11 @@ def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progr
         folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
         progress=progress, max_model_len=options.max_model_len,
     )  # fmt: skip
+    model.pack_weights()
     runner = ModelRunner(model, spec, options)
     if runner.device.is_accelerator:
         progress("compiling", 0, 0)
         compile_kernels(runner)
-    else:
-        model.pack_weights()
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)

@@ -290,7 +290,7 @@ def test_engine_that_is_gone_for_good_ends_the_server(model: Path) -> None:
         thread.join(10)
         assert "error" in json.loads(finished[0])
         assert finished[1] == "[DONE]"
-        assert server.process.wait(20) == 1
+        assert server.stop() == 1
 
 
 def test_stopped_while_starting(model: Path) -> None:
