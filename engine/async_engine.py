@@ -31,6 +31,7 @@ from engine.input_processor import InputProcessor
 from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
+from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
 from engine.text.tokenizer import Tokenizer
 
@@ -65,6 +66,7 @@ class AsyncEngine:
         self.dead = False  # the process is gone
         self.death = ""  # how it went
         self.stats: SchedulerStats | None = None  # the newest; None until `start` is done
+        self.step_tokens = StepTokens()
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(self._reader_ended)
         process.on_exit(self._exited)
@@ -210,6 +212,7 @@ class AsyncEngine:
             match decode_event(await self._process.receive()):
                 case Step(outputs, stats):
                     self.stats = stats
+                    self.step_tokens.see(stats)
                     self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
                     deliver(outputs, self._streams, time.monotonic())
                 case Ready() as ready:

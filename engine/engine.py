@@ -196,7 +196,7 @@ class Engine:
         ]
 
     def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
+        return self.scheduler.stats(self._grammars.num_held)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
+from engine.log import FORMATS
 from server.keys import KeyRing
 from server.parsing.reasoning import REASONING_FORMATS
 from server.parsing.tools import TOOL_FORMATS
@@ -49,7 +50,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )
-    enable_request_id_headers: bool = flag(False, "answer with an X-Request-Id header, the client's own if it sent one")
+    enable_request_id_headers: bool = flag(True, "answer with an X-Request-Id header, the client's own if it sent one")
 
     chat_template: str | None = flag(
         None, "file with a Jinja chat template, or the template itself, instead of the model's", metavar="FILE"
@@ -87,6 +88,7 @@ class ServerConfig:
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
     )
+    log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")

@@ -148,7 +148,7 @@ class SchedulerStats:
     """A snapshot for metrics and the log line. Counters only grow."""
 
     num_running: int
-    num_waiting: int
+    num_waiting: int  # for blocks or a row
     num_blocks: int
     num_free_blocks: int  # free or evictable
     num_preemptions: int
@@ -156,6 +156,7 @@ class SchedulerStats:
     prefix_hits: int  # and found
     prompt_tokens: int  # prompt tokens computed
     generation_tokens: int
+    num_deferred: int = 0  # requests whose grammars are being compiled
 
     @property
     def kv_cache_usage(self) -> float:

@@ -259,7 +259,8 @@ class Scheduler:
         """Forget all cached KV, as after a change of weights. False, and no change, while a request is running."""
         return self.blocks.reset()
 
-    def stats(self) -> SchedulerStats:
+    def stats(self, num_deferred: int = 0) -> SchedulerStats:
+        """`num_deferred`: requests that are not the scheduler's yet."""
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=len(self.queues.waiting),
@@ -270,6 +271,7 @@ class Scheduler:
             prefix_hits=self._prefix_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_deferred=num_deferred,
         )
 
     def _admit(self, request: Request) -> NewRequest | None:

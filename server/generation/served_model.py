@@ -14,6 +14,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.output_collector import RequestUpdate
+from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import ConversationEncoder, Prompt
@@ -35,11 +36,14 @@ class EngineClient(Protocol):
     """The engine as the server sees it: `engine.AsyncEngine`."""
 
     stats: SchedulerStats | None
+    step_tokens: StepTokens
     dead: bool
     max_model_len: int
     num_blocks: int
     block_size: int
 
+    @property
+    def pid(self) -> int: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -170,7 +174,7 @@ class ServedModel:
         return {
             "server_load": len(self.running),
             "num_requests_running": stats.num_running if stats is not None else 0,
-            "num_requests_waiting": stats.num_waiting if stats is not None else 0,
+            "num_requests_waiting": stats.num_waiting + stats.num_deferred if stats is not None else 0,
             "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
             "num_blocks": self.engine.num_blocks,
             "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,

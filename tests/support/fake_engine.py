@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import random
 import time
 from array import array
@@ -20,6 +21,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
+from engine.step_tokens import StepTokens
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 
@@ -65,6 +67,8 @@ class FakeEngine:
         self.generates = True
         self.model_name = "toy"
         self.stats: SchedulerStats | None = None
+        self.step_tokens = StepTokens()
+        self.pid = os.getpid()
         self.dead, self.death = False, ""
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.die_after: int | None = None  # tokens after which the engine dies
@@ -151,8 +155,8 @@ class FakeEngine:
             num_blocks=32,
             num_free_blocks=32 - num_active,
             num_preemptions=0,
-            prefix_queries=100,
-            prefix_hits=25,
+            prefix_queries=4 * self._generated,
+            prefix_hits=self._generated,
             prompt_tokens=50,
             generation_tokens=self._generated,
         )
@@ -181,6 +185,7 @@ class FakeEngine:
                 generated.append(token)
                 self._generated += 1
                 self.stats = self._stats()
+                self.step_tokens.see(self.stats)
                 finish = None
                 if token == 257 or token in (sampling.stop_token_ids or ()):
                     finish = "stop"

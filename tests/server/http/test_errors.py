@@ -356,10 +356,13 @@ def test_other_origins(live: Live, serve: Callable[..., Live]) -> None:
 
 
 def test_request_ids(live: Live, serve: Callable[..., Live]) -> None:
-    assert "x-request-id" not in live.http.get("/health").headers
-    marked = serve(FakeEngine(), ServerConfig(enable_request_id_headers=True))
-    assert marked.http.get("/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
-    assert len(marked.http.get("/health").headers["x-request-id"]) == 32
+    assert live.http.get("/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(live.http.get("/health").headers["x-request-id"]) == 32
+    for forged in ("a" * 129, "two words", "caf\xe9"):
+        answer = live.http.get("/health", headers={b"X-Request-Id": forged.encode("latin-1")})
+        assert len(answer.headers["x-request-id"]) == 32, forged
+    silent = serve(FakeEngine(), ServerConfig(enable_request_id_headers=False))
+    assert "x-request-id" not in silent.http.get("/health").headers
 
 
 @pytest.mark.parametrize(
