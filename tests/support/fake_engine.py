@@ -21,6 +21,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
+from engine.outstanding import Outstanding
 from engine.step_tokens import StepTokens
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
@@ -58,7 +59,17 @@ def embedding_of(prompt: list[int], pooling: PoolingParams) -> list[float]:
 class FakeEngine:
     """Answers `answer` token by token, then ends; with ignore_eos over and over. Seeds rotate the answer."""
 
-    def __init__(self, *, template: str | None = TEMPLATE, max_model_len: int = 512, delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        template: str | None = TEMPLATE,
+        max_model_len: int = 512,
+        delay: float = 0.0,
+        max_num_seqs: int = 1000,
+    ) -> None:
+        """`max_num_seqs`: requests that run, as its statistics say; the others are waiting."""
+        self.max_num_seqs = max_num_seqs
+        self.outstanding = getattr(self, "outstanding", None) or Outstanding()  # the server keeps it
         self.answer, self.delay = ANSWER, delay
         self.num_blocks, self.block_size, self.max_model_len = 32, 16, max_model_len
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
@@ -73,7 +84,6 @@ class FakeEngine:
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # embeddings wait until they are aborted
-        self.max_running = 1000  # requests that its statistics say are running; the others are waiting
         self.active: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
@@ -107,6 +117,7 @@ class FakeEngine:
             self.priorities.append(request.priority)
         if self.dead:
             raise EngineDeadError(self.death)
+        self.outstanding.add(request_id, request.owner)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)
         return self._generate(request_id, prompt, request.sampling)
@@ -133,6 +144,7 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = 0
+            self.outstanding.end(request_id)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self.active:
@@ -150,8 +162,8 @@ class FakeEngine:
     def _stats(self) -> SchedulerStats:
         num_active = len(self.active)
         return SchedulerStats(
-            num_running=min(num_active, self.max_running),
-            num_waiting=max(num_active - self.max_running, 0),
+            num_running=min(num_active, self.max_num_seqs),
+            num_waiting=max(num_active - self.max_num_seqs, 0),
             num_blocks=32,
             num_free_blocks=32 - num_active,
             num_preemptions=0,
@@ -214,6 +226,7 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = len(generated)
+            self.outstanding.end(request_id)
 
 
 class GrammarEngine(FakeEngine):

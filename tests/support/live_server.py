@@ -5,7 +5,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,14 @@ class Live:
 
     def wait_idle(self, seconds: float = 20.0) -> None:
         """Until the engine works on nothing."""
-        deadline = time.monotonic() + seconds
-        while self.engine.active and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert not self.engine.active
+        wait_until(lambda: not self.engine.active, seconds)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
 
 
 @contextlib.contextmanager
