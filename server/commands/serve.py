@@ -23,6 +23,7 @@ from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
 from engine.log import configure_logging
 from server.commands.common import load_with_model, model_argument
+from server.exposure import exposure_warning
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class _Service:
         import uvicorn
 
         from server.app import create_app
+        from server.http.browsers import HEADERS
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
         logging.getLogger("uvicorn.error").addFilter(_is_notable)
@@ -197,6 +199,7 @@ class _Service:
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             lifespan="on",
+            headers=list(HEADERS),
         )
 
         class Server(uvicorn.Server):
@@ -208,6 +211,8 @@ class _Service:
                 await super().startup(sockets)
                 if self.started:
                     _say(ready_lines(engine.model_name, settings, listener), settings)
+                    if (warning := exposure_warning(settings, listener)) is not None:
+                        _log.warning("%s", warning)
 
         self._engine, self._server, self._patience = engine, Server(config), settings.shutdown_timeout
         watch = asyncio.create_task(self._end_with(engine))

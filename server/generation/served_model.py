@@ -26,6 +26,7 @@ from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationReq
 from server.http.callers import Caller
 from server.http.errors import APIError
 from server.metrics import Metrics
+from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
@@ -84,6 +85,8 @@ class ServedModel:
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
+        self.requests = RequestLog()
+        metrics.registry.register(self.requests)
         self.queue = RequestQueue(
             engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )
