@@ -47,6 +47,12 @@ class ServerConfig:
         metavar="FILE",
     )
     open_metrics: bool = flag(False, "/metrics needs no key")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "further names that a server without keys is called by, *.example.org for all that end so, * for any; addresses "
+        "and local names always are",
+        metavar="NAME",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )

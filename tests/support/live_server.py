@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from server.app import create_app
+from server.http.browsers import HEADERS
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 
@@ -51,7 +52,12 @@ def run_server(engine: FakeEngine, settings: ServerConfig | None = None, **optio
     settings = settings or ServerConfig()
     app = create_app(engine, settings, **options)
     config = uvicorn.Config(
-        app, log_config=None, lifespan="on", timeout_graceful_shutdown=2, root_path=settings.root_path
+        app,
+        log_config=None,
+        lifespan="on",
+        headers=list(HEADERS),
+        timeout_graceful_shutdown=2,
+        root_path=settings.root_path,
     )
     server = uvicorn.Server(config)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio wants to see TCP
