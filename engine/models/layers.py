@@ -176,7 +176,8 @@ class Linear(CheckpointModule):
         """residual + the projection of x, in residual's memory. With "row", x is this rank's channels."""
         if not self.is_partial:
             return self.format.add_to(self, residual, x)
-        return residual.add_(self.communicator.all_reduce(self.format.product(self, x)))
+        out = self.communicator.workspace((len(x), self.num_rows), residual.dtype)
+        return residual.add_(self.communicator.all_reduce(self.format.product(self, x, out)))
 
     def pack(self) -> None:
         """Repack the filled weights for the products of their device. They can no longer be filled."""

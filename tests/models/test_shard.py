@@ -45,8 +45,14 @@ class ThreadCommunicator:
     def all_reduce(self, x: Any) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
 
+    def workspace(self, shape: Any, dtype: Any) -> None:
+        return None
+
     def all_gather(self, x: Any) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+
+    def least(self, number: int) -> int:
+        return number
 
 
 def on_ranks(size: Any, work: Any) -> Any:
