@@ -31,6 +31,8 @@ from engine.input_processor import InputProcessor
 from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
+from engine.outstanding import Outstanding
+from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
 from engine.text.tokenizer import Tokenizer
 
@@ -59,12 +61,14 @@ class AsyncEngine:
         self._input_processor, self._process, self._stream_interval = input_processor, process, stream_interval
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
+        self.outstanding = Outstanding()
         self._pace = _Pace()
         self._closed = False
         self._compile_threads: ThreadPoolExecutor | None = None
         self.dead = False  # the process is gone
         self.death = ""  # how it went
         self.stats: SchedulerStats | None = None  # the newest; None until `start` is done
+        self.step_tokens = StepTokens()
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(self._reader_ended)
         process.on_exit(self._exited)
@@ -92,10 +96,12 @@ class AsyncEngine:
         process.remove_sockets()
         engine.max_model_len, engine.stats = ready.max_model_len, ready.stats
         engine.num_blocks, engine.block_size = ready.num_blocks, ready.block_size
+        engine.max_num_seqs = ready.max_num_seqs
         engine.summary = f"{ready.summary} · ready in {time.perf_counter() - start:.1f} s"
         return engine
 
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     block_size: int
     summary: str  # the start in one line
@@ -167,6 +173,7 @@ class AsyncEngine:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
         stream = self._streams[request_id] = _Stream(output, self._stream_interval, self._pace)
+        self.outstanding.add(request_id, request.owner)
         self._process.send(Add(request))
         return _Updates(stream, lambda: self._forget(request_id, stream))
 
@@ -174,6 +181,7 @@ class AsyncEngine:
         """The reader of the stream wants no more: end the request if it has not ended."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
+            self.outstanding.end(request_id)
             if not stream.output.finished and not self.dead:
                 self._process.send(Abort(request_id))
 
@@ -190,6 +198,7 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is not None and not stream.output.finished and not self.dead:
             self._process.send(Abort(request_id))
+            self.outstanding.end(request_id)
             stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
 
     def close(self) -> None:
@@ -210,8 +219,12 @@ class AsyncEngine:
             match decode_event(await self._process.receive()):
                 case Step(outputs, stats):
                     self.stats = stats
+                    self.step_tokens.see(stats)
                     self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
                     deliver(outputs, self._streams, time.monotonic())
+                    for output in outputs.outputs:
+                        if output.finish_reason is not None:
+                            self.outstanding.end(output.request_id)
                 case Ready() as ready:
                     self._ready.set_result(ready)
                 case Failed(message):

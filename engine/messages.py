@@ -45,6 +45,7 @@ class Ready(msgspec.Struct, tag=True):
     num_blocks: int
     block_size: int
     max_model_len: int
+    max_num_seqs: int
     stats: SchedulerStats
     summary: str  # the start in one line
 

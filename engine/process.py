@@ -142,7 +142,10 @@ def _start(start: Start, build: Callable[..., Any]) -> tuple[Any, Event]:
     gc.collect()
     gc.freeze()  # what is loaded by now stays: garbage collection looks at requests only
     runner = engine.runner
-    ready = Ready(runner.num_blocks, runner.block_size, runner.max_model_len, engine.stats(), engine.summary())
+    max_num_seqs = engine.options.max_num_seqs
+    ready = Ready(
+        runner.num_blocks, runner.block_size, runner.max_model_len, max_num_seqs, engine.stats(), engine.summary()
+    )
     return engine, ready
 
 

@@ -46,11 +46,10 @@ def build_runner(
         folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
         progress=progress, max_model_len=options.max_model_len, shard=shard, communicator=communicator,
     )  # fmt: skip
+    model.pack_weights()
     runner = ModelRunner(model, spec, options)
     if runner.device.is_accelerator:
         compile_kernels(runner)
-    else:
-        model.pack_weights()
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     runner.num_blocks = (communicator or SingleRank()).least(count_blocks(runner))
