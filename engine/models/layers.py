@@ -182,8 +182,7 @@ class Linear(CheckpointModule):
         """residual + the projection of x, in residual's memory. With "row", x is this rank's channels."""
         if not self.is_partial:
             return kernels.linear_add(residual, x, self.weight, self.bias)
-        out = self.communicator.workspace((len(x), self.num_rows), residual.dtype)
-        return residual.add_(self.communicator.all_reduce(kernels.linear(x, self.weight, self.bias, out)))
+        return residual.add_(self.communicator.all_reduce(kernels.linear(x, self.weight, self.bias)))
 
     def pack(self) -> None:
         """Repack the filled weights for the products of their device. They can no longer be filled."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 from engine.models.errors import ModelError
 
 if TYPE_CHECKING:  # specifications are read where PyTorch is not loaded
-    import torch
     from torch import Tensor
 
 
@@ -62,9 +61,6 @@ SINGLE = Shard()
 class Communicator(Protocol):
     """How the ranks of one model meet. Every rank makes the same calls in the same order."""
 
-    def workspace(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Where a tensor of few bytes is summed fastest, until the next `all_reduce` is queued; None: anywhere."""
-
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which have one shape; it may take x's memory."""
 
@@ -77,9 +73,6 @@ class Communicator(Protocol):
 
 class SingleRank:
     """The communicator of a model that one rank holds."""
-
-    def workspace(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -14,9 +14,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class GroupCommunicator:
     """The ranks of the default process group. Every rank makes the same calls in the same order."""
 
-    def workspace(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        return None
-
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x)
         return x
@@ -50,17 +47,12 @@ class GpuCommunicator(GroupCommunicator):
         self._buffer = symmetric.empty(SMALL_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, self._group)
 
-    def workspace(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        if num_bytes > SMALL_BYTES or num_bytes % 16 or dtype not in (torch.bfloat16, torch.float32):
-            return None
-        return self._buffer[:num_bytes].view(dtype).view(shape)
-
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.data_ptr() != self._buffer.data_ptr():
+        if x.nbytes > SMALL_BYTES or x.nbytes % 16 or x.dtype not in (torch.bfloat16, torch.float32):
             return super().all_reduce(x)
-        # It ends when all ranks have read, so that the next product may write the workspace.
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", self._group)
+        own = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        own.copy_(x)  # the sum before has ended when all ranks had read it, so that this may overwrite it
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._group)
         return total
 
     def least(self, number: int) -> int:

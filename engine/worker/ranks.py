@@ -30,6 +30,7 @@ import torch.distributed as dist
 from engine.core.batch import ScheduledBatch, SchedulerOutput
 from engine.core.cache_groups import CacheGroup
 from engine.models.errors import ModelError
+from engine.models.progress import Progress, silent
 from engine.models.shard import Communicator, Shard
 from engine.models.spec import ModelSpec
 from engine.worker.communicator import GpuCommunicator, GroupCommunicator
@@ -77,7 +78,7 @@ class Close:
 
 
 def build_runner(
-    folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True
+    folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: Progress = silent
 ) -> ModelRunner | RankedRunner:
     """A runner of the model in `folder`, ready to step, on as many ranks as the options say."""
     if options.num_ranks == 1:
@@ -117,7 +118,7 @@ class RankedRunner:
         self._batch = NO_BATCH  # of the last step
 
     @classmethod
-    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool) -> RankedRunner:
+    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: Progress) -> RankedRunner:
         """Start the followers and load every rank's part side by side. ModelError as `startup.build_runner`."""
         size = options.num_ranks
         spec.for_rank(Shard(0, size))  # says at once what cannot be divided
@@ -237,9 +238,7 @@ def follow(connection: Connection) -> None:
     build: Build = pickle.loads(connection.recv_bytes())
     options, communicator = join(build)
     try:
-        runner = build_single(
-            build.folder, build.spec, options, progress=False, shard=build.shard, communicator=communicator
-        )
+        runner = build_single(build.folder, build.spec, options, shard=build.shard, communicator=communicator)
     except ModelError as error:
         _log.critical("rank %d: %s", build.shard.rank, error)
         sys.exit(1)

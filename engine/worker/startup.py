@@ -17,6 +17,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.models.decoder import DecoderLayer
+from engine.models.progress import Progress, silent
 from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
@@ -34,7 +35,7 @@ def build_runner(
     spec: ModelSpec,
     options: RunnerOptions,
     *,
-    progress: bool = True,
+    progress: Progress = silent,
     shard: Shard = SINGLE,
     communicator: Communicator | None = None,
 ) -> ModelRunner:
@@ -49,9 +50,11 @@ def build_runner(
     model.pack_weights()
     runner = ModelRunner(model, spec, options)
     if runner.device.is_accelerator:
+        progress("compiling", 0, 0)
         compile_kernels(runner)
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
+    progress("profiling", 0, 0)
     runner.num_blocks = (communicator or SingleRank()).least(count_blocks(runner))
     runner.kv_layout.check_fits(runner.num_blocks, options.max_model_len, options.max_num_batched_tokens)
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
@@ -115,7 +118,7 @@ def count_blocks(runner: ModelRunner) -> int:
     return max(num_bytes // block_bytes, 0)
 
 
-def capture_graphs(runner: ModelRunner, progress: bool) -> None:
+def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])

@@ -45,9 +45,6 @@ class ThreadCommunicator:
     def all_reduce(self, x: Any) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
 
-    def workspace(self, shape: Any, dtype: Any) -> None:
-        return None
-
     def all_gather(self, x: Any) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 
@@ -71,7 +68,7 @@ def on_ranks(size: Any, work: Any) -> Any:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    options = {"dtype": torch.float32, "device": "cpu", "max_model_len": 256, **options}
     return load_model(folder, read_spec(folder), **options)
 
 
