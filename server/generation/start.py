@@ -23,6 +23,7 @@ from server.generation.usage import Usage
 from server.http.callers import Caller
 from server.http.errors import APIError, engine_error, spelled
 from server.http.warnings import Warnings
+from server.observability.requests import new_record
 from server.parsing.answer import AnswerReader, TokenCounter
 from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
@@ -204,7 +205,8 @@ def _begin(
             watch = model.metrics.watch(len(prompt), sampling)
             one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, caller.name)
             reader = new_reader() if new_reader is not None else None
-            samples.append(Sample(sample_id, index, index // n, model.engine.generate(one), watch, reader))
+            updates = model.engine.generate(one)
+            samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
         raise engine_error(error, _FIELDS) from None
     except EngineDeadError as error:
@@ -219,7 +221,22 @@ def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    return Generation(public_id, caller.name, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
+    record = new_record(public_id, caller.name, name, [sample.watch for sample in samples])
+    return Generation(
+        public_id,
+        caller.name,
+        now,
+        name,
+        role,
+        n,
+        prompts,
+        samples,
+        usage,
+        record,
+        model.metrics,
+        model.requests,
+        model.running,
+    )
 
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
