@@ -28,6 +28,8 @@ from engine.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
+IDLE_MILLISECONDS = 500  # between calls of `Engine.idle` that find nothing to do
+
 
 class Steppable(Protocol):
     """An engine, as the loop uses it."""
@@ -36,6 +38,7 @@ class Steppable(Protocol):
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
     def step(self) -> StepOutputs: ...
+    def idle(self) -> bool: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -64,13 +67,15 @@ class EngineLoop:
         return True
 
     def _take_commands(self) -> bool:
-        wait = not self._engine.has_work()
+        while not self._engine.has_work():
+            more = self._engine.idle()
+            if self._commands.poll(1 if more else IDLE_MILLISECONDS):
+                break
         while True:
             try:
-                message = self._commands.recv(0 if wait else zmq.NOBLOCK)
+                message = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            wait = False
             match decode_command(message):
                 case Add(request):
                     self._add(request)
