@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
+QUANTIZATIONS = ("fp8", "int8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -37,6 +39,12 @@ class EngineConfig:
         "auto",
         "of weights and activations; auto: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU",
         choices=("auto", "float32", "float16", "bfloat16", "float", "half"),
+    )
+    quantization: str | None = flag(
+        None,
+        "of the weights: fp8 and int8 round those of a float checkpoint while loading; a quantised one says itself",
+        short="-q",
+        choices=QUANTIZATIONS,
     )
     device: str = flag("auto", "auto: a GPU when there is one", choices=("auto", "cpu", "cuda"))
     seed: int = flag(

@@ -23,6 +23,7 @@ from engine.errors import EngineError
 from engine.input_processor import load_tokenizer, vocabulary_of
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
+from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import runner_options
 from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
@@ -94,7 +95,11 @@ class Engine:
         """
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder) if spec is None else spec
-        spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))))
+        spec = replace(
+            spec,
+            eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))),
+            quantization=choose_quantization(spec.quantization, config.quantization),
+        )
         self.spec = spec
         self.options = runner_options(config, spec, offline)
         self.runner = _build(build_runner, folder, spec, self.options, progress)
@@ -126,8 +131,9 @@ class Engine:
         if size < 1:
             size, unit = size * 1024, "MiB"
         quantised = "" if self.options.kv_dtype == self.options.dtype else ", fp8"
+        weights = f" · {self.spec.quantization.method} weights" if self.spec.quantization else ""
         return (
-            f"{self._name} · {str(self.options.dtype).removeprefix('torch.')} · {runner.device_name} · "
+            f"{self._name} · {str(self.options.dtype).removeprefix('torch.')}{weights} · {runner.device_name} · "
             f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}{quantised}) · "
             f"context {runner.max_model_len:,}"
         )

@@ -37,11 +37,10 @@ def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progr
         folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
         progress=progress, max_model_len=options.max_model_len,
     )  # fmt: skip
+    model.pack_weights()
     runner = ModelRunner(model, spec, options)
     if runner.device.is_accelerator:
         compile_kernels(runner)
-    else:
-        model.pack_weights()
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     runner.num_blocks = count_blocks(runner)

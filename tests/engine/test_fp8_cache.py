@@ -160,12 +160,7 @@ def test_checkpoints_that_quantise_only_their_cache_are_welcome(large: Path) -> 
     for groups in ({}, {"attention": attention}):
         config["quantization_config"] = quantization | {"config_groups": groups}
         (large / "config.json").write_text(json.dumps(config))
-        assert read_spec(large).num_layers == 2
-    for other in ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, {"quant_method": "fp8"}):
-        config["quantization_config"] = quantization | other
-        (large / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelError, match="quantised"):
-            read_spec(large)
+        assert read_spec(large).quantization is None
 
 
 def test_what_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
