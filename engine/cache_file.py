@@ -56,8 +56,8 @@ class CacheFile:
         Raises `CacheFileError`, and leaves the file as it is, when it is in use, is no such file or cannot be opened.
         """
         self.path, self.block_bytes = path, block_bytes
-        self._stride = -(-(ENTRY.size + block_bytes) // ALIGNMENT) * ALIGNMENT
-        self.num_slots = max(max_bytes - ALIGNMENT, 0) // self._stride
+        self.slot_bytes = -(-(ENTRY.size + block_bytes) // ALIGNMENT) * ALIGNMENT
+        self.num_slots = max(max_bytes - ALIGNMENT, 0) // self.slot_bytes
         header = _header({**identity, "block_bytes": str(block_bytes)})
         self._seal = sha256(header).digest()
         self._fd = _open(path)
@@ -83,12 +83,12 @@ class CacheFile:
             os.ftruncate(self._fd, self._offset(self.num_slots))
 
     def _offset(self, slot: int) -> int:
-        return ALIGNMENT + slot * self._stride
+        return ALIGNMENT + slot * self.slot_bytes
 
     def entries(self) -> list[Entry]:
         """What the slots claim to hold, the hottest first; each name once."""
         found = []
-        for slot in range((os.fstat(self._fd).st_size - ALIGNMENT) // self._stride):
+        for slot in range(-((ALIGNMENT - os.fstat(self._fd).st_size) // self.slot_bytes)):
             data = os.pread(self._fd, ENTRY.size, self._offset(slot))
             if len(data) == ENTRY.size and any(data):
                 block_hash, digest, heat, group = ENTRY.unpack(data)

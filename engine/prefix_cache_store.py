@@ -54,7 +54,7 @@ class PrefixCacheStore:
         self._quiet_since = clock()
         self._failed = False  # the file cannot be written any more
 
-    def load(self, seconds: float = LOAD_SECONDS) -> int:
+    def load(self, seconds: float) -> int:
         """Fill empty blocks, the hottest first, for at most so long; returns how many. What is not valid is forgotten."""
         deadline = self._clock() + seconds
         entries = [entry for entry in self._file.entries() if entry.name[0] < self._pool.num_groups]
@@ -156,10 +156,10 @@ class PrefixCacheStore:
         self._saved = SavedBlocks(self._file.num_slots)
         self._io.submit(self._file.clear).result()
 
-    def close(self, save: bool, seconds: float = CLOSE_SECONDS) -> None:
-        """Save what is not saved yet, the hottest first, for at most so long, unless the blocks' content is in doubt."""
+    def close(self, save: bool) -> None:
+        """Save what is not saved yet, the hottest first, for at most `CLOSE_SECONDS`. `save=False`: the content is in doubt."""
         if save and not self._failed:
-            deadline = self._clock() + seconds
+            deadline = self._clock() + CLOSE_SECONDS
             self._plan()
             while self._pending and not self._failed and (left := deadline - self._clock()) > 0:
                 self._save_some(left)
@@ -186,6 +186,7 @@ def open_store(
         "model": fingerprint(folder),
         "seed": str(config.seed) if config.load_format == "dummy" or config.calculate_kv_scales else "",
         "dtype": f"{options.dtype}, {options.kv_dtype}, scales calculated: {options.calculate_kv_scales}",
+        "quantization": str(config.quantization),
         "layout of the KV cache": sha256(repr(copier.layout).encode()).hexdigest(),
         "max_model_len": str(options.max_model_len),
         "kind of device": options.device.torch_device.type,
@@ -197,6 +198,6 @@ def open_store(
         _log.warning("%s: the prefix cache will not survive a restart: the file %s", path, error)
         return None
     store = PrefixCacheStore(file, copier, pool)
-    num_blocks = store.load()
+    num_blocks = store.load(LOAD_SECONDS)
     _log.info("%s: %d blocks of the prefix cache in %.1f s", path, num_blocks, time.monotonic() - start)
     return store

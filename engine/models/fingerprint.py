@@ -6,8 +6,6 @@ import json
 from hashlib import sha256
 from pathlib import Path
 
-WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
-
 
 def fingerprint(folder: Path) -> str:
     """A hash of the model's configuration and of its weights' files: it changes whenever one is replaced.
@@ -16,9 +14,8 @@ def fingerprint(folder: Path) -> str:
     named by their content, by that name.
     """
     digest = sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.iterdir()):
-        if path.suffix in WEIGHTS and path.is_file():
-            blob, found = path.resolve(), path.stat()
-            version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns
-            digest.update(json.dumps([path.name, found.st_size, version]).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        blob, found = path.resolve(), path.stat()
+        version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns
+        digest.update(json.dumps([path.name, found.st_size, version]).encode())
     return digest.hexdigest()
