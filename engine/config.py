@@ -104,6 +104,14 @@ class EngineConfig:
     max_logprobs: int = flag(
         20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
     )
+    engine_restarts: int = flag(
+        5,
+        "how often in ten minutes an engine process that died or hangs is started again; then the server ends",
+        at_least=0,
+    )
+    engine_watchdog_timeout: float = flag(
+        120.0, "seconds without a sign of life after which the engine process is taken to hang; 0: never", at_least=0
+    )
     disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
     debug_checks: bool = flag(False, "verify the scheduler's bookkeeping after every step: slow, to find bugs")
 

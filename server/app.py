@@ -19,6 +19,7 @@ from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
 from server.http.bodies import StrictJSONRoute
+from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.middleware import RequestMiddleware
 from server.metrics import Metrics, log_statistics
@@ -87,6 +88,12 @@ def create_app(
     add_error_handlers(app, formats)
     if (keys := settings.read_keys()) is not None:
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
+    else:
+        # A proxy in front of a Unix socket passes on whatever name it is called by; no browser reaches the socket.
+        hosts = ("*",) if settings.uds else (*settings.allowed_hosts, settings.host)
+        app.add_middleware(
+            BrowserMiddleware, formats=formats, allowed_hosts=hosts, allowed_origins=settings.allowed_origins
+        )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -47,6 +47,12 @@ class ServerConfig:
         metavar="FILE",
     )
     open_metrics: bool = flag(False, "/metrics needs no key")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "further names that a server without keys is called by, *.example.org for all that end so, * for any; addresses "
+        "and local names always are",
+        metavar="NAME",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )
@@ -76,8 +82,8 @@ class ServerConfig:
     max_stored_responses: int = flag(
         1000, "responses of /v1/responses that are kept in memory, to be asked for or continued", at_least=0
     )
-    max_num_queued_reqs: int | None = flag(
-        None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0
+    max_num_queued_reqs: int = flag(
+        4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
     )
     sse_keep_alive_interval: float = flag(
         15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0

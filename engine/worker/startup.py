@@ -17,6 +17,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.models.decoder import DecoderLayer
+from engine.models.progress import Progress, silent
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
@@ -28,7 +29,7 @@ CALIBRATION_TOKENS = 2048
 GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
 
 
-def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True) -> ModelRunner:
+def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: Progress = silent) -> ModelRunner:
     """A runner of the model in `folder`, ready to step.
 
     Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
@@ -40,9 +41,11 @@ def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progr
     model.pack_weights()
     runner = ModelRunner(model, spec, options)
     if runner.device.is_accelerator:
+        progress("compiling", 0, 0)
         compile_kernels(runner)
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
+    progress("profiling", 0, 0)
     runner.num_blocks = count_blocks(runner)
     runner.kv_layout.check_fits(runner.num_blocks, options.max_model_len, options.max_num_batched_tokens)
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
@@ -106,7 +109,7 @@ def count_blocks(runner: ModelRunner) -> int:
     return max(num_bytes // block_bytes, 0)
 
 
-def capture_graphs(runner: ModelRunner, progress: bool) -> None:
+def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])

@@ -65,7 +65,7 @@ def on_ranks(size: Any, work: Any) -> Any:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    options = {"dtype": torch.float32, "device": "cpu", "max_model_len": 256, **options}
     return load_model(folder, read_spec(folder), **options)
 
 

@@ -145,7 +145,7 @@ def _input_item(item: Any) -> dict[str, Any]:
 
 def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings) -> dict[str, Any]:
     """The object as it is before there is any output."""
-    sampling = generation.samples[0].watch.sampling
+    sampling = generation.samples[0].sampling
     reasoning, text = body.reasoning, body.text
     format = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}
     return {
