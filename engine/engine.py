@@ -23,6 +23,7 @@ from engine.errors import EngineError
 from engine.input_processor import load_tokenizer, vocabulary_of
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
+from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import runner_options
@@ -30,7 +31,7 @@ from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.options import RunnerOptions
-from engine.worker.startup import build_runner
+from engine.worker.ranks import build_runner
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `startup.build_runner`
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `ranks.build_runner`
 
 
 class Engine:
@@ -82,11 +83,11 @@ class Engine:
         spec: ModelSpec | None = None,
         eos_token_ids: Iterable[int] = (),
         offline: bool = False,
-        progress: bool = True,
+        progress: Progress = silent,
         build_runner: BuildRunner = build_runner,
     ) -> None:
         """`spec`: of the model, where it has been read. `eos_token_ids`: ends of text beyond those of the specification.
-        `offline`: tuned for throughput.
+        `offline`: tuned for throughput. `progress`: is told how far the start is.
 
         Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
         """
@@ -224,7 +225,7 @@ def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Voc
     return vocabulary_of(load_tokenizer(config, folder), spec.vocab_size, spec.eos_token_ids)
 
 
-def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: bool) -> Runner:
+def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: Progress) -> Runner:
     try:
         return build(folder, spec, options, progress=progress)
     except KVCacheTooSmallError as error:

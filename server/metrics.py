@@ -287,6 +287,8 @@ async def log_statistics(stats: Stats, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
         now, after = time.monotonic(), stats()
+        if before and after and after.generation_tokens < before.generation_tokens:
+            before = None  # another engine process counts from 0
         if after is not None and (after != before or after.num_running or after.num_waiting or after.num_deferred):
             _log.info(statistics_line(before, after, now - at))
         before, at = after, now

@@ -136,9 +136,9 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
             _say(engine.summary, settings)
             _spare_what_stays()
             await service.serve(engine, config, settings, listener)
+            return 1 if engine.state.phase == "dead" else 0
         finally:
             engine.close()
-    return 0
 
 
 def _spare_what_stays() -> None:
@@ -215,15 +215,24 @@ class _Service:
                         _log.warning("%s", warning)
 
         self._engine, self._server, self._patience = engine, Server(config), settings.shutdown_timeout
+        watch = asyncio.create_task(self._end_with(engine))
         try:
             await self._server.serve(sockets=[listener])
         except OSError as error:
             raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
         finally:
+            watch.cancel()
             if self._stopping is not None:
                 self._stopping.cancel()
         if not self._server.started:
             raise EngineError("the HTTP server could not start; the log says why")
+
+    async def _end_with(self, engine: AsyncEngine) -> None:
+        """Stop the server once the engine is gone for good: what started the server may start it again."""
+        state = engine.state
+        while state.phase != "dead":
+            state = await engine.state_change(state)
+        self._server.should_exit = True
 
     def _signalled(self, number: int) -> None:
         self.received.append(number)

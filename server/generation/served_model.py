@@ -15,6 +15,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.output_collector import RequestUpdate
 from engine.outstanding import Outstanding
+from engine.state import EngineState
 from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
@@ -40,7 +41,6 @@ class EngineClient(Protocol):
 
     stats: SchedulerStats | None
     step_tokens: StepTokens
-    dead: bool
     outstanding: Outstanding
     max_model_len: int
     max_num_seqs: int
@@ -49,6 +49,9 @@ class EngineClient(Protocol):
 
     @property
     def pid(self) -> int: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
     @property
     def model_name(self) -> str: ...
     @property

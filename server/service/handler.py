@@ -22,7 +22,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.head("/ping", response_model=None, include_in_schema=False)
     @app.post("/ping", response_model=None)
     async def health() -> Response:
-        return Response(status_code=503 if model.engine.dead else 200)
+        return Response(status_code=200 if model.engine.state.is_ready else 503)
 
     @app.get("/load")
     @app.get("/v1/load")

@@ -22,6 +22,7 @@ from engine.errors import EngineDeadError
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
 from engine.outstanding import Outstanding
+from engine.state import EngineState, StateHolder
 from engine.step_tokens import StepTokens
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
@@ -78,9 +79,10 @@ class FakeEngine:
         self.generates = True
         self.model_name = "toy"
         self.stats: SchedulerStats | None = None
+        self.states = StateHolder()
+        self.states.enter("ready")
         self.step_tokens = StepTokens()
         self.pid = os.getpid()
-        self.dead, self.death = False, ""
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # embeddings wait until they are aborted
@@ -92,6 +94,13 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
+
+    @property
+    def state(self) -> EngineState:
+        return self.states.state
+
+    async def state_change(self, seen: EngineState) -> EngineState:
+        return await self.states.change(seen)
 
     @property
     def num_requests(self) -> int:
@@ -115,8 +124,8 @@ class FakeEngine:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
             self.priorities.append(request.priority)
-        if self.dead:
-            raise EngineDeadError(self.death)
+        if self.state.phase == "dead":
+            raise EngineDeadError(self.state.reason)
         self.outstanding.add(request_id, request.owner)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)
@@ -186,9 +195,9 @@ class FakeEngine:
             while True:
                 await asyncio.sleep(self.delay)
                 if self.die_after is not None and len(generated) >= self.die_after:
-                    self.dead, self.death = True, "the engine process was killed by SIGKILL"
-                if self.dead:
-                    raise EngineDeadError(self.death)
+                    self.states.enter("dead", reason="the engine process was killed by SIGKILL")
+                if self.state.phase == "dead":
+                    raise EngineDeadError(self.state.reason)
                 if request_id in self.aborted:
                     collector.add(EngineOutput(request_id, [], "abort"), time.monotonic())
                     yield collector.take()

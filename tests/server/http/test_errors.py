@@ -306,7 +306,7 @@ def test_dead_engine(live: Live) -> None:
     check(live.chat(), 503, None, "not running")
     check(live.chat(stream=True), 503, None, "not running")
     check(live.complete(), 503, None, "not running")
-    live.engine.dead = False
+    live.engine.states.enter("ready")
     response = live.http.get("/health")
     assert (response.status_code, response.content) == (200, b"")
 
