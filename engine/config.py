@@ -76,6 +76,9 @@ class EngineConfig:
         16 << 30, "the most that file may grow to; blocks not used for longest give way", size=True, at_least=1
     )
 
+    tensor_parallel_size: int = flag(
+        1, "GPUs of this machine that hold the model together; on a CPU, processes", at_least=1, at_most=64
+    )
     gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", above=0, at_most=1)
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)

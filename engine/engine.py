@@ -33,7 +33,7 @@ from engine.structured.grammar_manager import GrammarManager
 from engine.worker.block_copier import BlockCopier
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.options import RunnerOptions
-from engine.worker.startup import build_runner
+from engine.worker.ranks import build_runner
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `startup.build_runner`
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `ranks.build_runner`
 
 
 class Engine:
