@@ -126,6 +126,8 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
+        if self.prefix_cache_file is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(f"prefix_cache_file needs tensor_parallel_size 1, got {self.tensor_parallel_size}")
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs kv_cache_dtype fp8, got 'auto'")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
