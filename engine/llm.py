@@ -7,7 +7,6 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -42,6 +41,7 @@ from engine.output_collector import (
     logprobs_by_id,
     with_samples,
 )
+from engine.progress import TerminalProgress
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 
@@ -69,12 +69,12 @@ class LLM:
         self.config = EngineConfig(model=model, **settings)
         self._input_processor = processor = InputProcessor.load(self.config)
         config, ends = processor.local(self.config), processor.eos_token_ids
-        self._engine = Engine(config, spec=processor.spec, eos_token_ids=ends, offline=True)
+        self._engine = Engine(
+            config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress()
+        )
         self._ids = itertools.count()
         self._broken = False
         self._process = os.getpid()
-        gc.collect()
-        gc.freeze()  # what is loaded by now stays: until `close`, garbage collection looks at requests only
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def generate(
@@ -183,7 +183,6 @@ class LLM:
         """Give the device's memory back; the LLM cannot be used any more."""
         self._broken = True
         self._engine.close()
-        gc.unfreeze()
 
     def _chat_template(self, given: str | None) -> ChatTemplate:
         tokenizer = self.get_tokenizer()

@@ -10,6 +10,8 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
+from engine.log import FORMATS
+from server.keys import KeyRing
 from server.parsing.reasoning import REASONING_FORMATS
 from server.parsing.tools import TOOL_FORMATS
 
@@ -33,12 +35,28 @@ class ServerConfig:
         None, "certificates of the authorities that clients must be signed by", metavar="FILE"
     )
     api_key: tuple[str, ...] = flag(
-        (), "keys, one of which requests to /v1 must bring (also VLLM_API_KEY)", metavar="KEY"
+        (),
+        "keys, one of which requests must bring; other users of the machine see them here: better is QUIRE_API_KEY (also "
+        "VLLM_API_KEY), or a file",
+        metavar="KEY",
+        secret=True,
+    )
+    api_key_file: str | None = flag(
+        None,
+        "file of named keys, made by `quire keys new NAME --file FILE`; read again when it changes",
+        metavar="FILE",
+    )
+    open_metrics: bool = flag(False, "/metrics needs no key")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "further names that a server without keys is called by, *.example.org for all that end so, * for any; addresses "
+        "and local names always are",
+        metavar="NAME",
     )
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )
-    enable_request_id_headers: bool = flag(False, "answer with an X-Request-Id header, the client's own if it sent one")
+    enable_request_id_headers: bool = flag(True, "answer with an X-Request-Id header, the client's own if it sent one")
 
     chat_template: str | None = flag(
         None, "file with a Jinja chat template, or the template itself, instead of the model's", metavar="FILE"
@@ -64,8 +82,8 @@ class ServerConfig:
     max_stored_responses: int = flag(
         1000, "responses of /v1/responses that are kept in memory, to be asked for or continued", at_least=0
     )
-    max_num_queued_reqs: int | None = flag(
-        None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0
+    max_num_queued_reqs: int = flag(
+        4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
     )
     sse_keep_alive_interval: float = flag(
         15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
@@ -76,6 +94,7 @@ class ServerConfig:
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
     )
+    log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")
@@ -90,14 +109,15 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a file, got {path!r}")
         if "" in self.api_key:  # it would be no key at all
             raise ConfigError("api_key must not be empty; is the variable set that it was taken from?")
-        self.read_chat_template()  # reports a missing file before the model is loaded
+        self.read_keys()  # reports a missing file before the model is loaded, and so does the next
+        self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
 
-    @property
-    def api_keys(self) -> tuple[str, ...]:
-        """The keys that open /v1; none: it is open to all."""
-        return self.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
+    def read_keys(self) -> KeyRing | None:
+        """The keys that open the server; None: it is open to all. `ConfigError` when their file cannot be read."""
+        given = self.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
+        return KeyRing(given, self.api_key_file) if given or self.api_key_file is not None else None
 
     def read_chat_template(self) -> str | None:
         """The content of `chat_template`; `ConfigError` when it is neither a file nor a template."""

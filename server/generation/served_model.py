@@ -14,13 +14,19 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.output_collector import RequestUpdate
+from engine.outstanding import Outstanding
+from engine.state import EngineState
+from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import ConversationEncoder, Prompt
 from server.generation.generation import Generation
+from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
+from server.http.callers import Caller
 from server.http.errors import APIError
 from server.metrics import Metrics
+from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
@@ -34,11 +40,18 @@ class EngineClient(Protocol):
     """The engine as the server sees it: `engine.AsyncEngine`."""
 
     stats: SchedulerStats | None
-    dead: bool
+    step_tokens: StepTokens
+    outstanding: Outstanding
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     block_size: int
 
+    @property
+    def pid(self) -> int: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -71,7 +84,12 @@ class ServedModel:
         self.tool_format = find_tool_format(settings.tool_call_parser, source)
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
-        self.running: dict[str, Generation] = {}
+        self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
+        self.requests = RequestLog()
+        metrics.registry.register(self.requests)
+        self.queue = RequestQueue(
+            engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
+        )
         self._threads = ThreadPoolExecutor(4, "text")
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
@@ -169,15 +187,15 @@ class ServedModel:
         return {
             "server_load": len(self.running),
             "num_requests_running": stats.num_running if stats is not None else 0,
-            "num_requests_waiting": stats.num_waiting if stats is not None else 0,
+            "num_requests_waiting": stats.num_waiting + stats.num_deferred if stats is not None else 0,
             "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
             "num_blocks": self.engine.num_blocks,
             "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
         }
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its client gets what there is. 404 when there is none of this id."""
-        generation = self.running.get(request_id)
+    async def abort(self, request_id: str, caller: Caller) -> None:
+        """End a request of `caller`: its client gets what there is. 404 when that has none of this id."""
+        generation = self.running.get((caller.name, request_id))
         if generation is None:
             raise APIError(404, f"no request {request_id!r} is being answered", "request_id", lead=None)
         for sample in generation.samples:

@@ -21,17 +21,25 @@ class APIError(Exception):
     """A request that is not answered as asked.
 
     `path` leads to the field of the request that is to blame: names and indexes; empty when there is none. `lead` stands
-    between its name and `reason` in the message; None: `reason` is the whole message.
+    between its name and `reason` in the message; None: `reason` is the whole message. `headers`: for the response.
     """
 
-    def __init__(self, status: int, reason: str, *path: str | int, lead: str | None = ": ") -> None:
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        *path: str | int,
+        lead: str | None = ": ",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(reason)
         self.status, self.reason, self.path, self.lead = status, reason, path, lead
+        self.headers = headers or {}
         self.param = field_name(path, {}) or None
 
     def spelled(self, names: Names) -> APIError:
         """The same with the field as an API calls it."""
-        error = APIError(self.status, self.reason, *self.path, lead=self.lead)
+        error = APIError(self.status, self.reason, *self.path, lead=self.lead, headers=self.headers)
         error.param = field_name(self.path, names) or None
         return error
 
@@ -108,7 +116,7 @@ class ErrorFormats:
         return any(_is_below(path, prefix) for prefix in self._below)
 
     def response(self, error: APIError, path: str) -> Response:
-        return Response(self.body(error, path), error.status, media_type="application/json")
+        return Response(self.body(error, path), error.status, error.headers, "application/json")
 
 
 def _is_below(path: str, prefix: str) -> bool:
