@@ -38,6 +38,7 @@ export class Settings {
     for (const button of document.querySelectorAll("[data-set-theme]")) {
       button.addEventListener("click", () => this.#setTheme(button.dataset.setTheme));
     }
+    $("parameters").parentElement.addEventListener("toggle", () => this.#loadParameters());
     this.#setTheme(document.documentElement.dataset.theme);
   }
 
@@ -46,13 +47,12 @@ export class Settings {
     if ($("settings").open) this.#draw();
   }
 
-  async open(focus = null) {
+  open(focus = null) {
     this.keyAtOpening = apiKey.get();
     $("key-row").hidden &&= apiKey.get() === "";
     this.#draw();
     if (!$("settings").open) $("settings").showModal();
     if (focus) $(focus).focus();
-    await this.#loadParameters();
   }
 
   askForKey(reason) {

@@ -1,5 +1,5 @@
 // What the server is doing: the dot in the header, and the panel behind it.
-import { apiKey, listModels, readiness, readMetrics } from "./api.js";
+import { listModels, readiness, readMetrics } from "./api.js";
 import { $, element, shortName } from "./dom.js";
 
 const LOOK = { ready: 15_000, waiting: 2_000 }; // milliseconds between looks at the server's health
@@ -75,7 +75,6 @@ export class Status {
 
   open() {
     $("status").showModal();
-    $("metrics-link").hidden = apiKey.get() !== ""; // a link carries no key
     this.#sample();
   }
 
