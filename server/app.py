@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -19,6 +20,7 @@ from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
 from server.http.bodies import StrictJSONRoute
+from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.middleware import RequestMiddleware
 from server.metrics import Metrics, log_statistics
@@ -26,6 +28,9 @@ from server.observability.processes import EventLoopLag, ProcessesCollector
 from server.openai import chat, completions, embeddings, models, responses
 from server.openai.errors import error_body
 from server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from server.observability.tracing import Traces
 
 STATIC = Path(__file__).resolve().parent / "static"
 APIS = (
@@ -66,6 +71,7 @@ def create_app(
     metrics.registry.register(ProcessesCollector(lambda: {"api": os.getpid(), "engine": engine.pid}))
     lag = EventLoopLag(metrics.registry)
     model = ServedModel(engine, settings, names, metrics)
+    traces = _traces(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,19 +85,15 @@ def create_app(
             for task in tasks:
                 task.cancel()
             model.close()
+            if traces is not None:
+                await traces.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
     own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
-    if (keys := settings.read_keys()) is not None:
-        app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(RequestMiddleware, metrics=metrics, answers_id=settings.enable_request_id_headers)
+    _add_middleware(app, settings, formats, metrics, traces)
     for api in APIS:
         api.add_routes(app, model)
     add_reference(app, APIS, names[0])
@@ -102,3 +104,32 @@ def create_app(
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
+
+
+def _traces(settings: ServerConfig) -> Traces | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from server.observability.tracing import Traces  # OpenTelemetry need not be installed
+
+    return Traces(settings.otlp_traces_endpoint)
+
+
+def _add_middleware(
+    app: FastAPI, settings: ServerConfig, formats: ErrorFormats, metrics: Metrics, traces: Traces | None
+) -> None:
+    """From the innermost to the outermost."""
+    if (keys := settings.read_keys()) is not None:
+        app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
+    else:
+        # A proxy in front of a Unix socket passes on whatever name it is called by; no browser reaches the socket.
+        hosts = ("*",) if settings.uds else (*settings.allowed_hosts, settings.host)
+        app.add_middleware(
+            BrowserMiddleware, formats=formats, allowed_hosts=hosts, allowed_origins=settings.allowed_origins
+        )
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    if traces is not None:
+        app.add_middleware(traces.middleware)
+    app.add_middleware(RequestMiddleware, metrics=metrics, answers_id=settings.enable_request_id_headers)

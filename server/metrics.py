@@ -128,7 +128,8 @@ class Metrics:
 
     def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
         """For one sample of a request, which is to be shown each of its updates. `UNSAMPLED`: it is an embedding."""
-        return SampleWatch(self, num_prompt_tokens, sampling)
+        guided = sampling.structured_outputs is not None
+        return SampleWatch(self, num_prompt_tokens, sampling.max_tokens, sampling is not UNSAMPLED, guided)
 
     def request_ended(self, n: int, most_generated: int) -> None:
         """One prompt's `n` samples have all ended."""
@@ -144,27 +145,28 @@ class Metrics:
 
 @dataclass(slots=True)
 class SampleWatch:
-    """Counts what one sample's updates say."""
+    """Counts what one sample's updates say, and remembers it."""
 
     metrics: Metrics
     num_prompt_tokens: int
-    sampling: SamplingParams
-    num_tokens: int = 0
+    max_tokens: int | None
+    generates: bool  # else it is an embedding
+    guided: bool  # by a grammar
+    num_tokens: int = 0  # generated
+    num_cached_tokens: int = 0  # of the prompt
+    timings: RequestMetrics | None = None  # goes on changing; None: nothing has come yet
+    finish_reason: str | None = None
     last_token: float = 0.0
-
-    @property
-    def generates(self) -> bool:
-        return self.sampling is not UNSAMPLED
 
     def see(self, update: RequestUpdate) -> None:
         metrics, times, num_new = self.metrics, update.timings, len(update.token_ids)
         if num_new and not self.num_tokens:
             metrics._first_token.observe(times.first_token_ts - times.arrival_time)
-            self._started(update.num_cached_tokens)
+            self._started(update)
             self.last_token = times.first_token_ts
             num_new -= 1
         elif update.embedding is not None:
-            self._started(update.num_cached_tokens)
+            self._started(update)
         if num_new and self.last_token:
             seconds = (times.last_token_ts - self.last_token) / num_new
             metrics.between.observe(seconds, num_new)
@@ -175,10 +177,12 @@ class SampleWatch:
 
     def abandoned(self) -> None:
         """The client has gone, or the engine has, before the sample was finished."""
+        self.finish_reason = "abort"
         self.metrics.count_end("abort")
 
-    def _started(self, num_cached: int) -> None:
-        metrics = self.metrics
+    def _started(self, update: RequestUpdate) -> None:
+        metrics, num_cached = self.metrics, update.num_cached_tokens
+        self.timings, self.num_cached_tokens = update.timings, num_cached
         metrics._prompt_tokens.inc(self.num_prompt_tokens)
         metrics._cached_tokens.inc(num_cached)
         metrics._local_hits.inc(num_cached)
@@ -187,13 +191,14 @@ class SampleWatch:
 
     def _ended(self, times: RequestMetrics, reason: str) -> None:
         metrics = self.metrics
+        self.timings, self.finish_reason = times, reason
         metrics.count_end(reason)
         metrics._request_prompt.observe(self.num_prompt_tokens)
         metrics._request_preemptions.observe(times.num_preemptions)
         if self.generates:
             metrics._request_generated.observe(self.num_tokens)
-            if self.sampling.max_tokens is not None:
-                metrics._request_max_tokens.observe(self.sampling.max_tokens)
+            if self.max_tokens is not None:
+                metrics._request_max_tokens.observe(self.max_tokens)
         if not (times.scheduled_ts and times.first_token_ts):
             return
         metrics._e2e.observe(times.last_token_ts - times.arrival_time)
@@ -282,6 +287,8 @@ async def log_statistics(stats: Stats, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
         now, after = time.monotonic(), stats()
+        if before and after and after.generation_tokens < before.generation_tokens:
+            before = None  # another engine process counts from 0
         if after is not None and (after != before or after.num_running or after.num_waiting or after.num_deferred):
             _log.info(statistics_line(before, after, now - at))
         before, at = after, now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class ServerConfig:
         metavar="FILE",
     )
     open_metrics: bool = flag(False, "/metrics needs no key")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "further names that a server without keys is called by, *.example.org for all that end so, * for any; addresses "
+        "and local names always are",
+        metavar="NAME",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )
@@ -76,8 +83,8 @@ class ServerConfig:
     max_stored_responses: int = flag(
         1000, "responses of /v1/responses that are kept in memory, to be asked for or continued", at_least=0
     )
-    max_num_queued_reqs: int | None = flag(
-        None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0
+    max_num_queued_reqs: int = flag(
+        4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
     )
     sse_keep_alive_interval: float = flag(
         15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
@@ -87,6 +94,9 @@ class ServerConfig:
     )
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None, "OpenTelemetry collector to send traces to, OTLP over HTTP (needs the extra otel)", metavar="URL"
     )
     log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
@@ -107,6 +117,8 @@ class ServerConfig:
         self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
+        if self.otlp_traces_endpoint is not None:
+            _check_traces_endpoint(self.otlp_traces_endpoint)
 
     def read_keys(self) -> KeyRing | None:
         """The keys that open the server; None: it is open to all. `ConfigError` when their file cannot be read."""
@@ -125,6 +137,13 @@ class ServerConfig:
             raise ConfigError(
                 f"chat_template must be a file or a template, got {self.chat_template!r}: {error}"
             ) from None
+
+
+def _check_traces_endpoint(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_traces_endpoint must be a URL such as http://localhost:4318, got {url!r}")
+    if any(importlib.util.find_spec(name) is None for name in ("opentelemetry", "opentelemetry.exporter")):
+        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]'")
 
 
 def _json_list(name: str, text: str) -> tuple[str, ...]:

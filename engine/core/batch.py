@@ -119,6 +119,7 @@ class EngineOutput:
         None  # with the first token, when asked: of the prompt's second token on
     )
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
+    prefix_miss: str = ""  # why no more of the prompt was in the prefix cache
 
 
 @dataclass(slots=True)

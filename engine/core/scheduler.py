@@ -291,6 +291,7 @@ class Scheduler:
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
             request.num_cached_tokens = request.num_computed_tokens
+            request.prefix_miss = self.blocks.miss_reason(request, len(cached[0]) if cached else 0)
             if self.blocks.enable_prefix_caching and request.reads_cache:
                 self._prefix_queries += request.num_prompt_tokens
                 self._prefix_hits += request.num_cached_tokens

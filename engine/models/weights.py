@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
 from engine.models.formats import weight_formats
 from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Scope
+from engine.models.progress import Progress, silent
 from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
 
@@ -41,7 +41,7 @@ def load_model(
     device: torch.device | str,
     load_format: str = "auto",
     seed: int = 0,
-    progress: bool = True,
+    progress: Progress = silent,
     max_model_len: int | None = None,
     shard: Shard = SINGLE,
     communicator: Communicator | None = None,
@@ -164,7 +164,7 @@ def _open(file: Path) -> Iterator[Any]:
 # Filling
 
 
-def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bool) -> None:
+def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
     """Stream every stored tensor to its memory. ModelError names what does not fit."""
     tied = model.spec.tie_word_embeddings
     declared = checkpoint_tensors(model)
@@ -180,12 +180,14 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bo
     _check(declared, stored, folder, tied=tied)
     twice = stored.pop(LM_HEAD) if tied and EMBEDDING in stored and LM_HEAD in stored else None
     total = sum(tensor.num_bytes for tensor in stored.values())
-    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
-        for file in dict.fromkeys(tensor.file for tensor in stored.values()):
-            with _open(file) as opened:
-                for name in (name for name, tensor in stored.items() if tensor.file == file):
-                    declared[name].fill(opened.get_tensor(stored[name].name))
-                    bar.update(stored[name].num_bytes)
+    done = 0
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
+        with _open(file) as opened:
+            for name in (name for name, tensor in stored.items() if tensor.file == file):
+                progress("loading", done, total)
+                declared[name].fill(opened.get_tensor(stored[name].name))
+                done += stored[name].num_bytes
+    progress("loading", done, total)
     for name, tensor in extras.items():
         with _open(tensor.file) as opened:
             _take(name, opened.get_tensor(name), optional[name], tensor.file)

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
-from engine.log import configure_logging
+from engine.log import configure_logging, debugging
 from server.commands.common import load_with_model, model_argument
+from server.exposure import exposure_warning
+from server.http.errors import traceback_without_text
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -135,9 +137,9 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
             _say(engine.summary, settings)
             _spare_what_stays()
             await service.serve(engine, config, settings, listener)
+            return 1 if engine.state.phase == "dead" else 0
         finally:
             engine.close()
-    return 0
 
 
 def _spare_what_stays() -> None:
@@ -177,9 +179,11 @@ class _Service:
         import uvicorn
 
         from server.app import create_app
+        from server.http.browsers import HEADERS
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
         logging.getLogger("uvicorn.error").addFilter(_is_notable)
+        logging.getLogger("uvicorn.error").addFilter(without_text)
         app = create_app(
             engine,
             settings,
@@ -197,6 +201,7 @@ class _Service:
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             lifespan="on",
+            headers=list(HEADERS),
         )
 
         class Server(uvicorn.Server):
@@ -208,17 +213,28 @@ class _Service:
                 await super().startup(sockets)
                 if self.started:
                     _say(ready_lines(engine.model_name, settings, listener), settings)
+                    if (warning := exposure_warning(settings, listener)) is not None:
+                        _log.warning("%s", warning)
 
         self._engine, self._server, self._patience = engine, Server(config), settings.shutdown_timeout
+        watch = asyncio.create_task(self._end_with(engine))
         try:
             await self._server.serve(sockets=[listener])
         except OSError as error:
             raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
         finally:
+            watch.cancel()
             if self._stopping is not None:
                 self._stopping.cancel()
         if not self._server.started:
             raise EngineError("the HTTP server could not start; the log says why")
+
+    async def _end_with(self, engine: AsyncEngine) -> None:
+        """Stop the server once the engine is gone for good: what started the server may start it again."""
+        state = engine.state
+        while state.phase != "dead":
+            state = await engine.state_change(state)
+        self._server.should_exit = True
 
     def _signalled(self, number: int) -> None:
         self.received.append(number)
@@ -260,6 +276,13 @@ def _say(text: str, settings: ServerConfig) -> None:
 def _is_notable(record: logging.LogRecord) -> bool:
     """Whether a line of uvicorn's tells more than the lines of start and end that are printed here."""
     return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
+
+
+def without_text(record: logging.LogRecord) -> bool:
+    """Takes the message of an exception out of a record of uvicorn's, and the record stays."""
+    if record.exc_info and (error := record.exc_info[1]) is not None and not debugging():
+        record.exc_info, record.exc_text = None, traceback_without_text(error)
+    return True
 
 
 def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:

@@ -14,15 +14,19 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.output_collector import RequestUpdate
+from engine.outstanding import Outstanding
+from engine.state import EngineState
 from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import ConversationEncoder, Prompt
 from server.generation.generation import Generation
+from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
 from server.http.callers import Caller
 from server.http.errors import APIError
 from server.metrics import Metrics
+from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
@@ -37,13 +41,17 @@ class EngineClient(Protocol):
 
     stats: SchedulerStats | None
     step_tokens: StepTokens
-    dead: bool
+    outstanding: Outstanding
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     block_size: int
 
     @property
     def pid(self) -> int: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -77,6 +85,11 @@ class ServedModel:
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
+        self.requests = RequestLog()
+        metrics.registry.register(self.requests)
+        self.queue = RequestQueue(
+            engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
+        )
         self._threads = ThreadPoolExecutor(4, "text")
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:

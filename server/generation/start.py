@@ -23,6 +23,7 @@ from server.generation.usage import Usage
 from server.http.callers import Caller
 from server.http.errors import APIError, engine_error, spelled
 from server.http.warnings import Warnings
+from server.observability.requests import new_record
 from server.parsing.answer import AnswerReader, TokenCounter
 from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
@@ -48,23 +49,30 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
     """
     with spelled(request.names):
         model.check_name(request.model)
-        if request.conversation is not None:
-            request.conversation.check()
-        _check_tools(model, request)
-        _check_stop(request)
-        _warn_of_unused_variables(model, request, warnings)
         sampling = _sampling(model, request)
-        prompts = await model.encode(request)
-        sampling = _with_marks(model, request, sampling)
-        sampling = await guided(model, request, prompts[0], sampling, warnings)
-        if not model.engine.generates:
-            reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
-            raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
-        token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
-        _check_prompts(model, token_ids, 1)
-        asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
-        new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
-        return _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
+        with model.queue.entering(request.num_prompts * sampling.n, caller.name):
+            return await _generate(model, request, caller, sampling, warnings)
+
+
+async def _generate(
+    model: ServedModel, request: GenerationRequest, caller: Caller, sampling: SamplingParams, warnings: Warnings
+) -> Generation:
+    if request.conversation is not None:
+        request.conversation.check()
+    _check_tools(model, request)
+    _check_stop(request)
+    _warn_of_unused_variables(model, request, warnings)
+    prompts = await model.encode(request)
+    sampling = _with_marks(model, request, sampling)
+    sampling = await guided(model, request, prompts[0], sampling, warnings)
+    if not model.engine.generates:
+        reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
+        raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
+    token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
+    _check_prompts(model, token_ids, 1)
+    asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
+    new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
+    return _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
 
 
 async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -> Generation:
@@ -75,11 +83,12 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
             pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
         except ValueError as error:
             raise engine_error(error, _FIELDS) from None
-        prompts = await model.encode(request)
-        token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
-        _check_prompts(model, token_ids, 0)
-        asked = [(prompt, UNSAMPLED) for prompt in token_ids]
-        return _begin(model, request, caller, token_ids, asked, pooling=pooling)
+        with model.queue.entering(request.num_prompts, caller.name):
+            prompts = await model.encode(request)
+            token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
+            _check_prompts(model, token_ids, 0)
+            asked = [(prompt, UNSAMPLED) for prompt in token_ids]
+            return _begin(model, request, caller, token_ids, asked, pooling=pooling)
 
 
 # ---- checks ----
@@ -134,17 +143,6 @@ def _check_prompts(model: ServedModel, prompts: list[list[int]], num_reserved: i
             raise APIError(400, reason, "prompt", lead=None)
 
 
-def _check_queue(model: ServedModel, num_new: int) -> None:
-    most = model.settings.max_num_queued_reqs
-    if most is None:
-        return
-    running = model.engine.stats.num_running if model.engine.stats is not None else 0
-    waiting = max(model.engine.num_requests - running, 0)
-    if waiting and waiting + num_new > most:
-        model.metrics.rejected("queue_full")
-        raise APIError(503, f"{waiting} requests are waiting, and at most {most} may: try again later")
-
-
 # ---- sampling ----
 
 
@@ -194,7 +192,6 @@ def _begin(
     new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Generation:
     """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one."""
-    _check_queue(model, len(asked))
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
     if (caller.name, public_id) in model.running:
@@ -206,16 +203,17 @@ def _begin(
         for index, (prompt, sampling) in enumerate(asked):
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
-            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority)
+            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, caller.name)
             reader = new_reader() if new_reader is not None else None
-            samples.append(Sample(sample_id, index, index // n, model.engine.generate(one), watch, reader))
+            updates = model.engine.generate(one)
+            samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
         raise engine_error(error, _FIELDS) from None
     except EngineDeadError as error:
         raise APIError(503, f"the engine is not running: {error}") from None
     if model.settings.enable_log_requests:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, pooling or asked[0][1])
+        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, _numbers(pooling or asked[0][1]))
     usage = Usage(sum(map(len, prompts)))
     if new_reader is not None and model.reasoning_format is not None:
         usage.reasoning_tokens = 0
@@ -223,7 +221,32 @@ def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    return Generation(public_id, caller.name, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
+    record = new_record(public_id, caller.name, name, n, [each.watch for each in samples], asked[0][1])
+    return Generation(
+        public_id,
+        caller.name,
+        now,
+        name,
+        role,
+        n,
+        prompts,
+        samples,
+        usage,
+        record,
+        model.metrics,
+        model.requests,
+        model.running,
+    )
+
+
+def _numbers(params: SamplingParams | PoolingParams) -> str:
+    """The parameters that are given and are no text, nor tokens, which are as good as text."""
+    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    defaults = {field.name: field.default for field in dataclasses.fields(params)}
+    shown = [
+        f"{name}={value}" for name, value in given.items() if isinstance(value, int | float) and value != defaults[name]
+    ]
+    return f"{type(params).__name__}({', '.join(shown)})"
 
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:

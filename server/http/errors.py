@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,17 +22,25 @@ class APIError(Exception):
     """A request that is not answered as asked.
 
     `path` leads to the field of the request that is to blame: names and indexes; empty when there is none. `lead` stands
-    between its name and `reason` in the message; None: `reason` is the whole message.
+    between its name and `reason` in the message; None: `reason` is the whole message. `headers`: for the response.
     """
 
-    def __init__(self, status: int, reason: str, *path: str | int, lead: str | None = ": ") -> None:
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        *path: str | int,
+        lead: str | None = ": ",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(reason)
         self.status, self.reason, self.path, self.lead = status, reason, path, lead
+        self.headers = headers or {}
         self.param = field_name(path, {}) or None
 
     def spelled(self, names: Names) -> APIError:
         """The same with the field as an API calls it."""
-        error = APIError(self.status, self.reason, *self.path, lead=self.lead)
+        error = APIError(self.status, self.reason, *self.path, lead=self.lead, headers=self.headers)
         error.param = field_name(self.path, names) or None
         return error
 
@@ -83,8 +92,14 @@ def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> AP
 
 def unexpected(error: Exception) -> APIError:
     """500 for an error that is the server's own; it is logged here."""
-    _log.error("a request failed", exc_info=error)
+    _log.error("a request failed: %s", traceback_without_text(error))
+    _log.debug("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)
+
+
+def traceback_without_text(error: BaseException) -> str:
+    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
 # ---- the answers ----
@@ -108,7 +123,7 @@ class ErrorFormats:
         return any(_is_below(path, prefix) for prefix in self._below)
 
     def response(self, error: APIError, path: str) -> Response:
-        return Response(self.body(error, path), error.status, media_type="application/json")
+        return Response(self.body(error, path), error.status, error.headers, "application/json")
 
 
 def _is_below(path: str, prefix: str) -> bool:

@@ -76,7 +76,7 @@ def test_the_same_memory_holds_more(tiny_model: Path) -> None:
 def build(model: Path, **settings: Any) -> ModelRunner:
     config = EngineConfig(model=str(model), device="cpu", **({"max_model_len": 256} | settings))
     spec = read_spec(model)
-    return build_runner(model, spec, runner_options(config, spec, offline=True), progress=False)
+    return build_runner(model, spec, runner_options(config, spec, offline=True))
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> di
         model=str(model), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24,
         block_size=8, num_gpu_blocks_override=8, **settings,
     )  # fmt: skip
-    engine = Engine(config, progress=False)
+    engine = Engine(config)
     input_processor = InputProcessor.load(config)
     tokens: dict[str, list[int]] = {name: [] for name in names}
     for name in tokens:

@@ -26,7 +26,7 @@ UP = "model.layers.0.mlp.up_proj."
 
 
 def load(folder: Path, **options: Any) -> Any:
-    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    options = {"dtype": torch.float32, "device": "cpu", "max_model_len": 256, **options}
     model = load_model(folder, options.pop("spec", None) or read_spec(folder), **options)
     model.pack_weights()
     return model

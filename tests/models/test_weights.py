@@ -43,7 +43,7 @@ def tie(folder: Path) -> None:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", progress=False, **options)
+    return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", **options)
 
 
 def memory(model: Any) -> Any:
