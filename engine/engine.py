@@ -28,11 +28,13 @@ from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import runner_options
+from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
+from engine.worker.block_copier import BlockCopier
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.options import RunnerOptions
-from engine.worker.startup import build_runner
+from engine.worker.ranks import build_runner
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +68,11 @@ class Runner(Protocol):
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
     def reset(self) -> None: ...
+    def block_copier(self, max_bytes: int) -> BlockCopier: ...
     def close(self) -> None: ...
 
 
-BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `startup.build_runner`
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `ranks.build_runner`
 
 
 class Engine:
@@ -115,6 +118,11 @@ class Engine:
         )
         self.in_flight: Handle | None = None
         self._recovery = Recovery(self.scheduler, self.runner.reset)
+        self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
+        self._store: PrefixCacheStore | None = None
+        if config.prefix_cache_file is not None:
+            copier = self.runner.block_copier(BUFFER_BYTES)
+            self._store = open_store(config, folder, self.options, copier, self.scheduler.blocks.pool)
         self._debug_checks = config.debug_checks
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._eos_token_ids = frozenset(spec.eos_token_ids)
@@ -163,6 +171,12 @@ class Engine:
         When that fails, the requests of these steps are run again, fewer at a time, and those that fail alone end with an
         error. Raises only what is of no request.
         """
+        self._in_doubt = True
+        outputs = self._step()
+        self._in_doubt = False
+        return outputs
+
+    def _step(self) -> StepOutputs:
         failed = self._add_compiled() if self._grammars.num_held else []
         output = self.scheduler.schedule()
         try:
@@ -185,6 +199,10 @@ class Engine:
         if self._debug_checks:
             self.scheduler.check()
         return outputs
+
+    def idle(self) -> bool:
+        """There is no work: do a little of what can wait. True when more of it can be done soon."""
+        return self._store is not None and self._store.idle()
 
     def _step_failed(self, error: Exception, outputs: StepOutputs) -> StepOutputs:
         """The steps in flight are lost. `outputs`: of the steps before, to be completed."""
@@ -246,10 +264,16 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""
-        return self.scheduler.reset_prefix_cache()
+        was_reset = self.scheduler.reset_prefix_cache()
+        if was_reset and self._store is not None:
+            self._store.clear()
+        return was_reset
 
     def close(self) -> None:
-        """Release the device's memory."""
+        """Save the prefix cache, and release the device's memory."""
+        if self._store is not None:
+            self._store.close(save=not self._in_doubt)
+            self._store = None
         self.in_flight = None
         self._grammars.close()
         self.runner.close()

@@ -25,7 +25,7 @@ from server.openai.errors import failure
 from server.openai.logprobs import logprobs_content
 from server.openai.responses.events import ResponseBuilder
 from server.openai.responses.protocol import LOGPROBS, Item, ItemReference, ResponsesRequest, messages_of
-from server.openai.responses.store import ResponseStore, StoredResponse
+from server.openai.responses.store import ResponseStore, StoredResponse, Turn
 
 _encode = msgspec.json.encode
 _items: TypeAdapter[Any] = TypeAdapter(list[Item])
@@ -61,7 +61,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         caller = caller_of(request)
         _stored(store, caller, response_id)
-        store.remove((caller.name, response_id))
+        store.remove(caller.name, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.get("/v1/responses/{response_id}/input_items")
@@ -81,8 +81,9 @@ class _Working:
 
     generation: Generation
     builder: ResponseBuilder
-    messages: list[Message]  # the conversation so far, without instructions
-    input_items: list[dict[str, Any]]
+    previous: Turn | None  # what it goes on from
+    messages: list[Message]  # what is new in the request, without instructions
+    input_items: list[dict[str, Any]]  # the same
 
 
 async def _begin(
@@ -92,10 +93,10 @@ async def _begin(
     for name in body.include or ():
         if name != LOGPROBS:
             warnings.add(f"{name[:100]!r} has no effect here", "include")
-    items, messages = _conversation(store, body, caller)
-    generation = await generate(model, body.neutral(messages), warnings, caller)
+    items, previous, messages = _conversation(store, body, caller)
+    generation = await generate(model, body.neutral(_all_messages(previous, messages)), warnings, caller)
     builder = ResponseBuilder(_response(body, generation, warnings))
-    return _Working(generation, builder, messages, [_input_item(item) for item in items])
+    return _Working(generation, builder, previous, messages, [_input_item(item) for item in items])
 
 
 async def _count_input_tokens(
@@ -103,33 +104,39 @@ async def _count_input_tokens(
 ) -> dict[str, Any]:
     """How many tokens the prompt has."""
     model.check_name(body.model)
-    _, messages = _conversation(store, body, caller)
-    request = body.neutral(messages)
+    _, previous, messages = _conversation(store, body, caller)
+    request = body.neutral(_all_messages(previous, messages))
     with spelled(request.names):
         [prompt] = await model.encode(request)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 
-def _conversation(store: ResponseStore, body: ResponsesRequest, caller: Caller) -> tuple[list[Any], list[Message]]:
-    """The request's items, and all messages so far."""
+def _conversation(
+    store: ResponseStore, body: ResponsesRequest, caller: Caller
+) -> tuple[list[Any], Turn | None, list[Message]]:
+    """The request's items, what they go on from, and their messages."""
     items = [_resolved(store, caller, item, index) for index, item in enumerate(body.items)]
-    return items, _previous(store, caller, body.previous_response_id) + messages_of(items)
+    return items, _previous(store, caller, body.previous_response_id), messages_of(items)
 
 
-def _previous(store: ResponseStore, caller: Caller, response_id: str | None) -> list[Message]:
+def _all_messages(previous: Turn | None, messages: list[Message]) -> list[Message]:
+    return messages if previous is None else previous.conversation() + messages
+
+
+def _previous(store: ResponseStore, caller: Caller, response_id: str | None) -> Turn | None:
     if response_id is None:
-        return []
-    stored = store.get((caller.name, response_id))
+        return None
+    stored = store.get(caller.name, response_id)
     if stored is None:
         reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
         raise APIError(404, reason, "previous_response_id")
-    return stored.messages
+    return stored.turn
 
 
 def _resolved(store: ResponseStore, caller: Caller, item: Any, index: int) -> Any:
     if not isinstance(item, ItemReference):
         return item
-    found = store.item((caller.name, item.id))
+    found = store.item(caller.name, item.id)
     if found is None:
         raise APIError(404, f"there is no item {item.id[:100]!r}", "input", index, "id")
     return _items.validate_python([found])[0]
@@ -238,15 +245,13 @@ def _keep(store: ResponseStore, working: _Working) -> None:
     if not response["store"] or response["status"] == "failed":
         return
     output = response["output"]
-    messages = working.messages + messages_of(_items.validate_python(output))
-    body, items = _encode(response), working.input_items
-    stored = StoredResponse(body, messages, items, output, len(body) * 2 + len(_encode(items)) * 2)
-    store.put((working.generation.owner, response["id"]), stored)
+    turn = Turn(working.messages + messages_of(_items.validate_python(output)), working.previous)
+    store.put(working.generation.owner, response["id"], StoredResponse.of(response, working.input_items, turn))
 
 
 def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredResponse:
     """404 when the caller has none of this id."""
-    found = store.get((caller.name, response_id))
+    found = store.get(caller.name, response_id)
     if found is None:
         reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
         raise APIError(404, reason, "response_id", lead=None)
@@ -255,7 +260,8 @@ def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredRes
 
 def _input_items(found: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
     """A page of the items that the request brought."""
-    items = found.input_items if order == "asc" else found.input_items[::-1]
+    items = msgspec.json.decode(found.input_items)
+    items = items if order == "asc" else items[::-1]
     if after is not None:
         ids = [item["id"] for item in items]
         items = items[ids.index(after) + 1 :] if after in ids else []
