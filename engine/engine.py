@@ -216,8 +216,7 @@ class Engine:
         """Queue the requests whose grammars are compiled. Returns the outputs of those whose grammars cannot be."""
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
         outputs = [
-            failed_output(request_id, f"its grammar cannot be compiled: {error}")
-            for request_id, error in errors.items()
+            failed_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
         ]
         for request in ready:
             try:
@@ -241,8 +240,8 @@ class Engine:
         for request_id in errors:
             self.abort(request_id)
         return [
-            failed_output(request_id, f"its grammar cannot be followed any further: {errors[request_id]}")
-            for request_id in errors
+            failed_output(request_id, "its grammar cannot be followed any further", error)
+            for request_id, error in errors.items()
         ]
 
     def _sample_guided(self, launched: Handle, batch: ScheduledBatch) -> list[EngineOutput]:

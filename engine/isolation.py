@@ -196,10 +196,14 @@ class Recovery:
         return True
 
 
-def failed_output(request_id: str, reason: str, *, exc_info: bool = False) -> EngineOutput:
-    """The final output of a request that failed, which is logged here. `reason`: for its client."""
+def failed_output(request_id: str, reason: str, details: str = "", *, exc_info: bool = False) -> EngineOutput:
+    """The final output of a request that failed, which is logged here. `details` may quote the request: its client gets
+    them, and the log only for debugging.
+    """
     _log.error("request %s: %s", request_id, reason, exc_info=exc_info)
-    return EngineOutput(request_id, [], "error", error=reason)
+    if details:
+        _log.debug("request %s: %s", request_id, details)
+    return EngineOutput(request_id, [], "error", error=f"{reason}: {details}" if details else reason)
 
 
 def client_reason(error: Exception) -> str:
