@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -42,6 +42,15 @@ APIS = (
     models.api,
     service.api,
 )
+
+
+class PageFiles(StaticFiles):
+    """The page's files. Browsers ask each time whether theirs are still right: after an upgrade, all modules are new."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
 
 
 def create_app(
@@ -100,9 +109,9 @@ def create_app(
 
     @app.get("/", response_model=None, include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html")
+        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
 
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.mount("/static", PageFiles(directory=STATIC), name="static")
     return app
 
 
