@@ -98,6 +98,11 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = flag(
         None, "OpenTelemetry collector to send traces to, OTLP over HTTP (needs the extra otel)", metavar="URL"
     )
+    record_trace: str | None = flag(
+        None,
+        "record the traffic for `quire bench serve --replay`: times, lengths and equal prefixes, nothing else",
+        metavar="FILE",
+    )
     log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)

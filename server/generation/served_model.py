@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from engine.core.batch import SchedulerStats
@@ -26,6 +27,7 @@ from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationReq
 from server.http.callers import Caller
 from server.http.errors import APIError
 from server.metrics import Metrics
+from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
@@ -75,7 +77,7 @@ class ServedModel:
     def __init__(
         self, engine: EngineClient, settings: ServerConfig, served_model_names: Sequence[str], metrics: Metrics
     ) -> None:
-        """`ConfigError` when the chat template given in `settings` cannot be compiled."""
+        """`ConfigError` when the chat template given in `settings` cannot be compiled, or its trace cannot be written."""
         self.engine, self.settings, self.metrics = engine, settings, metrics
         self.names = list(served_model_names)
         self.started = int(time.time())
@@ -90,6 +92,9 @@ class ServedModel:
         self.queue = RequestQueue(
             engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )
+        self.recorder: TrafficRecorder | None = None
+        if settings.record_trace is not None:
+            self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), engine.block_size)
         self._threads = ThreadPoolExecutor(4, "text")
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
@@ -115,6 +120,8 @@ class ServedModel:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.recorder is not None:
+            self.recorder.close()
 
     def check_name(self, name: str | None) -> None:
         """404 for a model that is not the one served. No name means it."""

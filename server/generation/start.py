@@ -23,6 +23,7 @@ from server.generation.usage import Usage
 from server.http.callers import Caller
 from server.http.errors import APIError, engine_error, spelled
 from server.http.warnings import Warnings
+from server.observability.recorder import Ended
 from server.observability.requests import new_record
 from server.parsing.answer import AnswerReader, TokenCounter
 from server.parsing.reasoning import ReasoningReader
@@ -221,7 +222,11 @@ def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    record = new_record(public_id, caller.name, name, n, [each.watch for each in samples], asked[0][1])
+    watches = [each.watch for each in samples]
+    record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
+    ended = None
+    if model.recorder is not None:
+        ended = partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches))
     return Generation(
         public_id,
         caller.name,
@@ -236,6 +241,7 @@ def _begin(
         model.metrics,
         model.requests,
         model.running,
+        ended,
     )
 
 
