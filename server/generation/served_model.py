@@ -27,6 +27,7 @@ from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationReq
 from server.http.callers import Caller
 from server.http.errors import APIError
 from server.metrics import Metrics
+from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
@@ -75,11 +76,17 @@ class ServedModel:
     """A model being served, for all endpoints."""
 
     def __init__(
-        self, engine: EngineClient, settings: ServerConfig, served_model_names: Sequence[str], metrics: Metrics
+        self,
+        engine: EngineClient,
+        settings: ServerConfig,
+        served_model_names: Sequence[str],
+        metrics: Metrics,
+        readiness: Readiness,
     ) -> None:
         """`ConfigError` when the chat template given in `settings` cannot be compiled, or its trace cannot be written."""
         self.engine, self.settings, self.metrics = engine, settings, metrics
         self.names = list(served_model_names)
+        self.readiness = readiness
         self.started = int(time.time())
         self.template, self._no_template = self._load_template()
         source = self.template.source if self.template is not None else ""

@@ -90,6 +90,7 @@ class FakeEngine:
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
+        self.owners: list[str] = []
         self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
@@ -120,6 +121,7 @@ class FakeEngine:
         request_id, prompt = request.request_id, request.prompt_token_ids
         self._input_processor.check(request)
         self.salts.append(request.cache_salt)
+        self.owners.append(request.owner)
         if request.pooling is not None:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
@@ -145,7 +147,7 @@ class FakeEngine:
             if request_id in self.aborted:
                 output.finish_reason = "abort"
             elif self.fail_after is not None:
-                output.finish_reason = "error"
+                output.finish_reason, output.error = "error", "it is broken"
             else:
                 output.embedding = array("f", embedding_of(prompt, pooling)).tobytes()
             collector.add(output, time.monotonic())
@@ -227,6 +229,7 @@ class FakeEngine:
                     output.prompt_logprobs = [
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
+                output.error = "it is broken" if finish == "error" else ""
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update
