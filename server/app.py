@@ -17,9 +17,11 @@ from server import anthropic, service
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
-from server.http.bodies import StrictJSONRoute
+from server.http.bodies import Bodies, StrictJSONRoute
 from server.http.errors import ErrorFormats, add_error_handlers
+from server.http.limits import default_body_bytes
 from server.http.middleware import HTTPMetricsMiddleware, RequestIdMiddleware
+from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.openai import chat, completions, embeddings, models, responses
 from server.openai.errors import error_body
@@ -60,7 +62,8 @@ def create_app(
         num_blocks=engine.num_blocks,
         cache_dtype=kv_cache_dtype,
     )
-    model = ServedModel(engine, settings, names, metrics)
+    workers = Workers()
+    model = ServedModel(engine, settings, names, metrics, workers)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,10 +73,12 @@ def create_app(
             yield
         finally:
             task.cancel()
-            model.close()
+            workers.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
+    max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.max_model_len)
+    app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers)
     own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)

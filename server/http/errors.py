@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,17 +22,25 @@ class APIError(Exception):
     """A request that is not answered as asked.
 
     `path` leads to the field of the request that is to blame: names and indexes; empty when there is none. `lead` stands
-    between its name and `reason` in the message; None: `reason` is the whole message.
+    between its name and `reason` in the message; None: `reason` is the whole message. `headers` are the answer's.
     """
 
-    def __init__(self, status: int, reason: str, *path: str | int, lead: str | None = ": ") -> None:
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        *path: str | int,
+        lead: str | None = ": ",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(reason)
         self.status, self.reason, self.path, self.lead = status, reason, path, lead
+        self.headers = dict(headers or {})
         self.param = field_name(path, {}) or None
 
     def spelled(self, names: Names) -> APIError:
         """The same with the field as an API calls it."""
-        error = APIError(self.status, self.reason, *self.path, lead=self.lead)
+        error = APIError(self.status, self.reason, *self.path, lead=self.lead, headers=self.headers)
         error.param = field_name(self.path, names) or None
         return error
 
@@ -108,7 +117,7 @@ class ErrorFormats:
         return any(_is_below(path, prefix) for prefix in self._below)
 
     def response(self, error: APIError, path: str) -> Response:
-        return Response(self.body(error, path), error.status, media_type="application/json")
+        return Response(self.body(error, path), error.status, error.headers, "application/json")
 
 
 def _is_below(path: str, prefix: str) -> bool:
@@ -159,17 +168,24 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             reason = "is not a field of this request"
         case "too_short" if not given:
             reason = "must not be empty"
+        case "too_long":
+            reason = f"must have at most {error['ctx']['max_length']} entries"
         case "wrong_field":  # found by looking at several fields together
             return APIError(400, error["ctx"]["reason"], *error["ctx"]["path"])
         case "unsupported":
             pass
         case _ if not path:
-            reason = "the body must be a JSON object, sent with the header Content-Type: application/json"
+            reason = "the body must be a JSON object"
         case _:
             reason = f"{reason}, got {_shown(given)}"
     return APIError(400, reason, *path)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _brief.repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
+
+
+_brief = reprlib.Repr()  # does not write out a million entries
+_brief.maxstring = _brief.maxother = 200
+_brief.maxlist = _brief.maxdict = 40

@@ -235,7 +235,7 @@ def test_requests_that_can_never_run_are_refused_at_once(tiny_model: Path) -> No
     loop = Loop(tiny_model)
     loop.add("a", params(choice=["a"]))
     with pytest.raises(ValueError, match="the prompt has 1024 tokens"):
-        loop.engine.add_request(EngineRequest("b", [1] * 1024, loop.input_processor.with_grammar(params(choice=["a"]))))
+        loop.engine.add_request(EngineRequest("b", [1] * 1024, loop.input_processor.prepare(params(choice=["a"]))))
     with pytest.raises(ValueError, match="in use"):
         loop.add("a", params(choice=["a"]))
     loop.run()

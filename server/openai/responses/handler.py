@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -13,13 +13,13 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import TypeAdapter
 
 from server.generation.generation import Generation
-from server.generation.request import Message
+from server.generation.request import GenerationRequest, Message
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
 from server.generation.usage import Usage
 from server.http.errors import APIError, spelled, unexpected
-from server.http.responses import streamed, whole
-from server.http.warnings import Warnings
+from server.http.responses import json_response, streamed, whole
+from server.http.warnings import MAX_WARNINGS, Warnings
 from server.openai.errors import failure
 from server.openai.logprobs import logprobs_content
 from server.openai.responses.events import ResponseBuilder
@@ -38,18 +38,21 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        warnings = Warnings(settings.strict).add_fields(body)
-        working = await _begin(model, store, body, warnings)
+        warnings, asked = await model.read(request, body, _converter(store, body))
+        working = await _begin(model, body, asked, warnings)
         if body.stream:
             keep_alive = settings.sse_keep_alive_interval
             events = _events(model, store, working)
             return streamed(events, warnings, failure=failure, end=b"", keep_alive=keep_alive)
-        return await whole(request, _answer(model, store, working), warnings)
+        return await whole(_answer(model, store, working), warnings)
 
-    @app.post("/v1/responses/input_tokens")
-    async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
-        warnings = Warnings(settings.strict).add_fields(body)
-        return await _count_input_tokens(model, store, body) | warnings.as_dict()
+    @app.post("/v1/responses/input_tokens", response_model=None)
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+        warnings, asked = await model.read(request, body, _converter(store, body))
+        with spelled(asked.request.names):
+            model.check_name(body.model)
+            [prompt] = await model.encode(asked.request)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
 
     @app.get("/v1/responses/{response_id}", response_model=None)
     async def get_response(response_id: str) -> Response:
@@ -81,31 +84,37 @@ class _Working:
     input_items: list[dict[str, Any]]
 
 
-async def _begin(model: ServedModel, store: ResponseStore, body: ResponsesRequest, warnings: Warnings) -> _Working:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request says, converted."""
+
+    request: GenerationRequest
+    messages: list[Message]  # the conversation so far, without instructions
+    input_items: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+def _converter(store: ResponseStore, body: ResponsesRequest) -> Callable[[ResponsesRequest], _Asked]:
+    """What converts a request in any thread. `APIError` 404 when the response that it goes on from is not there."""
+    previous = _previous(store, body.previous_response_id)
+
+    def convert(body: ResponsesRequest) -> _Asked:
+        items = [_resolved(store, item, index) for index, item in enumerate(body.items)]
+        messages = previous + messages_of(items)
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+        return _Asked(body.neutral(messages), messages, [_input_item(item) for item in items], tools)
+
+    return convert
+
+
+async def _begin(model: ServedModel, body: ResponsesRequest, asked: _Asked, warnings: Warnings) -> _Working:
     """Check everything and start the answer."""
-    for name in body.include or ():
-        if name != LOGPROBS:
-            warnings.add(f"{name[:100]!r} has no effect here", "include")
-    items, messages = _conversation(store, body)
-    generation = await generate(model, body.neutral(messages), warnings)
-    builder = ResponseBuilder(_response(body, generation, warnings))
-    return _Working(generation, builder, messages, [_input_item(item) for item in items])
-
-
-async def _count_input_tokens(model: ServedModel, store: ResponseStore, body: ResponsesRequest) -> dict[str, Any]:
-    """How many tokens the prompt has."""
-    model.check_name(body.model)
-    _, messages = _conversation(store, body)
-    request = body.neutral(messages)
-    with spelled(request.names):
-        [prompt] = await model.encode(request)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
-
-
-def _conversation(store: ResponseStore, body: ResponsesRequest) -> tuple[list[Any], list[Message]]:
-    """The request's items, and all messages so far."""
-    items = [_resolved(store, item, index) for index, item in enumerate(body.items)]
-    return items, _previous(store, body.previous_response_id) + messages_of(items)
+    unknown = [name for name in (body.include or ())[:MAX_WARNINGS] if name != LOGPROBS]
+    for name in unknown:
+        warnings.add(f"{name[:100]!r} has no effect here", "include")
+    generation = await generate(model, asked.request, warnings)
+    builder = ResponseBuilder(_response(body, asked, generation, warnings))
+    return _Working(generation, builder, asked.messages, asked.input_items)
 
 
 def _previous(store: ResponseStore, response_id: str | None) -> list[Message]:
@@ -135,7 +144,7 @@ def _input_item(item: Any) -> dict[str, Any]:
     return {"id": f"{given['type'][:3]}_{secrets.token_hex(16)}", **given}
 
 
-def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings) -> dict[str, Any]:
+def _response(body: ResponsesRequest, asked: _Asked, generation: Generation, warnings: Warnings) -> dict[str, Any]:
     """The object as it is before there is any output."""
     sampling = generation.samples[0].watch.sampling
     reasoning, text = body.reasoning, body.text
@@ -164,7 +173,7 @@ def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings
         "temperature": sampling.temperature,
         "text": {"format": format},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+        "tools": asked.tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
