@@ -16,7 +16,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test quick coverage gpu clients lint format bench clean
+.PHONY: help serve test quick coverage gpu attack clients lint format bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ coverage: $(READY) ## run the tests and report the lines they leave out: engine/
 
 gpu: $(READY) ## check every kernel and model family on the GPU at hand; a selection in ARGS, such as ARGS="attention products"
 	@$(BIN)/python -m tests.gpu $(ARGS)
+
+attack: $(READY) ## attack a server on loopback as an unfriendly network would; a selection in ARGS, such as ARGS="slow"
+	@$(BIN)/python -m tests.attack $(ARGS)
 
 clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \

@@ -58,14 +58,16 @@ class Flag:
     at_least: float | None = None
     at_most: float | None = None
     size: bool = False  # an integer that may be written 32k (32,000), 32K (32,768), 4GiB
+    secret: bool = False  # never shown in errors, nor by `repr` of the settings
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field with its help text; `more` holds the other fields of `Flag`."""
     metadata = {"flag": Flag(help, **more)}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=functools.partial(copy.copy, default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        factory = functools.partial(copy.copy, default)
+        return dataclasses.field(default_factory=factory, metadata=metadata, repr=not metadata["flag"].secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not metadata["flag"].secret)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Setting:
         if self.kind in (list, tuple) and isinstance(converted, (list, tuple)):
             converted = self.kind(converted) if all(isinstance(item, str) for item in converted) else None
         if type(converted) is not self.kind or not self._in_range(converted):
-            raise ConfigError(f"{label} must be {self.wanted}, got {value!r}")
+            got = "" if self.flag.secret else f", got {value!r}"
+            raise ConfigError(f"{label} must be {self.wanted}{got}")
         return converted
 
     def _parse(self, text: str) -> Any:

@@ -7,7 +7,6 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -73,8 +72,6 @@ class LLM:
         self._ids = itertools.count()
         self._broken = False
         self._process = os.getpid()
-        gc.collect()
-        gc.freeze()  # what is loaded by now stays: until `close`, garbage collection looks at requests only
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def generate(
@@ -183,7 +180,6 @@ class LLM:
         """Give the device's memory back; the LLM cannot be used any more."""
         self._broken = True
         self._engine.close()
-        gc.unfreeze()
 
     def _chat_template(self, given: str | None) -> ChatTemplate:
         tokenizer = self.get_tokenizer()

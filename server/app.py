@@ -82,8 +82,8 @@ def create_app(
     own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
-    if settings.api_keys:
-        app.add_middleware(APIKeyMiddleware, keys=settings.api_keys, formats=formats)
+    if (keys := settings.read_keys()) is not None:
+        app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
+from server.keys import KeyRing
 from server.parsing.reasoning import REASONING_FORMATS
 from server.parsing.tools import TOOL_FORMATS
 
@@ -33,8 +34,18 @@ class ServerConfig:
         None, "certificates of the authorities that clients must be signed by", metavar="FILE"
     )
     api_key: tuple[str, ...] = flag(
-        (), "keys, one of which requests to /v1 must bring (also VLLM_API_KEY)", metavar="KEY"
+        (),
+        "keys, one of which requests must bring; other users of the machine see them here: better is QUIRE_API_KEY (also "
+        "VLLM_API_KEY), or a file",
+        metavar="KEY",
+        secret=True,
     )
+    api_key_file: str | None = flag(
+        None,
+        "file of named keys, made by `quire keys new NAME --file FILE`; read again when it changes",
+        metavar="FILE",
+    )
+    open_metrics: bool = flag(False, "/metrics needs no key")
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )
@@ -94,14 +105,15 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a file, got {path!r}")
         if "" in self.api_key:  # it would be no key at all
             raise ConfigError("api_key must not be empty; is the variable set that it was taken from?")
-        self.read_chat_template()  # reports a missing file before the model is loaded
+        self.read_keys()  # reports a missing file before the model is loaded, and so does the next
+        self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
 
-    @property
-    def api_keys(self) -> tuple[str, ...]:
-        """The keys that open /v1; none: it is open to all."""
-        return self.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
+    def read_keys(self) -> KeyRing | None:
+        """The keys that open the server; None: it is open to all. `ConfigError` when their file cannot be read."""
+        given = self.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
+        return KeyRing(given, self.api_key_file) if given or self.api_key_file is not None else None
 
     def read_chat_template(self) -> str | None:
         """The content of `chat_template`; `ConfigError` when it is neither a file nor a template."""

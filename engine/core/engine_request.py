@@ -20,3 +20,5 @@ class EngineRequest:
     pooling: PoolingParams | None = None  # set: the request wants its prompt's embedding; `sampling` is UNSAMPLED
     cache_salt: str = ""  # requests share cached blocks only with requests of the same salt
     priority: int = 0  # lower values are scheduled first
+    owner: str = ""  # requests of different owners get fair parts of the engine
+    deadline: float = 0.0  # monotonic seconds, the same clock in all processes; 0: none

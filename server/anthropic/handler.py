@@ -17,6 +17,7 @@ from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
 from server.generation.usage import Usage
+from server.http.callers import caller_of
 from server.http.errors import spelled
 from server.http.responses import json_response, streamed, whole
 from server.http.sse import event
@@ -33,7 +34,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/messages", response_model=None)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         warnings, asked = await model.read(request, body, MessagesRequest.neutral)
-        generation = await generate(model, asked, warnings)
+        generation = await generate(model, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = settings.sse_keep_alive_interval
             events = _events(generation, warnings)

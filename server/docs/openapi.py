@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from server.api import API
 from server.docs.endpoint import MODEL, Endpoint
 from server.docs.page import page
+from server.http.auth import is_open
 from server.openai.errors import ERROR_SCHEMA
 
 _STATUSES = {
@@ -60,7 +61,7 @@ def _described(schema: dict[str, Any], apis: Sequence[API], model_name: str) -> 
     components["schemas"] |= {"Error": ERROR_SCHEMA}
     components["schemas"] |= {api.errors.name: api.errors.schema for api in apis if api.errors is not None}
     components["securitySchemes"] = {
-        "bearer": {"type": "http", "scheme": "bearer", "description": "where the server was given --api-key"},
+        "bearer": {"type": "http", "scheme": "bearer", "description": "where the server asks for keys"},
         "x-api-key": {
             "type": "apiKey",
             "in": "header",
@@ -80,7 +81,7 @@ def _describe(operation: dict[str, Any], api: API, endpoint: Endpoint, model_nam
     operation |= {"tags": [endpoint.tag], "summary": endpoint.summary}
     if endpoint.description:
         operation["description"] = endpoint.description
-    if endpoint.path.startswith("/v1"):
+    if not is_open(endpoint.path):
         operation["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
     if endpoint.requests:
         content = operation["requestBody"]["content"]["application/json"]
@@ -115,7 +116,7 @@ def _errors(api: API, endpoint: Endpoint) -> dict[str, Any]:
         statuses |= {400, 500, 503}
     if "input_items" in endpoint.path:
         statuses.add(400)
-    if endpoint.path.startswith("/v1"):
+    if not is_open(endpoint.path):
         statuses.add(401)
     name = api.errors.name if api.errors is not None else "Error"
     body = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}

@@ -48,7 +48,8 @@ _NO_PIECES: list[Piece] = []
 class Generation:
     """All samples of one request. `events` may be run once."""
 
-    id: str
+    id: str  # unique among the owner's
+    owner: str  # the name of the caller
     created: int
     model: str
     role: str  # of the messages that are generated
@@ -57,7 +58,7 @@ class Generation:
     samples: list[Sample]
     usage: Usage
     metrics: Metrics
-    running: dict[str, Generation]  # of all clients, by id
+    running: dict[tuple[str, str], Generation]  # by owner and id
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
 
@@ -66,7 +67,8 @@ class Generation:
 
         `APIError` when the engine fails. A reader that is slow gets fewer and longer updates.
         """
-        if self.running.setdefault(self.id, self) is not self:
+        key = (self.owner, self.id)
+        if self.running.setdefault(key, self) is not self:
             raise already_running(self.id)
         try:
             if len(self.samples) == 1:
@@ -81,7 +83,7 @@ class Generation:
         except EngineDeadError as error:
             raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
         finally:
-            del self.running[self.id]
+            del self.running[key]
             for sample in self.samples:
                 if sample.index not in self._ended:
                     sample.watch.abandoned()

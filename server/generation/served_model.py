@@ -20,6 +20,7 @@ from server.generation.conversation import CheckText, ConversationEncoder, Promp
 from server.generation.generation import Generation
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
 from server.http.bodies import Body, is_large
+from server.http.callers import Caller
 from server.http.errors import APIError
 from server.http.warnings import Warnings
 from server.http.workers import Workers
@@ -80,7 +81,7 @@ class ServedModel:
         self.tool_format = find_tool_format(settings.tool_call_parser, source)
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
-        self.running: dict[str, Generation] = {}
+        self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
         """The chat template, or why there is none. One that comes with the model need not work to serve completions."""
@@ -206,9 +207,9 @@ class ServedModel:
             "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
         }
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its client gets what there is. 404 when there is none of this id."""
-        generation = self.running.get(request_id)
+    async def abort(self, request_id: str, caller: Caller) -> None:
+        """End a request of `caller`: its client gets what there is. 404 when that has none of this id."""
+        generation = self.running.get((caller.name, request_id))
         if generation is None:
             raise APIError(404, f"no request {request_id!r} is being answered", "request_id", lead=None)
         for sample in generation.samples:

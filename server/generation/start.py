@@ -21,6 +21,7 @@ from server.generation.guided import guided
 from server.generation.request import EmbeddingRequest, GenerationRequest, PromptRequest
 from server.generation.served_model import ServedModel
 from server.generation.usage import Usage
+from server.http.callers import Caller
 from server.http.errors import APIError, engine_error, spelled
 from server.http.limits import MAX_ANSWERS
 from server.http.warnings import Warnings
@@ -43,7 +44,7 @@ _FIELDS = {
 }
 
 
-async def generate(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> Generation:
+async def generate(model: ServedModel, request: GenerationRequest, warnings: Warnings, caller: Caller) -> Generation:
     """Check everything and start the answers. `APIError` calls fields as the request's API does.
 
     400 for what the model cannot do, 404 for another model, 503 when the engine takes no more requests.
@@ -67,10 +68,10 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
         _check_prompts(model, token_ids, 1)
         asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
         new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
-        return await _begin(model, request, token_ids, asked, new_reader=new_reader)
+        return await _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
 
 
-async def embed(model: ServedModel, request: EmbeddingRequest) -> Generation:
+async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -> Generation:
     """The same for embeddings: each is one update of its prompt's only sample."""
     with spelled(request.names):
         model.check_name(request.model)
@@ -82,7 +83,8 @@ async def embed(model: ServedModel, request: EmbeddingRequest) -> Generation:
         prompts = await model.encode(request, is_to_fit=True)
         token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
         _check_prompts(model, token_ids, 0)
-        return await _begin(model, request, token_ids, [(prompt, UNSAMPLED) for prompt in token_ids], pooling=pooling)
+        asked = [(prompt, UNSAMPLED) for prompt in token_ids]
+        return await _begin(model, request, caller, token_ids, asked, pooling=pooling)
 
 
 # ---- checks ----
@@ -113,7 +115,7 @@ def _check_stop(request: GenerationRequest) -> None:
 
 def _check_num_answers(request: PromptRequest, n: int) -> None:
     """Each answer is a request to the engine, and work before it gets there."""
-    num_prompts = 1 if request.conversation is not None else len(request.prompt)
+    num_prompts = len(request.prompt) if isinstance(request.prompt, list) else 1
     if num_prompts * n > MAX_ANSWERS:
         each = f" with n={n}" if n > 1 else ""
         raise APIError(400, f"must be at most {MAX_ANSWERS // n} prompts{each}, got {num_prompts}", "prompt", lead=" ")
@@ -205,6 +207,7 @@ def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) ->
 async def _begin(
     model: ServedModel,
     request: PromptRequest,
+    caller: Caller,
     prompts: list[list[int]],
     asked: list[tuple[list[int], SamplingParams]],
     *,
@@ -218,7 +221,7 @@ async def _begin(
     _check_queue(model, len(asked))
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
-    if public_id in model.running:
+    if (caller.name, public_id) in model.running:
         raise already_running(public_id)
     engine_id = f"{public_id}-{unique}" if request.request_id else public_id
     n = len(asked) // len(prompts)
@@ -246,7 +249,7 @@ async def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    return Generation(public_id, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
+    return Generation(public_id, caller.name, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
 
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:

@@ -45,6 +45,16 @@ WITHOUT_EFFECT = "Accepted; has no effect."
 Table = Mapping[str, tuple[Any, ...]]
 
 
+def _failing_fast(schema: Any) -> Any:
+    """The same, with lists that are wrong at their first wrong entry: they may have a million."""
+    if isinstance(schema, dict):
+        fast = {"fail_fast": True} if schema.get("type") == "list" else {}
+        return {key: _failing_fast(value) for key, value in schema.items()} | fast
+    if isinstance(schema, list):
+        return [_failing_fast(each) for each in schema]
+    return schema
+
+
 class Body(BaseModel):
     """A JSON object of a request. No conversions between types; unknown fields are kept for warnings, and not used."""
 
@@ -57,17 +67,8 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return _failing_fast(handler(source))
-
-
-def _failing_fast(schema: Any) -> Any:
-    """The same, with lists that are wrong at their first wrong entry: they may have a million."""
-    if isinstance(schema, dict):
-        fast = {"fail_fast": True} if schema.get("type") == "list" else {}
-        return {key: _failing_fast(value) for key, value in schema.items()} | fast
-    if isinstance(schema, list):
-        return [_failing_fast(each) for each in schema]
-    return schema
+        schema: CoreSchema = _failing_fast(handler(source))
+        return schema
 
 
 def optional(description: str, default: Any = None, **more: Any) -> Any:
@@ -136,7 +137,7 @@ class StrictJSONRoute(APIRoute):
         async def handle_strictly(request: Request) -> Response:
             bodies: Bodies = request.app.state.bodies
             data = await bodies.receive(request)
-            response = Response(status_code=_CLIENT_CLOSED)
+            response: Response = Response(status_code=_CLIENT_CLOSED)
             async with ended_by(disconnected(request.receive)):
                 try:
                     body = await bodies.checked(request, data, body_type)

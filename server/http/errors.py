@@ -176,6 +176,8 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             pass
         case _ if not path:
             reason = "the body must be a JSON object"
+        case "model_type":
+            reason = f"must be an object, got {_shown(given)}"
         case _:
             reason = f"{reason}, got {_shown(given)}"
     return APIError(400, reason, *path)

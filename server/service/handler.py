@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import engine as quire
 from server.generation.served_model import ServedModel
+from server.http.callers import caller_of
 
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
@@ -26,8 +27,8 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         return model.load()
 
     @app.post("/v1/requests/{request_id}/abort")
-    async def abort_request(request_id: str) -> dict[str, Any]:
-        await model.abort(request_id)
+    async def abort_request(request_id: str, request: Request) -> dict[str, Any]:
+        await model.abort(request_id, caller_of(request))
         return {"id": request_id, "aborted": True}
 
     @app.get("/version")

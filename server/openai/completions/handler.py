@@ -13,6 +13,7 @@ from engine.output_collector import RequestUpdate
 from server.generation.generation import Generation, Sample
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
+from server.http.callers import caller_of
 from server.http.responses import streamed, whole
 from server.http.sse import event
 from server.http.warnings import Warnings
@@ -32,7 +33,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         warnings, asked = await model.read(request, body, CompletionRequest.neutral)
-        generation = await generate(model, asked, warnings)
+        generation = await generate(model, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = model.settings.sse_keep_alive_interval
             return streamed(

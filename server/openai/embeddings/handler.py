@@ -11,6 +11,7 @@ from engine.output_collector import EmbeddingOutput
 from server.generation.generation import Generation
 from server.generation.served_model import ServedModel
 from server.generation.start import embed
+from server.http.callers import caller_of
 from server.http.errors import APIError
 from server.http.responses import whole
 from server.http.warnings import Warnings
@@ -24,7 +25,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/embeddings", response_model=None)
     async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
         warnings, asked = await model.read(request, body, lambda body: body.neutral())
-        generation = await embed(model, asked)
+        generation = await embed(model, asked, caller_of(request))
         as_base64 = body.encoding_format == "base64"
         return await whole(_answer(model, generation, warnings, as_base64), warnings)
 

@@ -17,6 +17,7 @@ from server.generation.request import GenerationRequest, Message
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
 from server.generation.usage import Usage
+from server.http.callers import Caller, caller_of
 from server.http.errors import APIError, spelled, unexpected
 from server.http.responses import json_response, streamed, whole
 from server.http.warnings import MAX_WARNINGS, Warnings
@@ -38,8 +39,8 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, _converter(store, body))
-        working = await _begin(model, body, asked, warnings)
+        warnings, asked = await model.read(request, body, _converter(store, caller_of(request), body))
+        working = await _begin(model, body, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = settings.sse_keep_alive_interval
             events = _events(model, store, working)
@@ -48,30 +49,32 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/responses/input_tokens", response_model=None)
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, _converter(store, body))
+        warnings, asked = await model.read(request, body, _converter(store, caller_of(request), body))
         with spelled(asked.request.names):
             model.check_name(body.model)
             [prompt] = await model.encode(asked.request)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
 
     @app.get("/v1/responses/{response_id}", response_model=None)
-    async def get_response(response_id: str) -> Response:
-        return Response(_stored(store, response_id).body, media_type="application/json")
+    async def get_response(response_id: str, request: Request) -> Response:
+        return Response(_stored(store, caller_of(request), response_id).body, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str) -> dict[str, Any]:
-        _stored(store, response_id)
-        store.remove(response_id)
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        caller = caller_of(request)
+        _stored(store, caller, response_id)
+        store.remove((caller.name, response_id))
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(
         response_id: str,
+        request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        return _input_items(_stored(store, response_id), limit, order, after)
+        return _input_items(_stored(store, caller_of(request), response_id), limit, order, after)
 
 
 @dataclass(slots=True)
@@ -94,12 +97,12 @@ class _Asked:
     tools: list[dict[str, Any]]
 
 
-def _converter(store: ResponseStore, body: ResponsesRequest) -> Callable[[ResponsesRequest], _Asked]:
+def _converter(store: ResponseStore, caller: Caller, body: ResponsesRequest) -> Callable[[ResponsesRequest], _Asked]:
     """What converts a request in any thread. `APIError` 404 when the response that it goes on from is not there."""
-    previous = _previous(store, body.previous_response_id)
+    previous = _previous(store, caller, body.previous_response_id)
 
     def convert(body: ResponsesRequest) -> _Asked:
-        items = [_resolved(store, item, index) for index, item in enumerate(body.items)]
+        items = [_resolved(store, caller, item, index) for index, item in enumerate(body.items)]
         messages = previous + messages_of(items)
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
         return _Asked(body.neutral(messages), messages, [_input_item(item) for item in items], tools)
@@ -107,30 +110,32 @@ def _converter(store: ResponseStore, body: ResponsesRequest) -> Callable[[Respon
     return convert
 
 
-async def _begin(model: ServedModel, body: ResponsesRequest, asked: _Asked, warnings: Warnings) -> _Working:
+async def _begin(
+    model: ServedModel, body: ResponsesRequest, asked: _Asked, warnings: Warnings, caller: Caller
+) -> _Working:
     """Check everything and start the answer."""
     unknown = [name for name in (body.include or ())[:MAX_WARNINGS] if name != LOGPROBS]
     for name in unknown:
         warnings.add(f"{name[:100]!r} has no effect here", "include")
-    generation = await generate(model, asked.request, warnings)
+    generation = await generate(model, asked.request, warnings, caller)
     builder = ResponseBuilder(_response(body, asked, generation, warnings))
     return _Working(generation, builder, asked.messages, asked.input_items)
 
 
-def _previous(store: ResponseStore, response_id: str | None) -> list[Message]:
+def _previous(store: ResponseStore, caller: Caller, response_id: str | None) -> list[Message]:
     if response_id is None:
         return []
-    stored = store.get(response_id)
+    stored = store.get((caller.name, response_id))
     if stored is None:
         reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
         raise APIError(404, reason, "previous_response_id")
     return stored.messages
 
 
-def _resolved(store: ResponseStore, item: Any, index: int) -> Any:
+def _resolved(store: ResponseStore, caller: Caller, item: Any, index: int) -> Any:
     if not isinstance(item, ItemReference):
         return item
-    found = store.item(item.id)
+    found = store.item((caller.name, item.id))
     if found is None:
         raise APIError(404, f"there is no item {item.id[:100]!r}", "input", index, "id")
     return _items.validate_python([found])[0]
@@ -241,12 +246,13 @@ def _keep(store: ResponseStore, working: _Working) -> None:
     output = response["output"]
     messages = working.messages + messages_of(_items.validate_python(output))
     body, items = _encode(response), working.input_items
-    store.put(response["id"], StoredResponse(body, messages, items, output, len(body) * 2 + len(_encode(items)) * 2))
+    stored = StoredResponse(body, messages, items, output, len(body) * 2 + len(_encode(items)) * 2)
+    store.put((working.generation.owner, response["id"]), stored)
 
 
-def _stored(store: ResponseStore, response_id: str) -> StoredResponse:
-    """404 when there is none of this id."""
-    found = store.get(response_id)
+def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredResponse:
+    """404 when the caller has none of this id."""
+    found = store.get((caller.name, response_id))
     if found is None:
         reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
         raise APIError(404, reason, "response_id", lead=None)

@@ -22,39 +22,42 @@ class StoredResponse:
     num_bytes: int  # of what is new in it
 
 
+Key = tuple[str, str]  # the name of the caller that owns it, and its id
+
+
 class ResponseStore:
     """At most `max_responses` responses, and `max_bytes` of them."""
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._items: dict[str, dict[str, Any]] = {}
+        self._responses: OrderedDict[Key, StoredResponse] = OrderedDict()
+        self._items: dict[Key, dict[str, Any]] = {}
         self._num_bytes = 0
 
-    def put(self, response_id: str, response: StoredResponse) -> None:
-        self.remove(response_id)
-        self._responses[response_id] = response
+    def put(self, key: Key, response: StoredResponse) -> None:
+        self.remove(key)
+        self._responses[key] = response
         self._num_bytes += response.num_bytes
-        self._items |= {item["id"]: item for item in response.output_items}
+        self._items |= {(key[0], item["id"]): item for item in response.output_items}
         while len(self._responses) > self._max_responses or self._num_bytes > self._max_bytes:
             self.remove(next(iter(self._responses)))
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        response = self._responses.get(response_id)
+    def get(self, key: Key) -> StoredResponse | None:
+        response = self._responses.get(key)
         if response is not None:
-            self._responses.move_to_end(response_id)
+            self._responses.move_to_end(key)
         return response
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
+    def item(self, key: Key) -> dict[str, Any] | None:
         """An item of an answer."""
-        return self._items.get(item_id)
+        return self._items.get(key)
 
-    def remove(self, response_id: str) -> bool:
+    def remove(self, key: Key) -> bool:
         """Whether there was one."""
-        response = self._responses.pop(response_id, None)
+        response = self._responses.pop(key, None)
         if response is None:
             return False
         self._num_bytes -= response.num_bytes
         for item in response.output_items:
-            del self._items[item["id"]]
+            del self._items[key[0], item["id"]]
         return True

@@ -223,12 +223,12 @@ def test_the_store_is_bounded(serve: Serve) -> None:
 
     store = ResponseStore(100, max_bytes=10)
     for number in range(5):
-        store.put(str(number), StoredResponse(b"", [], [], [{"id": f"item {number}"}], 4))
-    assert [store.get(str(number)) is not None for number in range(5)] == [False, False, False, True, True]
-    assert [store.item(f"item {number}") is not None for number in range(5)] == [False, False, False, True, True]
-    store.put("huge", StoredResponse(b"", [], [], [], 11))
-    assert store.get("huge") is None
-    assert not ResponseStore(0).remove("x")
+        store.put(("", str(number)), StoredResponse(b"", [], [], [{"id": f"item {number}"}], 4))
+    assert [store.get(("", str(number))) is not None for number in range(5)] == [False, False, False, True, True]
+    assert [store.item(("", f"item {number}")) is not None for number in range(5)] == [False, False, False, True, True]
+    store.put(("", "huge"), StoredResponse(b"", [], [], [], 11))
+    assert store.get(("", "huge")) is None
+    assert not ResponseStore(0).remove(("", "x"))
 
 
 @pytest.mark.parametrize(

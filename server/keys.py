@@ -1,0 +1,144 @@
+"""API keys: made, read from a file, and found by what a request brings. Only their hashes are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from engine.errors import ConfigError
+from server.http.callers import Caller
+
+_log = logging.getLogger(__name__)
+
+MARK = "sha256:"
+MAX_FILE_BYTES = 16 << 20
+CHECK_SECONDS = 1.0  # between looks at whether the file has changed
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HASH = re.compile(MARK + r"[0-9a-fA-F]{64}")
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A name in a file of keys, when more is said of it than its key."""
+
+    key: str | list[str]  # several, while one replaces another
+    priority: bool = False  # the `priority` of its requests counts
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+def new_key() -> str:
+    """A key of 256 random bits. Guesses at it are hopeless, so a fast hash keeps it safe."""
+    return f"quire-{secrets.token_urlsafe(32)}"
+
+
+def hashed(key: str) -> str:
+    """A key as a file has it."""
+    return MARK + hashlib.sha256(key.encode()).hexdigest()
+
+
+def check_name(name: str) -> str:
+    """`name`, which may stand in logs and metrics. `ConfigError` otherwise."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"the name of a key must be 1 to 64 letters, digits or ._@-, got {name[:100]!r}")
+    return name
+
+
+class KeyRing:
+    """The keys that open a server. A file is read again when it has changed; a broken one changes nothing."""
+
+    def __init__(self, keys: Sequence[str], file: str | None) -> None:
+        """`keys` are named key-1, key-2 …; `file`: see `read_keys`. `ConfigError` when that cannot be read."""
+        self._given = {
+            _digest(key, f"api_key: key {number}"): Caller(f"key-{number}") for number, key in enumerate(keys, 1)
+        }
+        self._path = Path(file) if file is not None else None
+        self._version = self._file_version()
+        self._callers = self._given | (read_keys(self._path) if self._path is not None else {})
+        self._next_check = time.monotonic() + CHECK_SECONDS
+
+    def find(self, key: bytes) -> Caller | None:
+        """The caller whose key this is.
+
+        Found by its hash: how long that takes tells of hashes, and a hash that begins as another cannot be chosen.
+        """
+        if self._path is not None and time.monotonic() >= self._next_check:
+            self._read_again(self._path)
+        return self._callers.get(hashlib.sha256(key).digest())
+
+    def _read_again(self, path: Path) -> None:
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        if (version := self._file_version()) == self._version:
+            return
+        self._version = version
+        try:
+            self._callers = self._given | read_keys(path)
+        except ConfigError as error:
+            _log.error("the keys stay as they are: %s", error)
+        else:
+            _log.info("api_key_file %s: read again, %d keys", path, len(self._callers))
+
+    def _file_version(self) -> tuple[int, ...]:
+        """Differs after a change, also where a link was made to lead to another file, as Kubernetes does."""
+        try:
+            status = self._path.stat() if self._path is not None else None
+        except OSError:
+            status = None
+        return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else ()
+
+
+def read_keys(path: Path) -> dict[bytes, Caller]:
+    """The callers in a file of keys, by the SHA-256 of their keys. `ConfigError`, which never shows a key.
+
+    The file is YAML (or JSON): `NAME: KEY` lines, with an `Entry` instead of the key where there is more to say. A key is
+    `sha256:` and its hash, or the key itself. A file may also hold nothing but one key.
+    """
+    entries = _entries(path)
+    callers: dict[bytes, Caller] = {}
+    for name, value in entries.items():
+        entry = value if isinstance(value, Entry) else Entry(value)
+        limits = (entry.requests_per_minute, entry.tokens_per_minute)
+        if any(limit is not None and limit < 1 for limit in limits):
+            raise ConfigError(f"api_key_file {path}: the limits of {name} must be at least 1")
+        caller = Caller(check_name(name), entry.priority, *limits)
+        for key in [entry.key] if isinstance(entry.key, str) else entry.key:
+            other = callers.setdefault(_digest(key, f"api_key_file {path}: the key of {name}"), caller)
+            if other.name != name:
+                raise ConfigError(f"api_key_file {path}: {other.name} and {name} have the same key")
+    if not callers:
+        raise ConfigError(f"api_key_file {path}: holds no key that could open the server")
+    return callers
+
+
+def _entries(path: Path) -> Mapping[str, str | list[str] | Entry]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"api_key_file {path}: is larger than {MAX_FILE_BYTES >> 20} MiB")
+        content = yaml.load(text, yaml.BaseLoader)
+    except OSError as error:
+        raise ConfigError(f"api_key_file {path}: cannot be read ({error.strerror or error})") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = f" in line {line + 1}" if line is not None else ""
+        raise ConfigError(f"api_key_file {path}: is not YAML{where}") from None
+    if isinstance(content, str) and content and not content.split()[1:]:
+        return {"key": content}
+    try:
+        return msgspec.convert(content or {}, dict[str, str | list[str] | Entry], strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"api_key_file {path}: must hold 'NAME: KEY' lines ({error})") from None
+
+
+def _digest(key: str, label: str) -> bytes:
+    if not key or key != key.strip() or (key.startswith(MARK) and not _HASH.fullmatch(key)):
+        raise ConfigError(f"{label} must be {MARK} and 64 hex digits, or a key without spaces around it")
+    return bytes.fromhex(key.removeprefix(MARK)) if key.startswith(MARK) else hashlib.sha256(key.encode()).digest()

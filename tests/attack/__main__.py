@@ -1,0 +1,167 @@
+"""Attacks a server of its own on loopback and prints what held: `python -m tests.attack`, or `make attack`.
+
+    python -m tests.attack                    everything, some ten minutes
+    python -m tests.attack "100 MB" slow      attacks whose name contains one of these
+    python -m tests.attack --json attack.json results as JSON, too
+
+While an attack runs, another client asks for /health and for eight tokens. An attack is held when the server answered all
+of it without an error of its own and without leaving a request hanging, /health took at most 0.25 s, the other client's
+request at most three times what it takes alone, memory came back to within a fifth, and no block stayed in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report.environment import environment
+from benchmarks.report.result_files import save
+from tests.attack.attacks import ATTACKS, HANGS, Attack
+from tests.attack.bystander import Waits, watching
+from tests.attack.target import Target, serving
+from tests.support.served import ROOT
+
+HEALTH_SECONDS = 0.25
+SLOWER = 3.0  # times, that another client's request may take beside an attack
+GROWTH = 1.2  # times, that memory may have grown after an attack
+SETTLE_SECONDS = 15.0
+ALONE_SECONDS = 8.0
+HOSTILE_MODELS = "tests/models/test_hostile_models.py"
+
+
+@dataclass
+class Result:
+    """What an attack did to the server and to another client. Seconds, and bytes of memory."""
+
+    name: str
+    seconds: float
+    statuses: dict[int, int]
+    health: float
+    request: float
+    alone: float
+    memory_before: int
+    memory_after: int
+    blocks_in_use: float
+    failures: list[str]
+
+
+async def attack(target: Target, each: Attack, alone: Waits) -> Result:
+    before, start = target.resident_bytes(), time.perf_counter()
+    with watching(target.port) as waits:
+        statuses = await each.run(target)
+    seconds = time.perf_counter() - start
+    after, in_use = await asyncio.to_thread(_settled, target, int(before * GROWTH))
+    result = Result(
+        each.name, seconds, dict(sorted(statuses.items())), waits.longest_health, waits.slow_request, alone.slow_request,
+        before, after, in_use, [],
+    )  # fmt: skip
+    result.failures = list(_failures(result, each, statuses))
+    return result
+
+
+def _settled(target: Target, enough: int) -> tuple[int, float]:
+    """Memory and use of the KV cache once both are down, or after some seconds."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        memory, in_use = target.resident_bytes(), target.metric("vllm:kv_cache_usage_perc")
+        if (memory <= enough and not in_use) or time.monotonic() > deadline:
+            return memory, in_use
+        time.sleep(0.5)
+
+
+def _failures(result: Result, each: Attack, statuses: Counter[int]) -> list[str]:
+    found = []
+    if errors := {status for status in statuses if status >= 500 and status != 503}:
+        found.append(f"errors {sorted(errors)}")
+    if each.refused and (served := {status for status in statuses if 200 <= status < 300}):
+        found.append(f"served {sorted(served)}")
+    if each.refused and HANGS in statuses:
+        found.append(f"{statuses[HANGS]} left hanging")
+    if result.health > HEALTH_SECONDS:
+        found.append(f"/health {result.health:.2f} s")
+    if result.request > SLOWER * result.alone:
+        found.append(f"another's request {result.request / result.alone:.1f} times as long")
+    if result.memory_after > GROWTH * result.memory_before:
+        found.append(f"memory {result.memory_after / result.memory_before:.2f} times as much")
+    if result.blocks_in_use:
+        found.append("blocks in use")
+    return found
+
+
+def hostile_models() -> str:
+    """The table of hostile model folders, which needs no server; the last line of its tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HOSTILE_MODELS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+    return lines[-1] if done.returncode == 0 else f"FAILED: {lines[-1]}"
+
+
+async def run(attacks: list[Attack], console: Console) -> list[Result]:
+    with serving("--kv-cache-memory-bytes", "64m") as target:
+        with watching(target.port):
+            await asyncio.sleep(ALONE_SECONDS / 2)  # the first requests warm up what start-up does not
+        with watching(target.port) as alone:
+            await asyncio.sleep(ALONE_SECONDS)
+        console.print(
+            f"alone: /health {alone.longest_health * 1e3:.0f} ms, a request {alone.slow_request * 1e3:.0f} ms"
+        )
+        results = []
+        for each in attacks:
+            results.append(await attack(target, each, alone))
+            console.print(f"{each.name}: {'; '.join(results[-1].failures) or 'held'}", highlight=False)
+            if target.process.poll() is not None:
+                console.print("the server has ended")
+                break
+        return results
+
+
+def table(results: list[Result]) -> Table:
+    drawn = Table("attack", "s", "answers", "/health", "a request", "memory", "")
+    for result in results:
+        statuses = ", ".join(f"{count} x {status}" for status, count in result.statuses.items())
+        memory = f"{result.memory_before >> 20} > {result.memory_after >> 20} MiB"
+        wait = f"{result.request:.2f} s, {result.request / result.alone:.1f}x"
+        verdict = "; ".join(result.failures) or "held"
+        drawn.add_row(result.name, f"{result.seconds:.1f}", statuses, f"{result.health:.2f} s", wait, memory, verdict)
+    return drawn
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="TEXT", help="attacks whose name contains one of these (else all)")
+    parser.add_argument("--json", metavar="FILE", help="where to save the results")
+    args = parser.parse_args(argv)
+    attacks = [each for each in ATTACKS if not args.names or any(text in each.name for text in args.names)]
+    with contextlib.suppress(ValueError):  # for 5,000 connections
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    console = Console(width=160)
+    results = asyncio.run(run(attacks, console)) if attacks else []
+    console.print(table(results))
+    failed = sum(bool(result.failures) for result in results) + len(attacks) - len(results)
+    if not args.names and Path(ROOT, HOSTILE_MODELS).is_file():
+        models = hostile_models()
+        console.print(f"hostile model folders: {models}")
+        failed += models.startswith("FAILED")
+    if args.json:
+        save({"results": [dataclasses.asdict(each) for each in results], "environment": environment()}, args.json)
+    console.print(f"{len(results) - failed} held, {failed} not")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

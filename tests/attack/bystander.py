@@ -1,0 +1,101 @@
+"""Another client, in a process of its own so that an attack's own work does not slow it: how long it waits.
+
+    python -m tests.attack.bystander PORT
+
+Asks for /health and for eight tokens, each in a thread, until its standard input closes; then prints the seconds of each as
+JSON. A request that fails counts as infinitely long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.support.served import ROOT
+
+BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True, "temperature": 0}).encode()
+PATIENCE = 120.0
+PAUSE_SECONDS = 0.05
+
+
+@dataclass
+class Waits:
+    """Seconds that another client waited, filled when the watch ends."""
+
+    health: list[float] = field(default_factory=list)
+    requests: list[float] = field(default_factory=list)
+
+    @property
+    def longest_health(self) -> float:
+        return max(self.health, default=math.inf)
+
+    @property
+    def typical_request(self) -> float:
+        return statistics.median(self.requests) if self.requests else math.inf
+
+    @property
+    def slow_request(self) -> float:
+        """The 95th percentile; of few, the longest."""
+        return sorted(self.requests)[int(0.95 * len(self.requests))] if self.requests else math.inf
+
+
+@contextlib.contextmanager
+def watching(port: int) -> Iterator[Waits]:
+    """Another client while the block runs."""
+    command = [sys.executable, "-m", "tests.attack.bystander", str(port)]
+    waits = Waits()
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
+        try:
+            yield waits
+        finally:
+            measured = json.loads(process.communicate(timeout=2 * PATIENCE)[0])
+            waits.health, waits.requests = measured["health"], measured["requests"]
+
+
+def _ask(port: int, method: str, path: str, body: bytes | None) -> float:
+    start = time.perf_counter()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        response = connection.getresponse()
+        response.read()
+        connection.close()
+    except OSError:
+        return math.inf
+    return time.perf_counter() - start if response.status == 200 else math.inf
+
+
+def main(port: int) -> None:
+    done = threading.Event()
+    seconds: dict[str, list[float]] = {"health": [], "requests": []}
+
+    def repeat(name: str, method: str, path: str, body: bytes | None) -> None:
+        while not done.is_set():
+            seconds[name].append(_ask(port, method, path, body))
+            done.wait(PAUSE_SECONDS)
+
+    jobs = [("health", "GET", "/health", None), ("requests", "POST", "/v1/completions", BODY)]
+    threads = [threading.Thread(target=repeat, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    print("watching", flush=True)
+    sys.stdin.read()
+    done.set()
+    for thread in threads:
+        thread.join()
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

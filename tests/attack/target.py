@@ -1,0 +1,171 @@
+"""The server under attack: `quire serve` with the bundled model on loopback, and what the operating system says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.support.served import ROOT, free_port
+
+START_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back before the server closed the connection. `status` 0: nothing that is HTTP."""
+
+    status: int
+    body: bytes
+    seconds: float
+
+
+@dataclass
+class Target:
+    """A running server."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def pids(self) -> list[int]:
+        """The API process and all that descend from it."""
+        parents: dict[int, list[int]] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+        found = [self.process.pid]
+        for pid in found:
+            found += parents.get(pid, [])
+        return found
+
+    def resident_bytes(self) -> int:
+        """Of all its processes."""
+        total = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return total
+
+    def open_files(self) -> int:
+        """Descriptors of all its processes."""
+        total = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                total += len(os.listdir(f"/proc/{pid}/fd"))
+        return total
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over the labels that are not named; 0 where there is none."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        total = 0.0
+        for found, value in re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE):
+            if all(f'{key}="{each}"' in found for key, each in labels.items()):
+                total += float(value)
+        return total
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def send(self, request: bytes, patience: float = 120.0) -> Answer:
+        """Raw bytes, and what comes back until the server closes the connection."""
+        start, received = time.perf_counter(), b""
+        try:
+            async with asyncio.timeout(patience):
+                reader, writer = await self.connect()
+                try:
+                    writer.write(request)
+                    await _ignoring_resets(writer.drain())
+                    received = await _read_all(reader)
+                finally:
+                    writer.close()
+        except TimeoutError:
+            return Answer(-1, received, time.perf_counter() - start)
+        match = re.match(rb"HTTP/1\.1 (\d{3})", received)
+        body = received.partition(b"\r\n\r\n")[2]
+        return Answer(int(match[1]) if match else 0, body, time.perf_counter() - start)
+
+    async def post(self, path: str, body: bytes, patience: float = 120.0, **headers: str) -> Answer:
+        """A request with a JSON body, on a connection of its own."""
+        return await self.send(request("POST", path, body, headers), patience)
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := await reader.read(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def _ignoring_resets(waiting: object) -> None:
+    """A server that refuses a body need not read it."""
+    with contextlib.suppress(ConnectionError):
+        await waiting  # type: ignore[misc]
+
+
+def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+    """As bytes; the server closes the connection after its answer."""
+    lines = {
+        "Host": "127.0.0.1",
+        "Connection": "close",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **{name.replace("_", "-"): value for name, value in (headers or {}).items()},
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+@contextlib.contextmanager
+def serving(*flags: str, module: str = "server.cli", environment: Mapping[str, str] | None = None) -> Iterator[Target]:
+    """A server that is ready, ended with SIGTERM; `module`: what is run instead of `server.cli`."""
+    port = free_port()
+    command: Sequence[str] = [
+        sys.executable, "-m", module, "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1", "--port", str(port),
+        *flags,
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="quire-attack-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env)
+        target = Target(port, process, log)
+        try:
+            _wait_until_ready(target)
+            yield target
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_ready(target: Target) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{target.url}/health", timeout=10).status_code == 200:
+                return
+        if target.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server does not start:\n{target.log.read_text()[-5000:]}")
+        time.sleep(0.1)
