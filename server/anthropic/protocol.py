@@ -191,7 +191,7 @@ class _Conversation(Body):
             names=NAMES,
             model=self.model,
             sampling=self.sampling(),
-            structured_outputs={"json": format.schema_ or "{}"} if format is not None else {},
+            structured_outputs={"json": format.schema_} if format is not None else {},
             tool_choice=_tool_choice(self.tool_choice),
             include_reasoning=thinks,
         )

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from server.http.disconnect import disconnected, ended_by
-from server.http.errors import APIError, from_validation
+from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_values, is_small
 from server.http.workers import Workers
 
@@ -145,7 +145,7 @@ class StrictJSONRoute(APIRoute):
                 except BaseException as error:
                     if type(error).__name__ != "PanicException":
                         raise
-                    raise RuntimeError("a library written in Rust panicked") from error  # its own is no `Exception`
+                    raise unexpected(error) from None  # of a library in Rust; no `Exception`, so nothing else takes it
             return response
 
         return handle_strictly

@@ -90,7 +90,7 @@ def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> AP
     return APIError(400, reason, *fields[name], lead=": " if word.endswith(":") else " ")
 
 
-def unexpected(error: Exception) -> APIError:
+def unexpected(error: BaseException) -> APIError:
     """500 for an error that is the server's own; it is logged here."""
     _log.error("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)

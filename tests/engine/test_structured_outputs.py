@@ -266,7 +266,7 @@ def test_bad_grammars_are_named_in_the_front_end(tiny_model: Path, fields: dict[
     [
         ({}, "one of json, regex, choice, grammar, json_object, got none"),
         ({"json": {"a": 1}, "regex": "x"}, "got json, regex"),
-        ({"json": {}}, "structured_outputs.json must not be empty"),
+        ({"json": ""}, "structured_outputs.json must not be empty"),
         ({"json": 3}, "structured_outputs.json must .*int"),
         ({"choice": []}, "structured_outputs.choice must not be empty"),
         ({"choice": ["a", ""]}, "structured_outputs.choice must be a list of non-empty texts"),
