@@ -5,45 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
+from engine.engine_process import EngineProcess
 from engine.errors import EngineDeadError, EngineError
 from engine.input_processor import InputProcessor
-from engine.messages import Abort, Add, Command, Failed, Ready, Shutdown, Start, Step, decode_event, encode
+from engine.messages import Abort, Add, Ready, Start, Step
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
+from engine.outstanding import Outstanding
+from engine.state import EngineState, StateHolder
+from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
+from engine.supervisor import RestartPolicy, Supervisor
 from engine.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-ENGINE_MODULE = "engine.process"  # what runs in the other process
 COMPILE_THREADS = 2
 FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
 UPDATES_PER_SECOND = (
     20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
 )
-EXIT_SECONDS = 10  # that the engine process may take to end by itself
-DRAIN_SECONDS = 0.2  # for what a dead process sent before it died to arrive
+MAX_LOSSES = 2  # of the engine process that a waiting request outlives: it may be what kills it
 
 
 class AsyncEngine:
@@ -53,50 +45,71 @@ class AsyncEngine:
     async for update in engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50))):
         print(update.text, end="")
     engine.close()
+
+    When the process is lost it is started again, unless that happens too often. Requests that have begun to answer then
+    end with `EngineDeadError`; the others, and new ones, wait for the new process.
     """
 
-    def __init__(self, input_processor: InputProcessor, process: _EngineProcess, stream_interval: int) -> None:
-        """Use `start`."""
-        self._input_processor, self._process, self._stream_interval = input_processor, process, stream_interval
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+    def __init__(self, config: EngineConfig) -> None:
+        """Use `start` or `launch`."""
+        self._config = config
+        self._states = StateHolder()
+        self._processor: InputProcessor | None = None  # None until it is loaded
         self._streams: dict[str, _Stream] = {}
+        self.outstanding = Outstanding()
         self._pace = _Pace()
         self._closed = False
         self._compile_threads: ThreadPoolExecutor | None = None
-        self.dead = False  # the process is gone
-        self.death = ""  # how it went
-        self.stats: SchedulerStats | None = None  # the newest; None until `start` is done
-        self._reader = asyncio.create_task(self._read())
-        self._reader.add_done_callback(self._reader_ended)
-        process.on_exit(self._exited)
+        self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
+        self.step_tokens = StepTokens()
+        self._launched = time.perf_counter()
+        self._supervisor = Supervisor(
+            EngineProcess(),  # it imports PyTorch while the small files are read here
+            self,
+            self._states,
+            RestartPolicy(config.engine_restarts),
+            config.engine_watchdog_timeout,
+        )
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it is raised by `ready`
+        self._task = asyncio.create_task(self._run())
+
+    @classmethod
+    def launch(cls, config: EngineConfig) -> AsyncEngine:
+        """Begin to load the model in a new process, and return at once. Until `ready` returns there are only `state` and
+        `close`. To be called in a running event loop.
+        """
+        return cls(config)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncEngine:
-        """Load the model in a new process and wait until it is ready. The process shows its progress on the terminal.
-
-        Raises `ModelError`, `TokenizerError`, `ConfigError`; `EngineError` with what the process says is wrong.
-        """
-        start = time.perf_counter()
-        process = _EngineProcess()  # it imports PyTorch while the small files are read here
+        """`launch`, and wait until it is ready. The process shows its progress on the terminal. Raises as `ready`."""
+        engine = cls.launch(config)
         try:
-            input_processor = await asyncio.to_thread(InputProcessor.load, config)
-        except BaseException:
-            process.end(kill=True)
-            raise
-        engine = cls(input_processor, process, config.stream_interval)
-        try:
-            process.send(Start(input_processor.local(config), input_processor.eos_token_ids))
-            ready = await engine._ready
+            await engine.ready()
         except BaseException:
             engine.close()
             raise
-        process.remove_sockets()
-        engine.max_model_len, engine.stats = ready.max_model_len, ready.stats
-        engine.num_blocks, engine.block_size = ready.num_blocks, ready.block_size
-        engine.summary = f"{ready.summary} · ready in {time.perf_counter() - start:.1f} s"
         return engine
 
+    async def ready(self) -> None:
+        """Wait until the model is loaded for the first time; what is below `state` is there from then on.
+
+        Raises `ModelError`, `TokenizerError`, `ConfigError`; `EngineError` with what the process says is wrong.
+        """
+        await asyncio.shield(self._ready)
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine is doing at this moment."""
+        return self._states.state
+
+    async def state_change(self, seen: EngineState) -> EngineState:
+        """The present state, once it is another one than `seen`."""
+        return await self._states.change(seen)
+
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     block_size: int
     summary: str  # the start in one line
@@ -104,7 +117,13 @@ class AsyncEngine:
     @property
     def pid(self) -> int:
         """Of the engine process."""
-        return self._process.pid
+        return self._supervisor.process.pid
+
+    @property
+    def _input_processor(self) -> InputProcessor:
+        if self._processor is None:
+            raise EngineError("the engine is starting: nothing is known of the model yet")
+        return self._processor
 
     @property
     def model_name(self) -> str:
@@ -155,7 +174,8 @@ class AsyncEngine:
 
         The engine begins at once, whether or not the answer is read yet. A slow reader gets fewer and longer updates.
 
-        `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is or gets lost.
+        `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is gone for good, or lost
+        after the answer has begun.
         Closing or dropping the iterator, or cancelling the task that waits for it, ends the request.
         """
         if request.sampling.n != 1:
@@ -168,16 +188,18 @@ class AsyncEngine:
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
-        stream = self._streams[request_id] = _Stream(output, self._stream_interval, self._pace)
-        self._process.send(Add(request))
+        stream = self._streams[request_id] = _Stream(request, output, self._config.stream_interval, self._pace)
+        self.outstanding.add(request_id, request.owner)
+        self._supervisor.send(Add(request))
         return _Updates(stream, lambda: self._forget(request_id, stream))
 
     def _forget(self, request_id: str, stream: _Stream) -> None:
         """The reader of the stream wants no more: end the request if it has not ended."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            if not stream.output.finished and not self.dead:
-                self._process.send(Abort(request_id))
+            self.outstanding.end(request_id)
+            if not stream.output.finished:
+                self._supervisor.send(Abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets what there is, with `finish_reason` "abort". Unknown ids are fine."""
@@ -190,8 +212,9 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
-        if stream is not None and not stream.output.finished and not self.dead:
-            self._process.send(Abort(request_id))
+        if stream is not None and not stream.output.finished:
+            self._supervisor.send(Abort(request_id))
+            self.outstanding.end(request_id)
             stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
 
     def close(self) -> None:
@@ -201,55 +224,77 @@ class AsyncEngine:
         self._closed = True
         if self._compile_threads is not None:
             self._compile_threads.shutdown(wait=False, cancel_futures=True)
-        if not self.dead:
-            self._die("the engine was closed")
-        self._reader.cancel()
-        started = self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None
-        self._process.end(kill=not started)
+        if self.state.phase != "dead":
+            self._end("the engine was closed")
+        self._task.cancel()
+        self._supervisor.close()
 
-    async def _read(self) -> None:
-        while True:
-            match decode_event(await self._process.receive()):
-                case Step(outputs, stats):
-                    self.stats = stats
-                    self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
-                    deliver(outputs, self._streams, time.monotonic())
-                case Ready() as ready:
-                    self._ready.set_result(ready)
-                case Failed(message):
-                    self._ready.set_exception(EngineError(message))
+    async def _run(self) -> None:
+        """Load what this process needs of the model, then keep an engine process running."""
+        try:
+            self._processor = processor = await asyncio.to_thread(InputProcessor.load, self._config, self._progress())
+            self._end(await self._supervisor.run(Start(processor.local(self._config), processor.eos_token_ids)))
+        except Exception as error:
+            if self._ready.done():
+                _log.critical("the engine process cannot be watched any more", exc_info=error)
+            else:
+                self._ready.set_exception(error)
+            self._end(str(error))
 
-    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
-        if not reader.cancelled() and (error := reader.exception()) is not None:
-            _log.critical("what the engine process says cannot be understood", exc_info=error)
-            self._die("what the engine process says cannot be understood")
+    def _progress(self) -> Callable[[str, int, int], None]:
+        """For another thread to say how far it is."""
+        loop, states = asyncio.get_running_loop(), self._states
 
-    async def _exited(self, code: int) -> None:
-        """The process has ended, and not because it was told to."""
-        if self._closed:
-            return
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
-                how += " (perhaps the machine ran out of memory)"
-        else:
-            how = f"ended with exit code {code}"
-        self.dead = True
-        await asyncio.sleep(DRAIN_SECONDS)
-        if not self._ready.done():
-            self._ready.set_exception(EngineError(f"the engine process {how} while starting"))
-        elif not self._closed:
-            _log.critical("the engine process %s", how)
-            self._die(f"the engine process {how}")
+        def progress(phase: str, done: int, total: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(states.advance, phase, done / total if total else None)
 
-    def _die(self, how: str) -> None:
-        self.dead, self.death = True, how
+        return progress
+
+    # ---- what the supervisor tells ----
+
+    def started(self, ready: Ready) -> None:
+        """The process takes requests: it gets all that wait for it."""
+        self.max_model_len, self.stats = ready.max_model_len, ready.stats
+        self.num_blocks, self.block_size = ready.num_blocks, ready.block_size
+        self.max_num_seqs = ready.max_num_seqs
         for stream in self._streams.values():
-            stream.close(how)
+            if not stream.output.finished and not stream.is_closed:
+                self._supervisor.send(Add(stream.request))
+        if not self._ready.done():
+            self.summary = f"{ready.summary} · ready in {time.perf_counter() - self._launched:.1f} s"
+            self._ready.set_result(None)
+
+    def stepped(self, step: Step) -> None:
+        """A step's outputs, for those who wait for them."""
+        self.stats = step.stats
+        self.step_tokens.see(step.stats)
+        self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
+        deliver(step.outputs, self._streams, time.monotonic())
+        for output in step.outputs.outputs:
+            if output.finish_reason is not None:
+                self.outstanding.end(output.request_id)
+
+    def lost(self, reason: str) -> None:
+        """The process is gone. Requests whose answers have begun end, and so do those that have seen this too often."""
+        self.stats = None
+        for stream in self._streams.values():
+            stream.num_losses += 1
+            if stream.has_begun or stream.num_losses > MAX_LOSSES:
+                stream.close(reason)
+
+    def _end(self, reason: str) -> None:
+        """The process is gone, and no other will come."""
+        self.stats = None
+        if not self._ready.done():
+            self._ready.set_exception(EngineDeadError(reason))
+        self._states.enter("dead", reason=reason)
+        for stream in self._streams.values():
+            stream.close(reason)
 
     def _check_alive(self) -> None:
-        if self.dead:
-            raise EngineDeadError(self.death or "the engine process is gone")
+        if self.state.phase == "dead":
+            raise EngineDeadError(self.state.reason)
 
 
 @dataclass(slots=True)
@@ -262,15 +307,25 @@ class _Pace:
 class _Stream:
     """An `OutputCollector` that one task can wait for."""
 
-    def __init__(self, output: OutputCollector, interval: int, pace: _Pace) -> None:
+    def __init__(self, request: EngineRequest, output: OutputCollector, interval: int, pace: _Pace) -> None:
         """`interval`: tokens per update, after the first token and unless it carries more than tokens."""
-        self.output = output
+        self.request, self.output = request, output
+        self.num_losses = 0  # of the engine process, since the request came
         self.ready = False  # there is something to take
         self._interval, self._pace, self._num_held = interval, pace, 0
         self._latest = 0.0  # when tokens last made it ready
         self._death: str | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the answer has come."""
+        return self.output.metrics.first_token_ts > 0 or self.output.finished
+
+    @property
+    def is_closed(self) -> bool:
+        return self._death is not None
 
     def add(self, output: EngineOutput, now: float) -> None:
         if not self.output.finished:
@@ -352,71 +407,3 @@ class _Updates(AsyncGenerator[RequestUpdate, None]):
         if not self._ended:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
                 self._loop.call_soon_threadsafe(self._forget)
-
-
-class _EngineProcess:
-    """The child process, its two sockets and its lifeline."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="quire-")  # only this user may enter it
-        commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PUSH)
-        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
-        for socket in (self._commands, self._events):
-            socket.set_hwm(0)
-            socket.linger = 0
-        self._commands.reconnect_ivl = 10  # milliseconds between tries until the child listens
-        self._commands.connect(commands)
-        self._events.bind(events)
-        root = str(Path(__file__).resolve().parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", ENGINE_MODULE, commands, events],
-            stdin=subprocess.PIPE,
-            process_group=0,  # a terminal's Ctrl-C is for the parent, even before the child can ignore it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def send(self, command: Command) -> None:
-        self._commands.send(encode(command), zmq.NOBLOCK)
-
-    async def receive(self) -> bytes:
-        return await self._events.recv()
-
-    def on_exit(self, callback: Any) -> None:
-        """Run the coroutine function `callback(exit code)` in this event loop when the process has ended."""
-        loop = asyncio.get_running_loop()
-
-        def watch() -> None:
-            code = self._popen.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers are gone
-                loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(callback(code))))
-
-        tasks: set[asyncio.Task[None]] = set()
-        threading.Thread(target=watch, name="engine process watch", daemon=True).start()
-
-    def remove_sockets(self) -> None:
-        """Both sides are connected: their names in the file system are not needed any more, whatever happens."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def end(self, kill: bool) -> None:
-        if kill:
-            self._popen.kill()
-        else:
-            self.send(Shutdown())
-        try:
-            self._popen.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        assert self._popen.stdin is not None
-        self._popen.stdin.close()
-        self._commands.close()
-        self._events.close()
-        self._context.term()
-        self.remove_sockets()

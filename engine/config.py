@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
+QUANTIZATIONS = ("fp8", "int8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -38,6 +40,12 @@ class EngineConfig:
         "of weights and activations; auto: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU",
         choices=("auto", "float32", "float16", "bfloat16", "float", "half"),
     )
+    quantization: str | None = flag(
+        None,
+        "of the weights: fp8 and int8 round those of a float checkpoint while loading; a quantised one says itself",
+        short="-q",
+        choices=QUANTIZATIONS,
+    )
     device: str = flag("auto", "auto: a GPU when there is one", choices=("auto", "cpu", "cuda"))
     seed: int = flag(
         0, "of the sampling of requests that bring no seed, and of dummy weights", at_least=0, at_most=2**63 - 1
@@ -60,6 +68,9 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV cache of prompts that begin alike")
 
+    tensor_parallel_size: int = flag(
+        1, "GPUs of this machine that hold the model together; on a CPU, processes", at_least=1, at_most=64
+    )
     gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", above=0, at_most=1)
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
@@ -87,6 +98,14 @@ class EngineConfig:
     )
     max_logprobs: int = flag(
         20, "most log-probabilities that a request may ask for at a position", at_least=0, at_most=20
+    )
+    engine_restarts: int = flag(
+        5,
+        "how often in ten minutes an engine process that died or hangs is started again; then the server ends",
+        at_least=0,
+    )
+    engine_watchdog_timeout: float = flag(
+        120.0, "seconds without a sign of life after which the engine process is taken to hang; 0: never", at_least=0
     )
     disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
     debug_checks: bool = flag(False, "verify the scheduler's bookkeeping after every step: slow, to find bugs")

@@ -23,13 +23,15 @@ from engine.errors import EngineError
 from engine.input_processor import load_tokenizer, vocabulary_of
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
+from engine.models.progress import Progress, silent
+from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import runner_options
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.options import RunnerOptions
-from engine.worker.startup import build_runner
+from engine.worker.ranks import build_runner
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `startup.build_runner`
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `ranks.build_runner`
 
 
 class Engine:
@@ -81,17 +83,21 @@ class Engine:
         spec: ModelSpec | None = None,
         eos_token_ids: Iterable[int] = (),
         offline: bool = False,
-        progress: bool = True,
+        progress: Progress = silent,
         build_runner: BuildRunner = build_runner,
     ) -> None:
         """`spec`: of the model, where it has been read. `eos_token_ids`: ends of text beyond those of the specification.
-        `offline`: tuned for throughput.
+        `offline`: tuned for throughput. `progress`: is told how far the start is.
 
         Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
         """
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder) if spec is None else spec
-        spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))))
+        spec = replace(
+            spec,
+            eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))),
+            quantization=choose_quantization(spec.quantization, config.quantization),
+        )
         self.spec = spec
         self.options = runner_options(config, spec, offline)
         self.runner = _build(build_runner, folder, spec, self.options, progress)
@@ -118,8 +124,9 @@ class Engine:
         if size < 1:
             size, unit = size * 1024, "MiB"
         quantised = "" if self.options.kv_dtype == self.options.dtype else ", fp8"
+        weights = f" · {self.spec.quantization.method} weights" if self.spec.quantization else ""
         return (
-            f"{self._name} · {str(self.options.dtype).removeprefix('torch.')} · {runner.device_name} · "
+            f"{self._name} · {str(self.options.dtype).removeprefix('torch.')}{weights} · {runner.device_name} · "
             f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}{quantised}) · "
             f"context {runner.max_model_len:,}"
         )
@@ -196,7 +203,7 @@ class Engine:
         ]
 
     def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
+        return self.scheduler.stats(self._grammars.num_held)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""
@@ -218,7 +225,7 @@ def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Voc
     return vocabulary_of(load_tokenizer(config, folder), spec.vocab_size, spec.eos_token_ids)
 
 
-def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: bool) -> Runner:
+def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: Progress) -> Runner:
     try:
         return build(folder, spec, options, progress=progress)
     except KVCacheTooSmallError as error:

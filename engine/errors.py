@@ -12,7 +12,7 @@ class EngineError(RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process is gone: nothing can be generated any more."""
+    """The engine process was lost, and with it the answer that it worked on; or it is gone for good."""
 
 
 class TagsError(ValueError):

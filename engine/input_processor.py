@@ -19,6 +19,7 @@ from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
 from engine.models.pooling_config import read_pooling
+from engine.models.progress import Progress, silent
 from engine.models.spec import ModelSpec
 from engine.structured.grammar import (
     Compiler,
@@ -56,9 +57,11 @@ class InputProcessor:
     default_pooling: str = "last"
 
     @classmethod
-    def load(cls, config: EngineConfig) -> InputProcessor:
+    def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
         """Find the model, download it if need be, and read its small files. Raises `ModelError`, `TokenizerError`."""
-        folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+        folder = resolve_model(
+            config.model, revision=config.revision, download_dir=config.download_dir, progress=progress
+        )
         spec = read_spec(folder)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
         return cls(

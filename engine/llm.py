@@ -41,6 +41,7 @@ from engine.output_collector import (
     logprobs_by_id,
     with_samples,
 )
+from engine.progress import TerminalProgress
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 
@@ -68,7 +69,9 @@ class LLM:
         self.config = EngineConfig(model=model, **settings)
         self._input_processor = processor = InputProcessor.load(self.config)
         config, ends = processor.local(self.config), processor.eos_token_ids
-        self._engine = Engine(config, spec=processor.spec, eos_token_ids=ends, offline=True)
+        self._engine = Engine(
+            config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress()
+        )
         self._ids = itertools.count()
         self._broken = False
         self._process = os.getpid()

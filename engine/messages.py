@@ -39,18 +39,27 @@ Command = Start | Add | Abort | Shutdown
 # Events: engine process → API process
 
 
+class Starting(msgspec.Struct, tag=True):
+    """How far the start is; see `engine.models.progress`."""
+
+    phase: str
+    done: int
+    total: int
+
+
 class Ready(msgspec.Struct, tag=True):
     """The answer to `Start` when all is well."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    max_num_seqs: int
     stats: SchedulerStats
     summary: str  # the start in one line
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The answer to `Start` when it is not; the process ends."""
+    """Why the process ends now: it cannot start, or cannot go on."""
 
     message: str
 
@@ -62,7 +71,7 @@ class Step(msgspec.Struct, tag=True):
     stats: SchedulerStats
 
 
-Event = Ready | Failed | Step
+Event = Starting | Ready | Failed | Step
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.input_processor import context_length
 from engine.models.spec import ModelSpec
-from engine.worker.device import DeviceNotFoundError, find_device
+from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import RunnerOptions
 
 LARGE_MEMORY = 64 << 30  # bytes that hold the contexts of a thousand requests
@@ -56,4 +56,11 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
+        num_ranks=_num_ranks(config.tensor_parallel_size, device),
     )
+
+
+def _num_ranks(size: int, device: Device) -> int:
+    if device.is_accelerator and size > (count := torch.cuda.device_count()):
+        raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs that PyTorch sees here, got {size}")
+    return size

@@ -25,6 +25,7 @@ class RequestMetrics:
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    prefix_miss: str = ""  # why no more of the prompt was in the prefix cache: as of `BlockManager.miss_reason`
 
     @property
     def first_token_latency(self) -> float:
@@ -182,7 +183,7 @@ class OutputCollector:
             self.finished = True
         if output.queued_time:
             metrics.queued_ts, metrics.scheduled_ts = output.queued_time, output.scheduled_time
-            metrics.num_preemptions = output.num_preemptions
+            metrics.num_preemptions, metrics.prefix_miss = output.num_preemptions, output.prefix_miss
             self._num_cached_tokens = output.num_cached_tokens
 
     def add_token(self, token_id: int, now: float) -> None:

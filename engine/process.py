@@ -1,7 +1,7 @@
 """The engine in a process of its own: commands in, one message per step out.
 
-Started as `python -m engine.process COMMANDS EVENTS`, the addresses of two sockets. Its standard input is its lifeline:
-when that closes, the parent is gone, however it died, and this process ends at once.
+Started as `python -m engine.process COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file. Its standard input
+is its lifeline: when that closes, the parent is gone, however it died, and this process ends at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +24,17 @@ from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
+from engine.heartbeat import Heartbeat
 from engine.log import configure_logging, debugging
-from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Step, decode_command, encode
+from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Starting, Step, decode_command, encode
 from engine.models.errors import ModelError
+from engine.models.progress import Progress, silent
+from engine.progress import TerminalProgress
 
 _log = logging.getLogger(__name__)
+
+IDLE_MILLISECONDS = 500  # between signs of life without work
+PROGRESS_SECONDS = 0.1  # between two messages about a phase of the start
 
 
 class Steppable(Protocol):
@@ -42,40 +50,38 @@ class Steppable(Protocol):
 class EngineLoop:
     """Takes all commands that wait, makes one step, sends what it gave. Without work it sleeps until a command comes."""
 
-    def __init__(self, engine: Steppable, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
-        self._engine, self._commands, self._events = engine, commands, events
-        self._active: set[str] = set()  # unfinished requests
+    def __init__(
+        self, engine: Steppable, commands: zmq.Socket[bytes], events: zmq.Socket[bytes], beat: Callable[[], None]
+    ) -> None:
+        """`beat`: called for each step, and now and then without work."""
+        self._engine, self._commands, self._events, self._beat = engine, commands, events, beat
         self._last_stats: SchedulerStats | None = None
 
     def run(self) -> None:
-        """Until `Shutdown`. An exception from a step is raised again once every request has its final output, an error."""
-        try:
-            while self.run_once():
-                pass
-        except Exception:
-            self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error") for request_id in self._active]))
-            raise
+        """Until `Shutdown`. An exception is of the whole engine, which is of no further use."""
+        while self.run_once():
+            pass
 
     def run_once(self) -> bool:
         """Commands, a step, its message. False after `Shutdown`."""
+        self._beat()
         if not self._take_commands():
             return False
         self._publish(self._engine.step() if self._engine.has_work() else StepOutputs())
         return True
 
     def _take_commands(self) -> bool:
-        wait = not self._engine.has_work()
+        while not self._engine.has_work() and not self._commands.poll(IDLE_MILLISECONDS):
+            self._beat()
         while True:
             try:
-                message = self._commands.recv(0 if wait else zmq.NOBLOCK)
+                message = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            wait = False
             match decode_command(message):
                 case Add(request):
                     self._add(request)
                 case Abort(request_id):
-                    self._active.discard(request_id)
                     self._engine.abort(request_id)
                 case Shutdown():
                     return False
@@ -89,13 +95,8 @@ class EngineLoop:
         except ValueError as error:  # the API process checks first, so this is about this engine's memory
             _log.error("request %s: %s", request_id, error)
             self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error")]))
-        else:
-            self._active.add(request_id)
 
     def _publish(self, outputs: StepOutputs) -> None:
-        for output in outputs.outputs:
-            if output.finish_reason is not None:
-                self._active.discard(output.request_id)
         stats = self._engine.stats()
         if outputs or stats != self._last_stats:
             self._last_stats = stats
@@ -107,6 +108,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says Shutdown
     threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
     configure_logging()
+    heartbeat = Heartbeat(Path(sys.argv[3]))  # before `Ready`, when the parent removes the file
     with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as events:
         for socket in (commands, events):
             socket.set_hwm(0)  # what waits is bounded by the tokens of the requests that run
@@ -115,35 +117,57 @@ def main(build: Callable[..., Any] = Engine) -> None:
         events.linger = 1000
         start = decode_command(commands.recv())
         assert isinstance(start, Start)
-        answer = _start(start, build)
-        events.send(encode(answer[1]))
-        engine = answer[0]
+        engine, answer = _start(start, build, _Progress(events))
+        events.send(encode(answer))
         if engine is None:
             sys.exit(1)
         try:
-            EngineLoop(engine, commands, events).run()
-        except Exception:
+            EngineLoop(engine, commands, events, heartbeat.beat).run()
+        except Exception as error:
             _log.critical("a step failed, the engine stops", exc_info=True)
+            events.send(encode(Failed(f"a step failed: {_described(error)}")))
             sys.exit(1)
         engine.close()
 
 
-def _start(start: Start, build: Callable[..., Any]) -> tuple[Any, Event]:
+class _Progress:
+    """Draws the progress of the start, and sends it."""
+
+    def __init__(self, events: zmq.Socket[bytes]) -> None:
+        self._events, self._terminal = events, TerminalProgress()
+        self._phase, self._sent = "", 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self._terminal(phase, done, total)
+        now = time.monotonic()
+        if phase != self._phase or now - self._sent > PROGRESS_SECONDS:
+            self._phase, self._sent = phase, now
+            self._events.send(encode(Starting(phase, done, total)))
+
+
+def _start(start: Start, build: Callable[..., Any], progress: Progress = silent) -> tuple[Any, Event]:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))  # on a CPU the API process needs a core of its own
     try:
-        engine = build(start.config, eos_token_ids=start.eos_token_ids)
+        engine = build(start.config, eos_token_ids=start.eos_token_ids, progress=progress)
     except Exception as error:
         if debugging():
             _log.exception("the engine cannot start")
         if isinstance(error, (ConfigError, EngineError, ModelError)):
             return None, Failed(str(error))
-        return None, Failed(f"{type(error).__name__}: {error} (QUIRE_LOG_LEVEL=debug shows where)")
+        return None, Failed(f"{_described(error)} (QUIRE_LOG_LEVEL=debug shows where)")
     gc.collect()
     gc.freeze()  # what is loaded by now stays: garbage collection looks at requests only
     runner = engine.runner
-    ready = Ready(runner.num_blocks, runner.block_size, runner.max_model_len, engine.stats(), engine.summary())
+    max_num_seqs = engine.options.max_num_seqs
+    ready = Ready(
+        runner.num_blocks, runner.block_size, runner.max_model_len, max_num_seqs, engine.stats(), engine.summary()
+    )
     return engine, ready
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _die_with_parent() -> None:

@@ -18,7 +18,11 @@ from kernels.plan import FEW_SEQS as FEW_SEQS
 from kernels.plan import DecodePlan as DecodePlan
 from kernels.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.plan import prefill_tile_queries as prefill_tile_queries
+from kernels.quantized_weight import Kind as Kind
+from kernels.quantized_weight import QuantizedWeight as QuantizedWeight
+from kernels.quantized_weight import Weight as Weight
 from kernels.reference import Part as Part
+from kernels.reference import pack_nibbles as pack_nibbles
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,6 +87,8 @@ rms_norm = _dispatched(reference.rms_norm)
 add_rms_norm = _dispatched(reference.add_rms_norm)
 silu_and_mul = _dispatched(reference.silu_and_mul)
 pack_weight = _dispatched(reference.pack_weight)
+dequantize = _dispatched(reference.dequantize)
+quantize_rows = _dispatched(reference.quantize_rows)
 linear = _dispatched(reference.linear)
 linear_add = _dispatched(reference.linear_add)
 norm_linear = _dispatched(reference.norm_linear)

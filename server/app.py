@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
 from server.http.bodies import Bodies, StrictJSONRoute
+from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
-from server.http.middleware import HTTPMetricsMiddleware, RequestIdMiddleware
+from server.http.middleware import RequestMiddleware
 from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
+from server.observability.processes import EventLoopLag, ProcessesCollector
 from server.openai import chat, completions, embeddings, models, responses
 from server.openai.errors import error_body
 from server.settings import ServerConfig
@@ -57,22 +60,28 @@ def create_app(
     metrics = Metrics(
         names[0],
         lambda: engine.stats,
+        engine.step_tokens,
         max_model_len=engine.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
         cache_dtype=kv_cache_dtype,
     )
+    metrics.registry.register(ProcessesCollector(lambda: {"api": os.getpid(), "engine": engine.pid}))
+    lag = EventLoopLag(metrics.registry)
     workers = Workers()
     model = ServedModel(engine, settings, names, metrics, workers)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        log = log_statistics(lambda: engine.stats, settings.log_stats_interval) if log_stats else asyncio.sleep(0)
-        task = asyncio.create_task(log)
+        tasks = [asyncio.create_task(lag.watch())]
+        if log_stats:
+            log = log_statistics(lambda: engine.stats, settings.log_stats_interval)
+            tasks.append(asyncio.create_task(log))
         try:
             yield
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
             workers.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -84,13 +93,17 @@ def create_app(
     add_error_handlers(app, formats)
     if (keys := settings.read_keys()) is not None:
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
+    else:
+        # A proxy in front of a Unix socket passes on whatever name it is called by; no browser reaches the socket.
+        hosts = ("*",) if settings.uds else (*settings.allowed_hosts, settings.host)
+        app.add_middleware(
+            BrowserMiddleware, formats=formats, allowed_hosts=hosts, allowed_origins=settings.allowed_origins
+        )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    if settings.enable_request_id_headers:
-        app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(HTTPMetricsMiddleware, metrics=metrics)
+    app.add_middleware(RequestMiddleware, metrics=metrics, answers_id=settings.enable_request_id_headers)
     for api in APIS:
         api.add_routes(app, model)
     add_reference(app, APIS, names[0])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
@@ -42,13 +45,6 @@ def new_key() -> str:
 def hashed(key: str) -> str:
     """A key as a file has it."""
     return MARK + hashlib.sha256(key.encode()).hexdigest()
-
-
-def check_name(name: str) -> str:
-    """`name`, which may stand in logs and metrics. `ConfigError` otherwise."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"the name of a key must be 1 to 64 letters, digits or ._@-, got {name[:100]!r}")
-    return name
 
 
 class KeyRing:
@@ -100,42 +96,90 @@ def read_keys(path: Path) -> dict[bytes, Caller]:
     The file is YAML (or JSON): `NAME: KEY` lines, with an `Entry` instead of the key where there is more to say. A key is
     `sha256:` and its hash, or the key itself. A file may also hold nothing but one key.
     """
-    entries = _entries(path)
+    label = f"api_key_file {path}"
+    callers = _callers(_entries(_read(path, label), label), label)
+    if not callers:
+        raise ConfigError(f"{label}: holds no key that could open the server")
+    return callers
+
+
+def add_to_file(path: Path, name: str, entry: Entry) -> None:
+    """Append a line to a file of keys; a new one only its owner may read. `ConfigError` when the name is taken."""
+    label = f"file {path}"
+    before = _read(path, label) if path.exists() else b""
+    if name in _entries(before, label):
+        raise ConfigError(f"{label}: {name} has a key there")
+    line = (b"\n" if before and not before.endswith(b"\n") else b"") + entry_line(name, entry).encode() + b"\n"
+    _entries(before + line, label)  # the file may not be of lines
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
+            file.write(line)
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot be written ({error.strerror or error})") from None
+
+
+def entry_line(name: str, entry: Entry) -> str:
+    """A line of a file of keys, without its end. `ConfigError` when it would not be read."""
+    _callers({name: entry}, "key")
+    more = msgspec.to_builtins(entry)
+    if list(more) == ["key"]:
+        return f"{name}: {entry.key}"
+    return f"{name}: {{{', '.join(f'{field}: {json.dumps(value)}' for field, value in more.items())}}}"
+
+
+def _callers(entries: Mapping[str, str | list[str] | Entry], label: str) -> dict[bytes, Caller]:
     callers: dict[bytes, Caller] = {}
     for name, value in entries.items():
         entry = value if isinstance(value, Entry) else Entry(value)
         limits = (entry.requests_per_minute, entry.tokens_per_minute)
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{label}: a name must be 1 to 64 letters, digits or ._@-, got {name[:100]!r}")
         if any(limit is not None and limit < 1 for limit in limits):
-            raise ConfigError(f"api_key_file {path}: the limits of {name} must be at least 1")
-        caller = Caller(check_name(name), entry.priority, *limits)
+            raise ConfigError(f"{label}: the limits of {name} must be at least 1")
+        caller = Caller(name, entry.priority, *limits)
         for key in [entry.key] if isinstance(entry.key, str) else entry.key:
-            other = callers.setdefault(_digest(key, f"api_key_file {path}: the key of {name}"), caller)
+            other = callers.setdefault(_digest(key, f"{label}: the key of {name}"), caller)
             if other.name != name:
-                raise ConfigError(f"api_key_file {path}: {other.name} and {name} have the same key")
-    if not callers:
-        raise ConfigError(f"api_key_file {path}: holds no key that could open the server")
+                raise ConfigError(f"{label}: {other.name} and {name} have the same key")
     return callers
 
 
-def _entries(path: Path) -> Mapping[str, str | list[str] | Entry]:
+class _Loader(yaml.BaseLoader):
+    """All values as texts; no name twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise yaml.constructor.ConstructorError(problem="a name is there twice", problem_mark=node.start_mark)
+        return mapping
+
+
+def _read(path: Path, label: str) -> bytes:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise ConfigError(f"api_key_file {path}: is larger than {MAX_FILE_BYTES >> 20} MiB")
-        content = yaml.load(text, yaml.BaseLoader)
     except OSError as error:
-        raise ConfigError(f"api_key_file {path}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{label}: cannot be read ({error.strerror or error})") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{label}: is larger than {MAX_FILE_BYTES >> 20} MiB")
+    return text
+
+
+def _entries(text: bytes, label: str) -> Mapping[str, str | list[str] | Entry]:
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"{label}: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:  # the text of the first shows lines of the file
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = f" in line {line + 1}" if line is not None else ""
-        raise ConfigError(f"api_key_file {path}: is not YAML{where}") from None
+        raise ConfigError(f"{label}: is not YAML{where}") from None
     if isinstance(content, str) and content and not content.split()[1:]:
         return {"key": content}
     try:
         return msgspec.convert(content or {}, dict[str, str | list[str] | Entry], strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"api_key_file {path}: must hold 'NAME: KEY' lines ({error})") from None
+        raise ConfigError(f"{label}: must hold 'NAME: KEY' lines ({error})") from None
 
 
 def _digest(key: str, label: str) -> bytes:

@@ -23,6 +23,7 @@ from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
 from engine.output_collector import RequestMetrics, RequestUpdate
+from engine.step_tokens import BOUNDS, StepTokens
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 2
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
                 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FINISH_REASONS = ("stop", "length", "abort", "error")
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
@@ -47,19 +49,20 @@ class Metrics:
         self,
         model_name: str,
         stats: Stats,
+        step_tokens: StepTokens,
         *,
         max_model_len: int,
         block_size: int,
         num_blocks: int,
         cache_dtype: str = "auto",
     ) -> None:
-        """`stats`: the engine's newest statistics; None before its first step."""
+        """`stats`: the engine's newest statistics; None before its first step. `step_tokens`: of its steps."""
         self.registry = CollectorRegistry()
         self._labels = (model_name, _ENGINE)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": cache_dtype}
-        self.registry.register(_EngineCollector(stats, self._labels, cache))
+        self.registry.register(_EngineCollector(stats, step_tokens, self._labels, cache))
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have begun")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
@@ -67,12 +70,15 @@ class Metrics:
         self._computed = by_source.labels(*self._labels, "local_compute")
         self._local_hits = by_source.labels(*self._labels, "local_cache_hit")
         self._finished = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
+        for reason in _FINISH_REASONS:  # a rate needs the 0 before the first 1
+            self._finished.labels(*self._labels, reason)
         self._rejected = Counter(
             "vllm:admission_rejections",
             "Requests refused at the door",
             ("model_name", "reason"),
             registry=self.registry,
         )
+        self._rejected.labels(model_name, "queue_full")
         self._add_histograms(_one_two_five(max_model_len))
         self.http_requests = Counter(
             "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
@@ -122,7 +128,8 @@ class Metrics:
 
     def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
         """For one sample of a request, which is to be shown each of its updates. `UNSAMPLED`: it is an embedding."""
-        return SampleWatch(self, num_prompt_tokens, sampling)
+        guided = sampling.structured_outputs is not None
+        return SampleWatch(self, num_prompt_tokens, sampling.max_tokens, sampling is not UNSAMPLED, guided)
 
     def request_ended(self, n: int, most_generated: int) -> None:
         """One prompt's `n` samples have all ended."""
@@ -138,27 +145,28 @@ class Metrics:
 
 @dataclass(slots=True)
 class SampleWatch:
-    """Counts what one sample's updates say."""
+    """Counts what one sample's updates say, and remembers it."""
 
     metrics: Metrics
     num_prompt_tokens: int
-    sampling: SamplingParams
-    num_tokens: int = 0
+    max_tokens: int | None
+    generates: bool  # else it is an embedding
+    guided: bool  # by a grammar
+    num_tokens: int = 0  # generated
+    num_cached_tokens: int = 0  # of the prompt
+    timings: RequestMetrics | None = None  # goes on changing; None: nothing has come yet
+    finish_reason: str | None = None
     last_token: float = 0.0
-
-    @property
-    def generates(self) -> bool:
-        return self.sampling is not UNSAMPLED
 
     def see(self, update: RequestUpdate) -> None:
         metrics, times, num_new = self.metrics, update.timings, len(update.token_ids)
         if num_new and not self.num_tokens:
             metrics._first_token.observe(times.first_token_ts - times.arrival_time)
-            self._started(update.num_cached_tokens)
+            self._started(update)
             self.last_token = times.first_token_ts
             num_new -= 1
         elif update.embedding is not None:
-            self._started(update.num_cached_tokens)
+            self._started(update)
         if num_new and self.last_token:
             seconds = (times.last_token_ts - self.last_token) / num_new
             metrics.between.observe(seconds, num_new)
@@ -169,10 +177,12 @@ class SampleWatch:
 
     def abandoned(self) -> None:
         """The client has gone, or the engine has, before the sample was finished."""
+        self.finish_reason = "abort"
         self.metrics.count_end("abort")
 
-    def _started(self, num_cached: int) -> None:
-        metrics = self.metrics
+    def _started(self, update: RequestUpdate) -> None:
+        metrics, num_cached = self.metrics, update.num_cached_tokens
+        self.timings, self.num_cached_tokens = update.timings, num_cached
         metrics._prompt_tokens.inc(self.num_prompt_tokens)
         metrics._cached_tokens.inc(num_cached)
         metrics._local_hits.inc(num_cached)
@@ -181,13 +191,14 @@ class SampleWatch:
 
     def _ended(self, times: RequestMetrics, reason: str) -> None:
         metrics = self.metrics
+        self.timings, self.finish_reason = times, reason
         metrics.count_end(reason)
         metrics._request_prompt.observe(self.num_prompt_tokens)
         metrics._request_preemptions.observe(times.num_preemptions)
         if self.generates:
             metrics._request_generated.observe(self.num_tokens)
-            if self.sampling.max_tokens is not None:
-                metrics._request_max_tokens.observe(self.sampling.max_tokens)
+            if self.max_tokens is not None:
+                metrics._request_max_tokens.observe(self.max_tokens)
         if not (times.scheduled_ts and times.first_token_ts):
             return
         metrics._e2e.observe(times.last_token_ts - times.arrival_time)
@@ -214,28 +225,32 @@ class TokenTimes(Collector):
         self._sum += seconds * times
 
     def collect(self) -> Iterator[Metric]:
-        metric = HistogramMetricFamily(self._name, self._help, labels=_LABELS)
-        bounds = [floatToGoString(bound) for bound in (*_BETWEEN_TOKENS, math.inf)]
-        metric.add_metric(self._labels, list(zip(bounds, itertools.accumulate(self._counts), strict=True)), self._sum)
-        yield metric
+        yield _histogram(self._name, self._help, self._labels, _BETWEEN_TOKENS, self._counts, self._sum)
 
 
 class _EngineCollector(Collector):
     """The engine's own numbers, at the moment of looking."""
 
-    def __init__(self, stats: Stats, labels: tuple[str, str], cache: dict[str, str]) -> None:
-        self._stats, self._labels, self._cache = stats, labels, cache
+    def __init__(self, stats: Stats, step_tokens: StepTokens, labels: tuple[str, str], cache: dict[str, str]) -> None:
+        self._stats, self._step_tokens, self._labels, self._cache = stats, step_tokens, labels, cache
 
     def collect(self) -> Iterator[Metric]:
         info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings", labels=("engine", *self._cache))
         info.add_metric((_ENGINE, *self._cache.values()), 1)
         yield info
+        help, steps = "Tokens that a step computes: prompt tokens and generated ones", self._step_tokens
+        yield _histogram("vllm:iteration_tokens_total", help, self._labels, BOUNDS, steps.counts, steps.total)
         stats = self._stats()
         if stats is None:
             return
+        help = "Requests that wait, for blocks (capacity) or for their grammars (deferred)"
+        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", help, labels=(*_LABELS, "reason"))
+        reasons.add_metric((*self._labels, "capacity"), stats.num_waiting)
+        reasons.add_metric((*self._labels, "deferred"), stats.num_deferred)
+        yield reasons
         gauges = [
             ("num_requests_running", "Requests in the engine's batch", stats.num_running),
-            ("num_requests_waiting", "Requests that wait for the engine", stats.num_waiting),
+            ("num_requests_waiting", "Requests that wait for the engine", stats.num_waiting + stats.num_deferred),
             ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
         ]
         counters = [
@@ -251,6 +266,16 @@ class _EngineCollector(Collector):
                 yield metric
 
 
+def _histogram(
+    name: str, help: str, labels: tuple[str, str], bounds: Sequence[float], counts: Sequence[int], total: float
+) -> HistogramMetricFamily:
+    """`counts`: of the values up to each of `bounds` but beyond the one before, and of those beyond all."""
+    metric = HistogramMetricFamily(name, help, labels=_LABELS)
+    names = [floatToGoString(bound) for bound in (*bounds, math.inf)]
+    metric.add_metric(labels, list(zip(names, itertools.accumulate(counts), strict=True)), total)
+    return metric
+
+
 def _one_two_five(most: int) -> list[float]:
     """1, 2, 5, 10, 20, 50 … up to `most`."""
     return [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5) if step * 10**power <= most]
@@ -262,7 +287,9 @@ async def log_statistics(stats: Stats, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
         now, after = time.monotonic(), stats()
-        if after is not None and (after != before or after.num_running or after.num_waiting):
+        if before and after and after.generation_tokens < before.generation_tokens:
+            before = None  # another engine process counts from 0
+        if after is not None and (after != before or after.num_running or after.num_waiting or after.num_deferred):
             _log.info(statistics_line(before, after, now - at))
         before, at = after, now
 
@@ -275,6 +302,6 @@ def statistics_line(before: SchedulerStats | None, after: SchedulerStats, second
     return (
         f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
-        f"Running: {after.num_running} reqs, Waiting: {after.num_waiting} reqs, "
+        f"Running: {after.num_running} reqs, Waiting: {after.num_waiting + after.num_deferred} reqs, "
         f"GPU KV cache usage: {after.kv_cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}"
     )

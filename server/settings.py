@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
+from engine.log import FORMATS
 from server.keys import KeyRing
 from server.parsing.reasoning import REASONING_FORMATS
 from server.parsing.tools import TOOL_FORMATS
@@ -46,10 +47,16 @@ class ServerConfig:
         metavar="FILE",
     )
     open_metrics: bool = flag(False, "/metrics needs no key")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "further names that a server without keys is called by, *.example.org for all that end so, * for any; addresses "
+        "and local names always are",
+        metavar="NAME",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
     )
-    enable_request_id_headers: bool = flag(False, "answer with an X-Request-Id header, the client's own if it sent one")
+    enable_request_id_headers: bool = flag(True, "answer with an X-Request-Id header, the client's own if it sent one")
 
     chat_template: str | None = flag(
         None, "file with a Jinja chat template, or the template itself, instead of the model's", metavar="FILE"
@@ -75,8 +82,8 @@ class ServerConfig:
     max_stored_responses: int = flag(
         1000, "responses of /v1/responses that are kept in memory, to be asked for or continued", at_least=0
     )
-    max_num_queued_reqs: int | None = flag(
-        None, "most requests that may wait to run; further ones are answered with 503 (else no limit)", at_least=0
+    max_num_queued_reqs: int = flag(
+        4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
     )
     max_body_bytes: int | None = flag(
         None, "most bytes of a request's body (else 4 MiB, and 32 for each token of the context)", at_least=1, size=True
@@ -91,6 +98,7 @@ class ServerConfig:
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
     )
+    log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")

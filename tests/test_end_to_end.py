@@ -129,7 +129,7 @@ def test_greedy_text_among_others(
         max_num_batched_tokens=max_num_batched_tokens,
         num_gpu_blocks_override=num_blocks,
     )
-    engine = Engine(config, progress=False)
+    engine = Engine(config)
     rng = random.Random(0)
     requests = {
         f"story-{i}": (item["prompt_ids"], SamplingParams(temperature=0, max_tokens=len(item["output_ids"])))

@@ -23,7 +23,13 @@ CONTRACT = {
     "engine.core.structured_outputs",
 }  # between policy and mechanism
 ENGINE_FACE = {"engine", "engine.text", "engine.models.errors", "engine.core.parameters"} | CONTRACT  # for the server
-NEUTRAL = {"server.http", "server.parsing", "server.generation", "server.metrics"}  # no API's spelling
+NEUTRAL = {
+    "server.http",
+    "server.parsing",
+    "server.generation",
+    "server.metrics",
+    "server.observability",
+}  # no API's spelling
 SERVER = {"server", "server.cli", "server.commands.bench", "server.openai", "server.anthropic"} | NEUTRAL | ENGINE_FACE
 ALLOWED = {
     "kernels": {"kernels"},
@@ -35,6 +41,7 @@ ALLOWED = {
     "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
     "server": SERVER,
     "server.http": {"server.http", "server.metrics"},
+    "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
     "server.parsing": {"server.parsing", "engine.core.structured_outputs"},
     "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,
     "server.openai": {"server.openai", "server.api", "server.docs.endpoint"} | NEUTRAL | ENGINE_FACE,

@@ -24,7 +24,7 @@ from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import free_port, wait_until_ready
 from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
-from engine import async_engine, process
+from engine import engine_process, process
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.flags import Parser, add_flags, check, flag, load
@@ -67,7 +67,7 @@ class PathFlags:
 class MadeUp:
     """What `engine.process` runs instead of an engine: a token for each request at each step, at given times."""
 
-    def __init__(self, config: Any, *, eos_token_ids: Any = ()) -> None:
+    def __init__(self, config: Any, *, eos_token_ids: Any = (), progress: Any = None) -> None:
         self._seconds = float(os.environ[STEP_SECONDS])
         self._left: dict[str, int] = {}
         self._begun: set[str] = set()
@@ -272,7 +272,7 @@ def main(argv: list[str]) -> int:
 def _serve(argv: list[str]) -> int:
     from server import cli
 
-    async_engine.ENGINE_MODULE = "benchmarks.micro.server_path"
+    engine_process.ENGINE_MODULE = "benchmarks.micro.server_path"
     return cli.main(["serve", *argv])
 
 

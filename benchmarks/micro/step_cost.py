@@ -156,7 +156,7 @@ def prompts(batch: int) -> list[list[int]]:
 def in_engine_process(folder: Path, batch: int, num_steps: int, prefix_caching: bool) -> Times:
     """The loop of the engine process, messages included."""
     config = EngineConfig(**settings(folder, batch, num_steps, prefix_caching))
-    engine = Engine(config, progress=False, build_runner=NoDevice.build)
+    engine = Engine(config, build_runner=NoDevice.build)
     sampling = SamplingParams(temperature=0.6, max_tokens=num_steps, stop_token_ids=[7])
     times = Times()
     times.watch(engine.scheduler, "schedule", "schedule")
@@ -170,7 +170,7 @@ def in_engine_process(folder: Path, batch: int, num_steps: int, prefix_caching: 
         front.connect("inproc://commands")
         reader.bind("inproc://events")
         events.connect("inproc://events")
-        loop = EngineLoop(engine, commands, events)
+        loop = EngineLoop(engine, commands, events, lambda: None)
         times.watch(loop, "_publish", "publish")
         for i, prompt in enumerate(prompts(batch)):
             request_id = f"chatcmpl-{i:032x}"

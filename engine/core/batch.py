@@ -119,6 +119,7 @@ class EngineOutput:
         None  # with the first token, when asked: of the prompt's second token on
     )
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
+    prefix_miss: str = ""  # why no more of the prompt was in the prefix cache
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ class SchedulerStats:
     """A snapshot for metrics and the log line. Counters only grow."""
 
     num_running: int
-    num_waiting: int
+    num_waiting: int  # for blocks or a row
     num_blocks: int
     num_free_blocks: int  # free or evictable
     num_preemptions: int
@@ -156,6 +157,7 @@ class SchedulerStats:
     prefix_hits: int  # and found
     prompt_tokens: int  # prompt tokens computed
     generation_tokens: int
+    num_deferred: int = 0  # requests whose grammars are being compiled
 
     @property
     def kv_cache_usage(self) -> float:

@@ -100,6 +100,20 @@ class BlockManager:
             del table[num_blocks:]
         return tables
 
+    def miss_reason(self, request: Request, num_matched: int) -> str:
+        """Why `match_prefix` found no more than the first `num_matched` blocks; empty: it found all that it may.
+
+        "disabled": there is no prefix cache; "not_read": each token of the prompt has a result of its own; "evicted";
+        "not_seen": no request with this salt has computed these tokens, or it was long ago.
+        """
+        if not self.enable_prefix_caching:
+            return "disabled"
+        if not request.reads_cache:
+            return "not_read"
+        if num_matched >= (request.num_prompt_tokens - 1) // self.block_size:
+            return ""
+        return "evicted" if self.pool.was_cached(self._hash(request, num_matched)) else "not_seen"
+
     def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
         """Of the prefixes of up to `num_blocks` blocks, the longest whose end every window finds published; in blocks.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
+MAX_EVICTED = 1 << 16  # hashes that are remembered, up to twice as many, to tell why a prefix was not found
 Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
 
 
@@ -22,6 +23,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._names: list[Name | None] = [None] * num_blocks  # of published blocks
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes, of lately and of before that
 
     @property
     def num_free(self) -> int:
@@ -46,15 +48,18 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """So many free blocks, emptied: their cached content is forgotten."""
-        taken = []
+        taken, evicted = [], self._evicted[0]
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
             if (name := self._names[block_id]) is not None:
                 group, block_hash = name
                 del self._published[group][block_hash]
                 self._names[block_id] = None
+                evicted.add(block_hash)
             self._num_holders[block_id] = 1
             taken.append(block_id)
+        if len(evicted) > MAX_EVICTED:
+            self._evicted = set(), evicted
         return taken
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -77,9 +82,14 @@ class BlockPool:
         if len(self._free) < self.num_blocks:
             return False
         self._names = [None] * self.num_blocks
+        self._evicted = set(), set()
         for published in self._published:
             published.clear()
         return True
+
+    def was_cached(self, block_hash: bytes) -> bool:
+        """Whether a block was published for that prefix and evicted lately, or is published for some group."""
+        return any(block_hash in known for known in (*self._evicted, *self._published))
 
     def name_of(self, block_id: int) -> Name | None:
         """None: not published."""

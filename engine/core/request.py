@@ -58,6 +58,7 @@ class Request:
         self.order = (engine_request.priority, 0)  # scheduler: priority, then the number of its arrival
 
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
+        self.prefix_miss = ""  # why not more of them were, as of `BlockManager.miss_reason`
         self.num_preemptions = 0
         # Of its second prompt token and on; None: not asked for.
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
@@ -118,6 +119,7 @@ class Request:
             self.scheduled_time,
             self.prompt_logprobs if is_first else None,
             embedding,
+            self.prefix_miss,
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:

@@ -259,7 +259,8 @@ class Scheduler:
         """Forget all cached KV, as after a change of weights. False, and no change, while a request is running."""
         return self.blocks.reset()
 
-    def stats(self) -> SchedulerStats:
+    def stats(self, num_deferred: int = 0) -> SchedulerStats:
+        """`num_deferred`: requests that are not the scheduler's yet."""
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=len(self.queues.waiting),
@@ -270,6 +271,7 @@ class Scheduler:
             prefix_hits=self._prefix_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_deferred=num_deferred,
         )
 
     def _admit(self, request: Request) -> NewRequest | None:
@@ -289,6 +291,7 @@ class Scheduler:
         if not request.scheduled_time:
             request.scheduled_time = monotonic()
             request.num_cached_tokens = request.num_computed_tokens
+            request.prefix_miss = self.blocks.miss_reason(request, len(cached[0]) if cached else 0)
             if self.blocks.enable_prefix_caching and request.reads_cache:
                 self._prefix_queries += request.num_prompt_tokens
                 self._prefix_hits += request.num_cached_tokens

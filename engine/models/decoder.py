@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(body / "norm", spec.hidden_size, eps)
         if spec.tie_word_embeddings:
-            scope = replace(scope, weight_format=FLOATS)  # the embedding's
+            scope = replace(scope, weight_formats=FLOATS)  # the embedding's
         self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 from huggingface_hub import snapshot_download
@@ -14,10 +15,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import tqdm, validate_repo_id
 
 from engine.models.errors import ModelError
 from engine.models.files import listing
+from engine.models.progress import Progress, silent
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Exports in subfolders (but not 1_Pooling), and Mistral's second copy of the weights.
@@ -25,24 +27,29 @@ OTHER_FORMATS = ["[!1]*/*", "consolidated*"]
 
 
 def resolve_model(
-    name_or_path: str, *, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+    name_or_path: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    weights: bool = True,
+    progress: Progress = silent,
 ) -> Path:
     """The folder of a model: `name_or_path` itself, or where the Hub's model of that name was downloaded to.
 
     Only files that are used are downloaded, without the safetensors when `weights` is False; what the cache holds is
-    not downloaded again. ModelError, one line, says what to do.
+    not downloaded again. `progress`: is told of the bytes. ModelError, one line, says what to do.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_file():
         raise ModelError(f"{folder}: is a file; give the folder that holds config.json and the weights")
     if not folder.is_dir():
-        folder = _download(name_or_path, revision, download_dir, weights)
+        folder = _download(name_or_path, revision, download_dir, weights, progress)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: holds no config.json (it holds {listing(folder)}); give the model's own folder")
     return folder
 
 
-def _download(repo: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+def _download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:
     try:
         validate_repo_id(repo)
     except HFValidationError:
@@ -53,7 +60,12 @@ def _download(repo: str, revision: str | None, download_dir: str | None, weights
     try:
         return Path(
             snapshot_download(
-                repo, revision=revision, cache_dir=download_dir, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS
+                repo,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                ignore_patterns=OTHER_FORMATS,
+                tqdm_class=_reporting(progress),
             )
         )
     except GatedRepoError as error:
@@ -73,6 +85,21 @@ def _download(repo: str, revision: str | None, download_dir: str | None, weights
         ) from error
     except (OSError, httpx.HTTPError) as error:
         raise ModelError(f"{repo}: the download failed ({_first_line(error)}); try again") from error
+
+
+def _reporting(progress: Progress) -> type[tqdm]:
+    """The Hub's progress bar, which tells `progress` the bytes, too, whether or not it is drawn."""
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self.disable:
+                self.n += n or 0
+            if getattr(self, "unit", "B") == "B" and self.total:
+                progress("downloading", int(self.n), int(self.total))
+            return shown
+
+    return Bar
 
 
 def _first_line(error: Exception) -> str:

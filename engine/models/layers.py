@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class CheckpointTensor:
     spans: tuple[Span, ...]  # this rank's part, along each dimension
     memory: Tensor  # its shape is the spans' lengths
     dtypes: frozenset[str] = FLOAT_DTYPES  # in which it may be stored, by safetensors' names
+    aliases: tuple[str, ...] = ()  # other names that it may have
+    take: Callable[[Tensor], None] | None = None  # fills the memory from the part in the file, where a copy does not
 
     @property
     def shape(self) -> list[int]:
@@ -37,6 +39,14 @@ class CheckpointTensor:
     @property
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(span.start, span.stop) for span in self.spans)
+
+    def fill(self, value: Tensor) -> None:
+        """From the tensor in the file."""
+        part = value.reshape(self.shape)[self.index]
+        if self.take is None:
+            self.memory.copy_(part)
+        else:
+            self.take(part)
 
 
 class CheckpointModule(nn.Module):
@@ -55,38 +65,33 @@ class CheckpointModule(nn.Module):
 
 
 class WeightFormat(ABC):
-    """How Linears of one format are stored, repacked and multiplied.
-
-    The fused products have defaults in terms of the plain one: a format overrides those for which it has a kernel.
-    """
-
-    def for_linear(self, names: Sequence[str]) -> WeightFormat:
-        """The format of the Linear whose parts have these names in the checkpoint: another one where it is excluded."""
-        return self
+    """How Linears of one format are stored in a checkpoint, and how their weights become what `kernels` multiplies by."""
 
     @abstractmethod
     def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Give `linear` its empty weights: `num_rows` × `columns` of a product in `dtype`."""
+        """Give `linear` the empty memory of its stored tensors: `num_rows` × `columns` of a product in `dtype`."""
 
     @abstractmethod
     def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        """What fills the weights, usually by `Linear.stacked`."""
+        """What fills that memory."""
 
-    def pack(self, linear: Linear) -> None:  # noqa: B027 (a format may have nothing to do)
-        """Repack the filled weights for the products of their device. They can no longer be filled."""
+    def optional_tensors(self, linear: Linear) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """What the checkpoint may hold besides: see `CheckpointModule.optional_tensors`."""
+        return iter(())
+
+    def fill_randomly(self, linear: Linear, generator: torch.Generator) -> None:  # noqa: B027 (parameters are filled anyway)
+        """Fill what is no parameter with weights of standard deviation 0.02."""
 
     @abstractmethod
-    def product(self, linear: Linear, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [T, in] Wᵀ + bias → [T, out], in `out` where that is given."""
+    def pack(self, linear: Linear) -> None:
+        """Set `linear.weight`, from the filled memory, to what the products of its device take. It can no longer be filled."""
 
-    def after_norm(self, linear: Linear, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
-        return self.product(linear, norm(x), out)
 
-    def swiglu_after_norm(self, linear: Linear, x: Tensor, norm: RMSNorm) -> Tensor:
-        return kernels.silu_and_mul(self.after_norm(linear, x, norm))
+class WeightFormats(Protocol):
+    """The formats of a checkpoint's Linears."""
 
-    def add_to(self, linear: Linear, residual: Tensor, x: Tensor) -> Tensor:
-        return residual.add_(self.product(linear, x))
+    def for_linear(self, names: Sequence[str]) -> WeightFormat:
+        """The format of the Linear whose parts have these names in the checkpoint. ModelError: they are stored differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Scope:
 
     dtype: torch.dtype
     device: torch.device
-    weight_format: WeightFormat
+    weight_formats: WeightFormats
     shard: Shard = SINGLE
     communicator: Communicator = field(default_factory=SingleRank)
     prefix: str = ""  # of the names in the checkpoint
@@ -122,7 +127,8 @@ class Linear(CheckpointModule):
     the product, which `add_to` sums; "vocab" the rows, unevenly if need be.
     """
 
-    weight: nn.Parameter
+    weight: kernels.Weight
+    stored: dict[tuple[str, str], Tensor]  # (part, name) → what a quantised checkpoint holds, until it is packed
     bias: nn.Parameter | None
 
     def __init__(
@@ -157,26 +163,26 @@ class Linear(CheckpointModule):
         self.bias_parts = dict(self.parts) if bias else {}
         if self.is_partial and self.shard.rank:  # rank 0 alone adds the bias
             self.bias_parts = {name: Span(span.total, 0, 0) for name, span in self.bias_parts.items()}
-        self.format = scope.weight_format.for_linear(list(names))
+        self.format = scope.weight_formats.for_linear(list(names))
         self.format.create(self, scope.dtype, scope.device)
         self.bias = scope.empty(self.num_rows) if any(map(len, self.bias_parts.values())) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.format.product(self, x)
+        return kernels.linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
         """The projection of the normed x, in `out` where that is given."""
-        return self.format.after_norm(self, x, norm, out)
+        return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
     def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """silu(gate) · up, where gate and up are the two stacked projections of the normed x."""
-        return self.format.swiglu_after_norm(self, x, norm)
+        return kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the projection of x, in residual's memory. With "row", x is this rank's channels."""
         if not self.is_partial:
-            return self.format.add_to(self, residual, x)
-        return residual.add_(self.communicator.all_reduce(self.format.product(self, x)))
+            return kernels.linear_add(residual, x, self.weight, self.bias)
+        return residual.add_(self.communicator.all_reduce(kernels.linear(x, self.weight, self.bias)))
 
     def pack(self) -> None:
         """Repack the filled weights for the products of their device. They can no longer be filled."""
@@ -184,23 +190,18 @@ class Linear(CheckpointModule):
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield from self.format.tensors(self)
-        yield from _stacked("bias", self.bias_parts, torch.empty(0) if self.bias is None else self.bias)
+        yield from stacked("bias", self.bias_parts, torch.empty(0) if self.bias is None else self.bias)
 
-    def stacked(self, name: str, *columns: Span, dtypes: frozenset[str] = FLOAT_DTYPES) -> Iterator[CheckpointTensor]:
-        """One tensor for each part, "<part>.<name>", which fills the part's rows of this module's parameter of that name.
-
-        columns: what this rank holds of the tensor's other dimensions.
-        """
-        return _stacked(name, self.parts, self.get_parameter(name), *columns, dtypes=dtypes)
+    def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        return self.format.optional_tensors(self)
 
 
-def _stacked(
-    name: str, parts: Mapping[str, Span], memory: Tensor, *columns: Span, dtypes: frozenset[str] = FLOAT_DTYPES
-) -> Iterator[CheckpointTensor]:
+def stacked(name: str, parts: Mapping[str, Span], memory: Tensor, *columns: Span) -> Iterator[CheckpointTensor]:
+    """One float tensor for each part, "<part>.<name>", which fills the part's rows of the memory."""
     start = 0
     for part, span in parts.items():
         end = start + len(span)
-        yield CheckpointTensor(f"{part}.{name}", (span, *columns), memory[start:end], dtypes)
+        yield CheckpointTensor(f"{part}.{name}", (span, *columns), memory[start:end])
         start = end
 
 

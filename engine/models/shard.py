@@ -67,6 +67,9 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """x [T, n] of each rank → [T, size · n], in the order of ranks."""
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+
 
 class SingleRank:
     """The communicator of a model that one rank holds."""
@@ -76,3 +79,6 @@ class SingleRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def least(self, number: int) -> int:
+        return number

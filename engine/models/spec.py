@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from engine.models.quantization import Quantization
 from engine.models.shard import Shard
 
 
@@ -87,7 +86,7 @@ class ModelSpec:
     dtype: str  # of the published weights: "bfloat16", "float16" or "float32"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    quantization: Mapping[str, Any] | None = None  # config.json's quantization_config; None: weights are floats
+    quantization: Quantization | None = None  # of the weights; None: they are floats
     has_head: bool = True  # False: it is published for embeddings, and generates nothing
 
     @property

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
-from engine.models.formats import read_format
-from engine.models.formats.floats import FLOATS
-from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Scope, WeightFormat
+from engine.models.formats import weight_formats
+from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Scope
+from engine.models.progress import Progress, silent
 from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
 
@@ -42,7 +41,7 @@ def load_model(
     device: torch.device | str,
     load_format: str = "auto",
     seed: int = 0,
-    progress: bool = True,
+    progress: Progress = silent,
     max_model_len: int | None = None,
     shard: Shard = SINGLE,
     communicator: Communicator | None = None,
@@ -59,7 +58,7 @@ def load_model(
     scope = Scope(
         dtype=dtype,
         device=torch.device(device),
-        weight_format=_weight_format(folder, spec),
+        weight_formats=weight_formats(spec.quantization),
         shard=shard,
         communicator=communicator or SingleRank(),
     )
@@ -72,19 +71,11 @@ def load_model(
                 _fill(model, folder, stored, progress)
     except torch.OutOfMemoryError as error:
         empty = Decoder(spec, replace(scope, device=torch.device("meta")), max_model_len=1)
-        need = sum(parameter.nbytes for parameter in empty.parameters())
-        name = str(dtype).removeprefix("torch.")
-        raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of {name} weights do not fit on {device}") from error
+        need = sum(tensor.memory.nbytes for tensor in checkpoint_tensors(empty).values())
+        if spec.tie_word_embeddings:
+            need -= empty.embed_tokens.weight.nbytes
+        raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of weights do not fit on {device}") from error
     return model
-
-
-def _weight_format(folder: Path, spec: ModelSpec) -> WeightFormat:
-    if spec.quantization is None:
-        return FLOATS
-    try:
-        return read_format(spec.quantization)
-    except ModelError as error:
-        raise ModelError(f"{folder / 'config.json'}: {error}") from None
 
 
 def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
@@ -116,6 +107,7 @@ class _Stored:
     """Where a checkpoint keeps one tensor."""
 
     file: Path
+    name: str
     shape: list[int]
     dtype: str  # safetensors' name
 
@@ -133,7 +125,7 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
                 if name in stored:
                     raise ModelError(f"{file}: tensor {name!r} is also in {stored[name].file.name}; remove one file")
                 header = opened.get_slice(name)
-                stored[name] = _Stored(file, header.get_shape(), header.get_dtype())
+                stored[name] = _Stored(file, name, header.get_shape(), header.get_dtype())
     return stored
 
 
@@ -172,7 +164,7 @@ def _open(file: Path) -> Iterator[Any]:
 # Filling
 
 
-def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bool) -> None:
+def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
     """Stream every stored tensor to its memory. ModelError names what does not fit."""
     tied = model.spec.tie_word_embeddings
     declared = checkpoint_tensors(model)
@@ -182,22 +174,31 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: bo
         stored.pop(LM_HEAD, None)
     if EMBEDDING.removeprefix(BODY) in stored:  # saved without what is around the body
         declared = {name.removeprefix(BODY): tensor for name, tensor in declared.items()}
+    stored = _by_declared_names(declared, stored)
     optional = _optional_tensors(model)
     extras = {name: stored.pop(name) for name in list(stored) if name in optional}
     _check(declared, stored, folder, tied=tied)
     twice = stored.pop(LM_HEAD) if tied and EMBEDDING in stored and LM_HEAD in stored else None
     total = sum(tensor.num_bytes for tensor in stored.values())
-    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
-        for file in dict.fromkeys(tensor.file for tensor in stored.values()):
-            with _open(file) as opened:
-                for name in (name for name, tensor in stored.items() if tensor.file == file):
-                    declared[name].memory.copy_(opened.get_tensor(name)[declared[name].index])
-                    bar.update(stored[name].num_bytes)
+    done = 0
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
+        with _open(file) as opened:
+            for name in (name for name, tensor in stored.items() if tensor.file == file):
+                progress("loading", done, total)
+                declared[name].fill(opened.get_tensor(stored[name].name))
+                done += stored[name].num_bytes
+    progress("loading", done, total)
     for name, tensor in extras.items():
         with _open(tensor.file) as opened:
             _take(name, opened.get_tensor(name), optional[name], tensor.file)
     if twice is not None:
         _check_tied(declared[LM_HEAD], twice.file)
+
+
+def _by_declared_names(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    """What is stored under another name that a declared tensor may have, under the declared one."""
+    names = {alias: name for name, tensor in declared.items() for alias in tensor.aliases if name not in stored}
+    return {names.get(name, name): tensor for name, tensor in stored.items()}
 
 
 def _take(name: str, value: Tensor, take: Callable[[Tensor], None], file: Path) -> None:
@@ -230,17 +231,20 @@ def _check(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored], fo
         raise ModelError(f"{file}: holds {_names(extra)}, which config.json has no place for; {advice}")
     for name, tensor in stored.items():
         want = declared[name]
-        if want.shape != tensor.shape:
+        if _significant(want.shape) != _significant(tensor.shape):
             raise ModelError(
                 f"{tensor.file}: {name!r} has shape {tensor.shape}, config.json says {want.shape}; {advice}"
             )
         if tensor.dtype not in want.dtypes:
-            reason = (
-                "quantised weights are not supported yet"
-                if want.dtypes == FLOAT_DTYPES
-                else f"config.json says {', '.join(sorted(want.dtypes))}; {advice}"
+            said = "floats" if want.dtypes == FLOAT_DTYPES else ", ".join(sorted(want.dtypes))
+            raise ModelError(
+                f"{tensor.file}: {name!r} is stored as {tensor.dtype}, config.json ('quantization_config') says {said}; {advice}"
             )
-            raise ModelError(f"{tensor.file}: {name!r} is stored as {tensor.dtype}; {reason}")
+
+
+def _significant(shape: list[int]) -> list[int]:
+    """Checkpoints disagree about dimensions of 1: a scale may be [], [1], [N] or [N, 1]."""
+    return [n for n in shape if n != 1]
 
 
 def _names(names: set[str]) -> str:
@@ -251,6 +255,9 @@ def _names(names: set[str]) -> str:
 def _fill_randomly(model: Decoder, seed: int) -> None:
     """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on its device."""
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.format.fill_randomly(module, generator)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
-from tqdm import tqdm
 
+from engine.models.progress import Progress
 from engine.worker.device import Device, Graph
 
 
@@ -31,18 +31,20 @@ class DecodeGraphs:
         filtered: Callable[[Tensor, Tensor], None],
         buffer: Tensor,
         sizes: list[int],
-        progress: bool,
+        progress: Progress,
     ) -> None:
         self._sizes, self._buffer = sizes, buffer
         self._graphs: dict[int, tuple[Graph, Graph]] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         shared: Graph | None = None
-        for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="size", disable=not progress, leave=False):
+        for done, size in enumerate(sizes[::-1]):
+            progress("capturing", done, len(sizes))
             filtered(*decode(buffer, size))  # compile and choose algorithms outside the capture
             first, self._outputs[size] = device.capture(partial(decode, buffer, size), shared)
             shared = shared or first
             second, _ = device.capture(partial(filtered, *self._outputs[size]), shared)
             self._graphs[size] = first, second
+        progress("capturing", len(sizes), len(sizes))
 
     def padded_size(self, num_seqs: int) -> int:
         """The captured size that `num_seqs` sequences run at; 0 when there is none."""

@@ -216,7 +216,8 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         pool = share_memory_with.pool() if isinstance(share_memory_with, torch.cuda.CUDAGraph) else None
         self.synchronize()
-        with torch.cuda.graph(graph, pool=pool):
+        # NCCL's own thread may ask about events meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph, result
 

@@ -27,3 +27,4 @@ class RunnerOptions:
     num_gpu_blocks_override: int | None = None
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
+    num_ranks: int = 1  # that hold the model together, each on a device of its own

@@ -17,6 +17,8 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.models.decoder import DecoderLayer
+from engine.models.progress import Progress, silent
+from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
@@ -28,23 +30,32 @@ CALIBRATION_TOKENS = 2048
 GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
 
 
-def build_runner(folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True) -> ModelRunner:
-    """A runner of the model in `folder`, ready to step.
+def build_runner(
+    folder: Path,
+    spec: ModelSpec,
+    options: RunnerOptions,
+    *,
+    progress: Progress = silent,
+    shard: Shard = SINGLE,
+    communicator: Communicator | None = None,
+) -> ModelRunner:
+    """A runner of the model in `folder`, ready to step: of rank `shard`'s part, which meets the others by `communicator`.
 
     Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
     """
     model = load_model(
         folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
-        progress=progress, max_model_len=options.max_model_len,
+        progress=progress, max_model_len=options.max_model_len, shard=shard, communicator=communicator,
     )  # fmt: skip
+    model.pack_weights()
     runner = ModelRunner(model, spec, options)
     if runner.device.is_accelerator:
+        progress("compiling", 0, 0)
         compile_kernels(runner)
-    else:
-        model.pack_weights()
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
-    runner.num_blocks = count_blocks(runner)
+    progress("profiling", 0, 0)
+    runner.num_blocks = (communicator or SingleRank()).least(count_blocks(runner))
     runner.kv_layout.check_fits(runner.num_blocks, options.max_model_len, options.max_num_batched_tokens)
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
     if runner.device.is_accelerator:
@@ -107,7 +118,7 @@ def count_blocks(runner: ModelRunner) -> int:
     return max(num_bytes // block_bytes, 0)
 
 
-def capture_graphs(runner: ModelRunner, progress: bool) -> None:
+def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])

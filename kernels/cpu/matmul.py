@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.quantized_weight import Weight
 from kernels.reference import rms_norm, silu_and_mul
 
 _onednn = torch.ops.mkldnn
@@ -26,28 +27,28 @@ def pack_weight(weight: Tensor) -> Tensor:
     return weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
-    if weight.is_mkldnn:
+    if isinstance(weight, Tensor) and weight.is_mkldnn:
         return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
     return reference.linear(x, weight, bias)
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
-    if weight.is_mkldnn:
+    if isinstance(weight, Tensor) and weight.is_mkldnn:
         return residual.copy_(_onednn._linear_pointwise.binary(x, residual, weight, bias, "add"))
     return reference.linear_add(residual, x, weight, bias)
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
     result = linear(rms_norm(x, norm_weight, eps), weight, bias)
     return result if out is None else out.copy_(result)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.norm_swiglu`."""
     return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))

@@ -13,6 +13,7 @@ from kernels.reference.attention import paged_attention_decode, paged_attention_
 from kernels.reference.kv_cache import store_kv, to_e4m3
 from kernels.reference.matmul import linear, linear_add, norm_linear, norm_swiglu, pack_weight
 from kernels.reference.norm import add_rms_norm, rms_norm
+from kernels.reference.quantized import dequantize, pack_nibbles, quantize_rows
 from kernels.reference.rotary import rope, rope_and_store
 from kernels.reference.sampling import (
     Part,
@@ -26,7 +27,8 @@ from kernels.reference.sampling import (
 from kernels.reference.step import plan_decode, prepare_step
 
 __all__ = [
-    "Part", "add_rms_norm", "gumbel", "linear", "linear_add", "mask_logits", "norm_linear", "norm_swiglu", "pack_weight",
-    "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "random_bits", "rms_norm", "rope",
-    "rope_and_store", "sample", "sampling_thresholds", "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
+    "Part", "add_rms_norm", "dequantize", "gumbel", "linear", "linear_add", "mask_logits", "norm_linear",
+    "norm_swiglu", "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode",
+    "prepare_step", "quantize_rows", "random_bits", "rms_norm", "rope", "rope_and_store", "sample",
+    "sampling_thresholds", "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
 ]  # fmt: skip

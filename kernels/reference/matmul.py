@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import silu_and_mul
 from kernels.reference.norm import rms_norm
+from kernels.reference.quantized import dequantize
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -14,25 +16,29 @@ def pack_weight(weight: Tensor) -> Tensor:
     return weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] (it may be packed), bias [N] -> x weightᵀ + bias [T, N]."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K] (packed, or of few bits), bias [N] -> x weightᵀ + bias [T, N]."""
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight.codes, weight, x.dtype)
     return F.linear(x, weight, bias)
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """residual [T, N] += linear(x [T, K], weight [N, K], bias [N]), in place; the sum is rounded once."""
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight.codes, weight, x.dtype)
     residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N], in `out` where that is given."""
     result = linear(rms_norm(x, norm_weight, eps), weight, bias)
     return result if out is None else out.copy_(result)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up [T, N]; gate and up are the halves of norm_linear(x [T, K], weight [2N, K], bias [2N])."""
     return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))

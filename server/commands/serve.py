@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
+from engine.log import configure_logging
 from server.commands.common import load_with_model, model_argument
+from server.exposure import exposure_warning
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
 
+_log = logging.getLogger(__name__)
 UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
 FORCE_SECONDS = 2.0  # after a second Ctrl-C, for connections to end
 
@@ -56,6 +59,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. The address is claimed before the model is loaded."""
     config, settings = load_with_model(args, EngineConfig, ServerConfig)
+    from server.observability.logs import RequestFields
+
+    os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process writes in the same form
+    configure_logging(RequestFields())
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
 
@@ -126,12 +133,12 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
                 return 128 + service.received[0]
             raise
         try:
-            print(engine.summary, flush=True)
+            _say(engine.summary, settings)
             _spare_what_stays()
             await service.serve(engine, config, settings, listener)
+            return 1 if engine.state.phase == "dead" else 0
         finally:
             engine.close()
-    return 0
 
 
 def _spare_what_stays() -> None:
@@ -171,6 +178,7 @@ class _Service:
         import uvicorn
 
         from server.app import create_app
+        from server.http.browsers import HEADERS
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
         logging.getLogger("uvicorn.error").addFilter(_is_notable)
@@ -191,6 +199,7 @@ class _Service:
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             lifespan="on",
+            headers=list(HEADERS),
         )
 
         class Server(uvicorn.Server):
@@ -201,18 +210,29 @@ class _Service:
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
-                    print(ready_lines(engine.model_name, settings, listener), flush=True)
+                    _say(ready_lines(engine.model_name, settings, listener), settings)
+                    if (warning := exposure_warning(settings, listener)) is not None:
+                        _log.warning("%s", warning)
 
         self._engine, self._server, self._patience = engine, Server(config), settings.shutdown_timeout
+        watch = asyncio.create_task(self._end_with(engine))
         try:
             await self._server.serve(sockets=[listener])
         except OSError as error:
             raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
         finally:
+            watch.cancel()
             if self._stopping is not None:
                 self._stopping.cancel()
         if not self._server.started:
             raise EngineError("the HTTP server could not start; the log says why")
+
+    async def _end_with(self, engine: AsyncEngine) -> None:
+        """Stop the server once the engine is gone for good: what started the server may start it again."""
+        state = engine.state
+        while state.phase != "dead":
+            state = await engine.state_change(state)
+        self._server.should_exit = True
 
     def _signalled(self, number: int) -> None:
         self.received.append(number)
@@ -241,6 +261,14 @@ class _Service:
         while True:
             self._engine.abort_all()
             await asyncio.sleep(0.05)
+
+
+def _say(text: str, settings: ServerConfig) -> None:
+    """To people on the terminal; a log of JSON objects has it as one of them."""
+    if settings.log_format == "json":
+        _log.info(text)
+    else:
+        print(text, flush=True)
 
 
 def _is_notable(record: logging.LogRecord) -> bool:

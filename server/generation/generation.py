@@ -10,11 +10,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
 from engine.output_collector import RequestMetrics, RequestUpdate
 from server.generation.usage import Usage
 from server.http.errors import APIError
 from server.metrics import Metrics, SampleWatch
+from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
 from server.parsing.pieces import Piece
 
@@ -28,6 +30,7 @@ class Sample:
     request_id: str  # to the engine
     index: int  # of its choice in the response
     prompt_index: int
+    sampling: SamplingParams
     updates: AsyncGenerator[RequestUpdate, None]
     watch: SampleWatch
     reader: AnswerReader | None  # None: the text is not read
@@ -57,7 +60,9 @@ class Generation:
     prompts: list[list[int]]
     samples: list[Sample]
     usage: Usage
+    record: RequestRecord
     metrics: Metrics
+    log: RequestLog
     running: dict[tuple[str, str], Generation]  # by owner and id
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
@@ -70,6 +75,7 @@ class Generation:
         key = (self.owner, self.id)
         if self.running.setdefault(key, self) is not self:
             raise already_running(self.id)
+        self.log.begin(self.record)
         try:
             if len(self.samples) == 1:
                 (sample,) = self.samples
@@ -87,6 +93,7 @@ class Generation:
             for sample in self.samples:
                 if sample.index not in self._ended:
                     sample.watch.abandoned()
+            self.log.end(self.record)
         for first in range(0, len(self.samples), self.n):
             watches = [sample.watch for sample in self.samples[first : first + self.n]]
             if watches[0].generates:

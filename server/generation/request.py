@@ -130,6 +130,10 @@ class PromptRequest:
     priority: int = 0
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompt) if isinstance(self.prompt, list) else 1
+
+    @property
     def conversation(self) -> Conversation | None:
         return self.prompt if isinstance(self.prompt, Conversation) else None
 

@@ -14,10 +14,14 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.output_collector import RequestUpdate
+from engine.outstanding import Outstanding
+from engine.state import EngineState
+from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import CheckText, ConversationEncoder, Prompt
 from server.generation.generation import Generation
+from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
 from server.http.bodies import Body, is_large
 from server.http.callers import Caller
@@ -25,6 +29,7 @@ from server.http.errors import APIError
 from server.http.warnings import Warnings
 from server.http.workers import Workers
 from server.metrics import Metrics
+from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
@@ -39,11 +44,18 @@ class EngineClient(Protocol):
     """The engine as the server sees it: `engine.AsyncEngine`."""
 
     stats: SchedulerStats | None
-    dead: bool
+    step_tokens: StepTokens
+    outstanding: Outstanding
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     block_size: int
 
+    @property
+    def pid(self) -> int: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -82,6 +94,11 @@ class ServedModel:
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
+        self.requests = RequestLog()
+        metrics.registry.register(self.requests)
+        self.queue = RequestQueue(
+            engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
+        )
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
         """The chat template, or why there is none. One that comes with the model need not work to serve completions."""
@@ -201,7 +218,7 @@ class ServedModel:
         return {
             "server_load": len(self.running),
             "num_requests_running": stats.num_running if stats is not None else 0,
-            "num_requests_waiting": stats.num_waiting if stats is not None else 0,
+            "num_requests_waiting": stats.num_waiting + stats.num_deferred if stats is not None else 0,
             "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
             "num_blocks": self.engine.num_blocks,
             "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,

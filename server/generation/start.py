@@ -25,6 +25,7 @@ from server.http.callers import Caller
 from server.http.errors import APIError, engine_error, spelled
 from server.http.limits import MAX_ANSWERS
 from server.http.warnings import Warnings
+from server.observability.requests import new_record
 from server.parsing.answer import AnswerReader, TokenCounter
 from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
@@ -51,24 +52,31 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
     """
     with spelled(request.names):
         model.check_name(request.model)
-        if request.conversation is not None:
-            request.conversation.check()
-        _check_tools(model, request)
-        _check_stop(request)
-        _warn_of_unused_variables(model, request, warnings)
         sampling = _sampling(model, request)
         _check_num_answers(request, sampling.n)
-        prompts = await model.encode(request, is_to_fit=True)
-        sampling = await _prepared(model, _with_marks(model, request, sampling))
-        sampling = await guided(model, request, prompts[0], sampling, warnings)
-        if not model.engine.generates:
-            reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
-            raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
-        token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
-        _check_prompts(model, token_ids, 1)
-        asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
-        new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
-        return await _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
+        with model.queue.entering(request.num_prompts * sampling.n, caller.name):
+            return await _generate(model, request, caller, sampling, warnings)
+
+
+async def _generate(
+    model: ServedModel, request: GenerationRequest, caller: Caller, sampling: SamplingParams, warnings: Warnings
+) -> Generation:
+    if request.conversation is not None:
+        request.conversation.check()
+    _check_tools(model, request)
+    _check_stop(request)
+    _warn_of_unused_variables(model, request, warnings)
+    prompts = await model.encode(request, is_to_fit=True)
+    sampling = await _prepared(model, _with_marks(model, request, sampling))
+    sampling = await guided(model, request, prompts[0], sampling, warnings)
+    if not model.engine.generates:
+        reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
+        raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
+    token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
+    _check_prompts(model, token_ids, 1)
+    asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
+    new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
+    return await _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
 
 
 async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -> Generation:
@@ -80,11 +88,12 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
         except ValueError as error:
             raise engine_error(error, _FIELDS) from None
         _check_num_answers(request, 1)
-        prompts = await model.encode(request, is_to_fit=True)
-        token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
-        _check_prompts(model, token_ids, 0)
-        asked = [(prompt, UNSAMPLED) for prompt in token_ids]
-        return await _begin(model, request, caller, token_ids, asked, pooling=pooling)
+        with model.queue.entering(request.num_prompts, caller.name):
+            prompts = await model.encode(request, is_to_fit=True)
+            token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
+            _check_prompts(model, token_ids, 0)
+            asked = [(prompt, UNSAMPLED) for prompt in token_ids]
+            return await _begin(model, request, caller, token_ids, asked, pooling=pooling)
 
 
 # ---- checks ----
@@ -115,7 +124,7 @@ def _check_stop(request: GenerationRequest) -> None:
 
 def _check_num_answers(request: PromptRequest, n: int) -> None:
     """Each answer is a request to the engine, and work before it gets there."""
-    num_prompts = len(request.prompt) if isinstance(request.prompt, list) else 1
+    num_prompts = request.num_prompts
     if num_prompts * n > MAX_ANSWERS:
         each = f" with n={n}" if n > 1 else ""
         raise APIError(400, f"must be at most {MAX_ANSWERS // n} prompts{each}, got {num_prompts}", "prompt", lead=" ")
@@ -145,17 +154,6 @@ def _check_prompts(model: ServedModel, prompts: list[list[int]], num_reserved: i
                 f"However, your prompt has {len(prompt)} tokens. Please shorten it."
             )
             raise APIError(400, reason, "prompt", lead=None)
-
-
-def _check_queue(model: ServedModel, num_new: int) -> None:
-    most = model.settings.max_num_queued_reqs
-    if most is None:
-        return
-    running = model.engine.stats.num_running if model.engine.stats is not None else 0
-    waiting = max(model.engine.num_requests - running, 0)
-    if waiting and waiting + num_new > most:
-        model.metrics.rejected("queue_full")
-        raise APIError(503, f"{waiting} requests are waiting, and at most {most} may: try again later")
 
 
 # ---- sampling ----
@@ -218,7 +216,6 @@ async def _begin(
 
     Others get their turn in between. What has begun ends with the task that this is cancelled in, or with an error.
     """
-    _check_queue(model, len(asked))
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
     if (caller.name, public_id) in model.running:
@@ -232,9 +229,10 @@ async def _begin(
                 await asyncio.sleep(0)
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
-            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority)
+            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, caller.name)
             reader = new_reader() if new_reader is not None else None
-            samples.append(Sample(sample_id, index, index // n, model.engine.generate(one), watch, reader))
+            updates = model.engine.generate(one)
+            samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
         raise engine_error(error, _FIELDS) from None
     except EngineDeadError as error:
@@ -249,7 +247,22 @@ async def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    return Generation(public_id, caller.name, now, name, role, n, prompts, samples, usage, model.metrics, model.running)
+    record = new_record(public_id, caller.name, name, [sample.watch for sample in samples])
+    return Generation(
+        public_id,
+        caller.name,
+        now,
+        name,
+        role,
+        n,
+        prompts,
+        samples,
+        usage,
+        record,
+        model.metrics,
+        model.requests,
+        model.running,
+    )
 
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:

@@ -25,7 +25,12 @@ ANONYMOUS = Caller()
 
 def caller_of(request: HTTPConnection) -> Caller:
     """Who sent `request`; `ANONYMOUS` where no key was asked for."""
-    caller: Caller = request.scope.get(_SCOPE_KEY, ANONYMOUS)
+    return caller_in(request.scope)
+
+
+def caller_in(scope: Scope) -> Caller:
+    """The same for an ASGI scope."""
+    caller: Caller = scope.get(_SCOPE_KEY, ANONYMOUS)
     return caller
 
 

@@ -22,7 +22,7 @@ class APIError(Exception):
     """A request that is not answered as asked.
 
     `path` leads to the field of the request that is to blame: names and indexes; empty when there is none. `lead` stands
-    between its name and `reason` in the message; None: `reason` is the whole message. `headers` are the answer's.
+    between its name and `reason` in the message; None: `reason` is the whole message. `headers`: for the response.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class APIError(Exception):
     ) -> None:
         super().__init__(reason)
         self.status, self.reason, self.path, self.lead = status, reason, path, lead
-        self.headers = dict(headers or {})
+        self.headers = headers or {}
         self.param = field_name(path, {}) or None
 
     def spelled(self, names: Names) -> APIError:

@@ -19,6 +19,44 @@ ENDPOINTS = (
     ),
     Endpoint(
         "GET",
+        "/requests/{request_id}",
+        TAG,
+        "Where a request's time went",
+        "By the `id` of its answer, or its `X-Request-Id`, while it runs and some time after. `seconds` of a choice are those of "
+        "each stage that is over. `prefix_miss` says why no more of the prompt was taken from the prefix cache: `not_seen`, "
+        "`evicted`, `disabled`, or `not_read` where each token of the prompt has a result of its own; null: all of it was.",
+        answer={
+            "id": "chatcmpl-2f1b",
+            "x_request_id": "5d0f",
+            "key": "alice",
+            "model": "MODEL",
+            "created": 1760000000.125,
+            "status": "finished",
+            "seconds": 1.307,
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "prompt_tokens": 812,
+                    "cached_tokens": 768,
+                    "prefix_miss": "not_seen",
+                    "completion_tokens": 120,
+                    "num_preemptions": 0,
+                    "seconds": {"preparation": 0.002, "queue": 0.013, "prefill": 0.041, "decode": 1.25},
+                }
+            ],
+        },
+        statuses=(404,),
+    ),
+    Endpoint(
+        "GET",
+        "/requests",
+        TAG,
+        "The newest requests of the key",
+        answer={"object": "list", "data": []},
+    ),
+    Endpoint(
+        "GET",
         "/load",
         TAG,
         "How busy the server is",

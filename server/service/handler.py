@@ -10,6 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 import engine as quire
 from server.generation.served_model import ServedModel
 from server.http.callers import caller_of
+from server.http.errors import APIError
+
+MAX_LISTED = 20  # requests
 
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
@@ -19,7 +22,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.head("/ping", response_model=None, include_in_schema=False)
     @app.post("/ping", response_model=None)
     async def health() -> Response:
-        return Response(status_code=503 if model.engine.dead else 200)
+        return Response(status_code=200 if model.engine.state.is_ready else 503)
 
     @app.get("/load")
     @app.get("/v1/load")
@@ -30,6 +33,18 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     async def abort_request(request_id: str, request: Request) -> dict[str, Any]:
         await model.abort(request_id, caller_of(request))
         return {"id": request_id, "aborted": True}
+
+    @app.get("/requests/{request_id}")
+    async def request_record(request_id: str, request: Request) -> dict[str, Any]:
+        record = model.requests.find(caller_of(request).name, request_id)
+        if record is None:
+            raise APIError(404, f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
+        return record.as_dict()
+
+    @app.get("/requests")
+    async def request_records(request: Request) -> dict[str, Any]:
+        records = model.requests.newest(caller_of(request).name, MAX_LISTED)
+        return {"object": "list", "data": [record.as_dict() for record in records]}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

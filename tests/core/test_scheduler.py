@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from engine.core import block_pool
 from engine.core.batch import EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
@@ -354,6 +357,42 @@ def test_cache_salt() -> None:
     s = make(block_size=4)
     add(s, request("a", [*range(9)]), request("b", [*range(9)], salt="x"), request("c", [*range(9)], salt="x"))
     assert scheduled(step(s)[0]) == {"c": 1, "a": 9, "b": 9}
+
+
+def test_why_a_prefix_was_not_cached() -> None:
+    s = make(num_blocks=4)
+
+    def run(request_id: str, prompt: list[int] | int, **more: Any) -> tuple[int, str]:
+        add(s, request(request_id, prompt, max_tokens=1, **more))
+        _, outputs = step(s)
+        return outputs[0].num_cached_tokens, outputs[0].prefix_miss
+
+    prompt = [7] * 9
+    assert run("a", prompt) == (0, "not_seen")
+    assert run("b", prompt) == (8, "")
+    assert run("c", prompt[:4]) == (0, ""), "the last token is computed anyway"
+    assert run("d", [*prompt[:4], 1, 2, 3, 4, 5]) == (4, "not_seen")
+    assert run("e", prompt, prompt_logprobs=0) == (0, "not_read")
+    assert run("f", prompt, salt="mine") == (0, "not_seen"), "nothing is told of others' salts"
+    assert run("g", 16) == (0, "not_seen")
+    assert run("h", prompt) == (0, "evicted")
+    s.reset_prefix_cache()
+    assert run("i", prompt) == (0, "not_seen")
+    without = make(enable_prefix_caching=False)
+    add(without, request("a", prompt))
+    assert step(without)[1][0].prefix_miss == "disabled"
+
+
+def test_no_more_than_so_many_evicted_blocks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_pool, "MAX_EVICTED", 3)
+    pool = block_pool.BlockPool(1)
+    names = [bytes([i]) for i in range(20)]
+    for name in names:
+        pool.publish(0, name, *pool.take(1))
+        pool.release([0])
+    known = [name for name in names if pool.was_cached(name)]
+    assert known[-4:] == names[-4:]
+    assert len(known) <= 2 * 4
 
 
 def test_no_prefix_caching() -> None:

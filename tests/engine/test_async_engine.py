@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
-from engine.async_engine import _Pace, _Stream
+from engine.async_engine import MAX_LOSSES, _Pace, _Stream
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.models.errors import ModelError
 from engine.output_collector import OutputCollector, RequestUpdate
+from engine.state import PHASES
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = EngineRequest("a", [1, 2])
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
 
 
@@ -142,7 +144,7 @@ def test_stream_interval(tiny_model: Path) -> None:
 
 def test_what_a_stream_interval_holds_back() -> None:
     async def test() -> None:
-        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, _Pace())
+        stream = _Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, _Pace())
         stream.add(EngineOutput("a", [7]), 0.0)
         assert stream.ready, "the first token does not wait"
         assert stream.take().token_ids == [7]
@@ -164,7 +166,7 @@ def test_what_a_stream_interval_holds_back() -> None:
 def test_updates_of_crowded_streams_have_pauses() -> None:
     async def test() -> None:
         pace = _Pace(0.0125)
-        stream = _Stream(OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace)
+        stream = _Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace)
         stream.add(EngineOutput("a", [7]), 10.0)
         assert stream.take().token_ids == [7]
         stream.add_token(1, 10.005)
@@ -184,10 +186,13 @@ def test_updates_of_crowded_streams_have_pauses() -> None:
 
 def test_requests_begin_before_they_are_read_and_end_when_nobody_can_read_them(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
+        assert engine.stats is not None
+        num_before = engine.stats.generation_tokens
         read = engine.generate(EngineRequest("read", [1, 2], LONG.clone(max_tokens=30)))
         dropped = [engine.generate(EngineRequest("dropped", [1, 2], LONG))]
         closed = engine.generate(EngineRequest("closed", [1, 2], LONG))
-        await until(lambda: engine.stats is not None and engine.stats.num_running == 2)
+        # The first of the three is never behind the others: by then it has all of its tokens.
+        await until(lambda: engine.stats is not None and engine.stats.generation_tokens >= num_before + 90)
         assert engine.num_requests == 3
         dropped.clear()
         await closed.aclose()
@@ -273,17 +278,105 @@ def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
 
 def test_killed_process_fails_every_request(tiny_model: Path) -> None:
     async def test() -> None:
-        async with running(tiny_model) as engine:
+        async with running(tiny_model, engine_restarts=0) as engine:
             tasks = [asyncio.create_task(collect(engine.generate(EngineRequest(str(i), [1], LONG)))) for i in range(4)]
             await until(lambda: engine.stats is not None and engine.stats.num_running == 4)
             os.kill(engine.pid, signal.SIGKILL)
             for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
                 assert isinstance(result, EngineDeadError)
                 assert "SIGKILL" in str(result)
-            assert engine.dead
+            assert engine.state.phase == "dead"
             with pytest.raises(EngineDeadError):
                 engine.generate(EngineRequest("a", [1], LONG))
             await engine.abort("a")
+
+    asyncio.run(test())
+
+
+def test_lost_process_is_started_again_and_waiting_requests_run_there(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with running(tiny_model, max_num_seqs=1) as engine:
+            sampling = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
+            expected = await collect(engine.generate(EngineRequest("before", [3, 4], sampling)))
+            begun = engine.generate(EngineRequest("begun", [1], LONG))
+            await anext(begun)
+            waiting = engine.generate(EngineRequest("waiting", [3, 4], sampling))
+            dropped = engine.generate(EngineRequest("dropped", [3, 4], LONG))
+            first, ready = engine.pid, engine.state
+            os.kill(first, signal.SIGKILL)
+            state = await engine.state_change(ready)
+            assert (state.phase, state.num_restarts) == ("restarting", 1)
+            assert "SIGKILL" in state.reason
+            assert engine.stats is None, "old numbers are no numbers"
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await collect(begun)
+            meanwhile = engine.generate(EngineRequest("meanwhile", [3, 4], sampling))
+            await dropped.aclose()
+            for updates in (waiting, meanwhile):
+                found = await collect(updates)
+                assert [i for u in found for i in u.token_ids] == [i for u in expected for i in u.token_ids]
+            assert engine.pid != first
+            assert engine.state.is_ready
+            assert engine.num_requests == 0
+
+    asyncio.run(test())
+
+
+def test_hanging_process_is_found_and_replaced(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with running(tiny_model, engine_watchdog_timeout=3) as engine:
+            os.kill(engine.pid, signal.SIGSTOP)
+            updates = engine.generate(EngineRequest("a", [1], LONG.clone(max_tokens=3)))
+            phases, state = [], engine.state
+            while not (state := await engine.state_change(state)).is_ready:
+                phases.append(state.phase)
+            assert phases[:2] == ["unresponsive", "restarting"]
+            assert "no sign of life" in engine.state.reason
+            assert (await collect(updates))[-1].finish_reason == "length"
+
+    asyncio.run(test())
+
+
+def test_request_that_was_there_at_every_loss_ends(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        updates = engine.generate(EngineRequest("a", [1], LONG))
+        for _ in range(MAX_LOSSES + 1):
+            engine.lost("it was killed")
+        with pytest.raises(EngineDeadError, match="it was killed"):
+            await collect(updates)
+        await collect(engine.generate(EngineRequest("b", [1], LONG.clone(max_tokens=2))))  # brings statistics again
+
+    run(test)
+
+
+def test_launch_returns_at_once(tiny_model: Path) -> None:
+    async def test() -> None:
+        engine = AsyncEngine.launch(config(tiny_model))
+        assert engine.state.phase == "starting"
+        with pytest.raises(EngineError, match="starting"):
+            engine.generate(EngineRequest("a", [1], LONG))
+        seen, state = [], engine.state
+        while not state.is_ready:
+            seen.append(state.phase)
+            state = await engine.state_change(state)
+        assert seen == sorted(seen, key=PHASES.index)
+        assert "loading" in seen
+        await engine.ready()
+        assert (await collect(engine.generate(EngineRequest("a", [1], LONG.clone(max_tokens=2)))))[-1].finish_reason
+        engine.close()
+
+    asyncio.run(test())
+
+
+def test_close_while_starting(tiny_model: Path) -> None:
+    async def test() -> None:
+        engine = AsyncEngine.launch(config(tiny_model))
+        waiting = asyncio.create_task(engine.ready())
+        await asyncio.sleep(0)
+        engine.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await waiting
+        assert gone(engine.pid)
 
     asyncio.run(test())
 
@@ -358,7 +451,7 @@ def test_close_twice_and_with_requests_running(tiny_model: Path) -> None:
         engine.close()
         with pytest.raises(EngineDeadError, match="closed"):
             await task
-        assert engine.dead
+        assert engine.state.phase == "dead"
         assert gone(engine.pid)
 
     asyncio.run(test())

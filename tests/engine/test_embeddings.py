@@ -68,7 +68,7 @@ KINDS = [
 )
 def test_among_requests_that_generate(tiny_model: Path, expected: list[torch.Tensor], settings: dict[str, Any]) -> None:
     """Every embedding is Hugging Face's, and every answer the one that it is without embeddings beside it."""
-    engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256, **settings), progress=False)
+    engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256, **settings))
     asked: dict[str, tuple[list[int], SamplingParams, PoolingParams | None]] = {}
     for i, prompt in enumerate(PROMPTS):
         for k, kind in enumerate(KINDS):
@@ -119,7 +119,7 @@ def test_steps_with_embeddings_take_no_cuda_graph(tiny_model: Path, monkeypatch:
         def padded_size(self, num_seqs: int) -> int:
             raise RuntimeError("a graph")
 
-    engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256), progress=False)
+    engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256))
     monkeypatch.setattr(engine.runner, "graphs", Graphs())
     engine.add_request(EngineRequest("embed", [1], UNSAMPLED, pooling=PoolingParams()))
     (output,) = [*engine.step(), *engine.step()]

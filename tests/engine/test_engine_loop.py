@@ -21,7 +21,6 @@ def make_engine(model: Path, **settings: Any) -> Engine:
     return Engine(
         EngineConfig(model=str(model), device="cpu", **settings),
         build_runner=FakeRunner.build,  # type: ignore[arg-type]
-        progress=False,
     )
 
 
@@ -80,12 +79,12 @@ def test_a_specification_that_was_read_is_not_read_again(tiny_model: Path, monke
     spec = read_spec(tiny_model)
     monkeypatch.setattr("engine.engine.read_spec", lambda folder: pytest.fail("read again"))
     config = EngineConfig(model=str(tiny_model), device="cpu")
-    assert Engine(config, spec=spec, build_runner=FakeRunner.build, progress=False).spec == spec  # type: ignore[arg-type]
+    assert Engine(config, spec=spec, build_runner=FakeRunner.build).spec == spec  # type: ignore[arg-type]
 
 
 def test_end_of_text_from_the_front_end_counts(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), device="cpu")
-    engine = Engine(config, eos_token_ids=[next_token([1, 2], 4)], build_runner=FakeRunner.build, progress=False)  # type: ignore[arg-type]
+    engine = Engine(config, eos_token_ids=[next_token([1, 2], 4)], build_runner=FakeRunner.build)  # type: ignore[arg-type]
     assert engine.spec.eos_token_ids == (257, next_token([1, 2], 4))
     engine.add_request(EngineRequest("a", [1, 2], SamplingParams(max_tokens=50)))
     assert run(engine)["a"] == expected([1, 2], 3)
@@ -128,7 +127,7 @@ def test_cache_too_small_is_one_line(tiny_model: Path) -> None:
         raise KVCacheTooSmallError("room for 7")
 
     with pytest.raises(EngineError, match="room for 7"):
-        Engine(EngineConfig(model=str(tiny_model), device="cpu"), build_runner=build, progress=False)  # type: ignore[arg-type]
+        Engine(EngineConfig(model=str(tiny_model), device="cpu"), build_runner=build)  # type: ignore[arg-type]
 
 
 def test_close_gives_all_back(tiny_model: Path) -> None:

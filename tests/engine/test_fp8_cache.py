@@ -76,7 +76,7 @@ def test_the_same_memory_holds_more(tiny_model: Path) -> None:
 def build(model: Path, **settings: Any) -> ModelRunner:
     config = EngineConfig(model=str(model), device="cpu", **({"max_model_len": 256} | settings))
     spec = read_spec(model)
-    return build_runner(model, spec, runner_options(config, spec, offline=True), progress=False)
+    return build_runner(model, spec, runner_options(config, spec, offline=True))
 
 
 @pytest.fixture
@@ -160,12 +160,7 @@ def test_checkpoints_that_quantise_only_their_cache_are_welcome(large: Path) -> 
     for groups in ({}, {"attention": attention}):
         config["quantization_config"] = quantization | {"config_groups": groups}
         (large / "config.json").write_text(json.dumps(config))
-        assert read_spec(large).num_layers == 2
-    for other in ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, {"quant_method": "fp8"}):
-        config["quantization_config"] = quantization | other
-        (large / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelError, match="quantised"):
-            read_spec(large)
+        assert read_spec(large).quantization is None
 
 
 def test_what_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

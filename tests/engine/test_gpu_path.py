@@ -25,6 +25,7 @@ from engine.engine import Engine
 from engine.input_processor import InputProcessor
 from engine.worker import startup
 from engine.worker.device import CpuDevice, Graph, Memory
+from kernels import reference
 
 pytest.importorskip("triton")
 
@@ -90,6 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in kernels.BACKENDS["cuda"].items():
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))
+    monkeypatch.setattr(kernels, "pack_weight", reference.pack_weight)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(options, "find_device", lambda name: InterpretedGPU())
     monkeypatch.setattr(startup, "compile_kernels", lambda runner: None)  # the interpreter would run what it launches
@@ -101,7 +103,7 @@ def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> di
         model=str(model), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24,
         block_size=8, num_gpu_blocks_override=8, **settings,
     )  # fmt: skip
-    engine = Engine(config, progress=False)
+    engine = Engine(config)
     input_processor = InputProcessor.load(config)
     tokens: dict[str, list[int]] = {name: [] for name in names}
     for name in tokens:

@@ -32,7 +32,7 @@ SPECIAL: list[dict[str, Any]] = [
 def answers(model: Path, jobs: list[tuple[list[int], SamplingParams]], **settings: Any) -> list[list[int]]:
     config = EngineConfig(model=str(model), device="cpu", max_model_len=256, **settings)
     input_processor = InputProcessor.load(config)
-    engine = Engine(config, progress=False)
+    engine = Engine(config)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(jobs))}
     for i, (prompt, params) in enumerate(jobs):
         engine.add_request(input_processor.check(EngineRequest(str(i), prompt, params)))

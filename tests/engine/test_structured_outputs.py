@@ -50,7 +50,7 @@ class Loop:
     def __init__(self, model: Path, **settings: Any) -> None:
         config = EngineConfig(model=str(model), device="cpu", max_model_len=1024, **settings)
         self.input_processor = InputProcessor.load(config)
-        self.engine = Engine(config, eos_token_ids=self.input_processor.eos_token_ids, progress=False)
+        self.engine = Engine(config, eos_token_ids=self.input_processor.eos_token_ids)
         self.outputs: dict[str, list[EngineOutput]] = {}
 
     def add(self, request_id: str, sampling: SamplingParams, prompt: list[int] | None = None) -> None:

@@ -40,8 +40,7 @@ def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str
     if little_memory := settings.pop("little_memory", False):
         settings["num_gpu_blocks_override"] = few_blocks
     engine = Engine(
-        EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, **settings),
-        progress=False,
+        EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, **settings)
     )
     for again in range(2):
         for i, prompt in enumerate(prompts):
@@ -68,7 +67,7 @@ def test_more_requests_fit_the_same_cache(model: Any) -> None:
         model=str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=256, block_size=4,
         max_num_batched_tokens=8, num_gpu_blocks_override=100,
     )  # fmt: skip
-    engine = Engine(config, progress=False)
+    engine = Engine(config)
     without = engine.runner.num_blocks * 4 // len(engine.runner.cache_groups)
     assert engine.scheduler.blocks.capacity(256) > 1.3 * without
     engine.close()

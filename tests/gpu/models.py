@@ -78,7 +78,7 @@ def check_story(checks: Checks) -> None:
         pairs = zip(found, expected, strict=True)
         return sum(tokens[: len(wanted)] != wanted for tokens, wanted in pairs) / len(expected)
 
-    model = load_model(folder, read_spec(folder), dtype=torch.float32, device=checks.device, progress=False)
+    model = load_model(folder, read_spec(folder), dtype=torch.float32, device=checks.device)
     for chunk in (1, 7, 512):
         found = [answer.token_ids for answer in decode(model, prompts, max(lengths), chunk=chunk)]
         checks.add(f"story model, chunks of {chunk}: texts differ", differing(found), 0.0)

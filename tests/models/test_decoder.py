@@ -30,7 +30,7 @@ def test_bfloat16_is_as_exact_as_transformers(name: str) -> None:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    options = {"dtype": torch.float32, "device": "cpu", "max_model_len": 256, **options}
     return load_model(folder, read_spec(folder), **options)
 
 
@@ -86,7 +86,7 @@ def test_old_rope_spelling_is_the_same_model(tmp_path: Path, name: str, old: dic
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_story_model_greedy_text(story_model: Path, chunk: int) -> None:
     expected = json.loads((story_model / "expected_greedy.json").read_text())
-    model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu", progress=False)
+    model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu")
     longest = max(len(entry["output_ids"]) for entry in expected)
     got = decode(model, [entry["prompt_ids"] for entry in expected], longest, chunk=chunk)
     for entry, decoded in zip(expected, got, strict=True):
@@ -95,7 +95,7 @@ def test_story_model_greedy_text(story_model: Path, chunk: int) -> None:
 
 def test_story_model_alone(story_model: Path) -> None:
     entry = json.loads((story_model / "expected_greedy.json").read_text())[0]
-    model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu", progress=False)
+    model = load_model(story_model, read_spec(story_model), dtype=torch.float32, device="cpu")
     (got,) = decode(model, [entry["prompt_ids"]], len(entry["output_ids"]), block_size=4)
     assert got.token_ids == entry["output_ids"]
 

@@ -151,7 +151,6 @@ def test_context_length(read: Any, rope: Any, length: int) -> None:
         ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number, got 0"),
         ({"is_causal": False}, "'is_causal' must be true: attention to later tokens is not supported"),
         ({"hidden_act": "gelu"}, "'hidden_act' 'gelu' is not supported; supported: silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config': quantised checkpoints are not supp"),
         ({"torch_dtype": "int8"}, "'dtype' must be bfloat16, float16 or float32, got 'int8'"),
         ({"dtype": 16}, "'dtype' must be bfloat16, float16 or float32, got 16"),
         ({"attention_bias": "yes"}, "'attention_bias' must be true or false, got 'yes'"),

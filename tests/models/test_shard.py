@@ -48,6 +48,9 @@ class ThreadCommunicator:
     def all_gather(self, x: Any) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 
+    def least(self, number: int) -> int:
+        return number
+
 
 def on_ranks(size: Any, work: Any) -> Any:
     """work(shard, communicator) of every rank, in threads → their results."""
@@ -65,7 +68,7 @@ def on_ranks(size: Any, work: Any) -> Any:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    options = {"dtype": torch.float32, "device": "cpu", "progress": False, "max_model_len": 256, **options}
+    options = {"dtype": torch.float32, "device": "cpu", "max_model_len": 256, **options}
     return load_model(folder, read_spec(folder), **options)
 
 

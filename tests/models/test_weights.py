@@ -43,7 +43,7 @@ def tie(folder: Path) -> None:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", progress=False, **options)
+    return load_model(folder, read_spec(folder), dtype=dtype, device="cpu", **options)
 
 
 def memory(model: Any) -> Any:
@@ -218,4 +218,4 @@ def test_out_of_memory_says_how_much(folder: Path, monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr("engine.models.weights._fill_randomly", full)
-    check_error(folder, folder, "0.0 GiB of float32 weights do not fit on cpu", load_format="dummy")
+    check_error(folder, folder, "0.0 GiB of weights do not fit on cpu", load_format="dummy")

@@ -67,14 +67,17 @@ NUM_TOKENS = 64
 MAX_ERROR, MAX_RATIO = 1e-4, 1.5
 
 
-def make_checkpoint(name: str, folder: Path, **save_options: Any) -> Any:
-    """The random transformers model of a case, in float32 on the CPU, also saved in `folder`. Logits are about 1."""
+def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None, **save_options: Any) -> Any:
+    """The random transformers model of a case, in float32 on the CPU, also saved in `folder`. Logits are about 1.
+
+    `shape`: changes to the case's configuration.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     family, changes = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes, **(shape or {})})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -128,7 +131,7 @@ def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
         else:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
             theirs = [transformers_decode(loaded, p, NUM_TOKENS, t) for p, t in zip(prompts, tokens, strict=True)]
-        model = load_model(folder, read_spec(folder), dtype=dtype, device=device, progress=False, max_model_len=256)
+        model = load_model(folder, read_spec(folder), dtype=dtype, device=device, max_model_len=256)
     runs = [decode(model, prompts, NUM_TOKENS, chunk=chunk, forced=tokens) for chunk in (256, 11)]
     greedy = [d.token_ids for d in decode(model, prompts, NUM_TOKENS, block_size=64)]
     return {

@@ -280,8 +280,8 @@ def test_second_signal_ends_the_patience(model: Path) -> None:
         assert "Traceback" not in "".join(server.errors)
 
 
-def test_dead_engine_is_told_to_everyone(model: Path) -> None:
-    with serving(model) as server:
+def test_engine_that_is_gone_for_good_ends_the_server(model: Path) -> None:
+    with serving(model, "--engine-restarts", "0") as server:
         finished: list[str] = []
         thread = stream(server.url, finished)
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
@@ -290,9 +290,7 @@ def test_dead_engine_is_told_to_everyone(model: Path) -> None:
         thread.join(10)
         assert "error" in json.loads(finished[0])
         assert finished[1] == "[DONE]"
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 503
-        assert server.stop(signal.SIGTERM) == 0
+        assert server.stop() == 1
 
 
 def test_stopped_while_starting(model: Path) -> None:

@@ -113,3 +113,10 @@ def test_the_file_is_read_again_when_it_changes(
 def test_new_keys_differ() -> None:
     assert len({new_key() for _ in range(100)}) == 100
     assert all(len(new_key()) >= 43 for _ in range(10))
+
+
+def test_a_name_is_there_once(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"a: {SECRET}\na: other\n")
+    with pytest.raises(ConfigError, match="a name is there twice"):
+        KeyRing((), str(file))

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import random
 import time
 from array import array
@@ -20,6 +21,9 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
+from engine.outstanding import Outstanding
+from engine.state import EngineState, StateHolder
+from engine.step_tokens import StepTokens
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 
@@ -56,7 +60,17 @@ def embedding_of(prompt: list[int], pooling: PoolingParams) -> list[float]:
 class FakeEngine:
     """Answers `answer` token by token, then ends; with ignore_eos over and over. Seeds rotate the answer."""
 
-    def __init__(self, *, template: str | None = TEMPLATE, max_model_len: int = 512, delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        template: str | None = TEMPLATE,
+        max_model_len: int = 512,
+        delay: float = 0.0,
+        max_num_seqs: int = 1000,
+    ) -> None:
+        """`max_num_seqs`: requests that run, as its statistics say; the others are waiting."""
+        self.max_num_seqs = max_num_seqs
+        self.outstanding = getattr(self, "outstanding", None) or Outstanding()  # the server keeps it
         self.answer, self.delay = ANSWER, delay
         self.num_blocks, self.block_size, self.max_model_len = 32, 16, max_model_len
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
@@ -65,11 +79,13 @@ class FakeEngine:
         self.generates = True
         self.model_name = "toy"
         self.stats: SchedulerStats | None = None
-        self.dead, self.death = False, ""
+        self.states = StateHolder()
+        self.states.enter("ready")
+        self.step_tokens = StepTokens()
+        self.pid = os.getpid()
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # embeddings wait until they are aborted
-        self.max_running = 1000  # requests that its statistics say are running; the others are waiting
         self.active: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
@@ -78,6 +94,13 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self._generated = 0
+
+    @property
+    def state(self) -> EngineState:
+        return self.states.state
+
+    async def state_change(self, seen: EngineState) -> EngineState:
+        return await self.states.change(seen)
 
     @property
     def num_requests(self) -> int:
@@ -103,8 +126,9 @@ class FakeEngine:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
             self.priorities.append(request.priority)
-        if self.dead:
-            raise EngineDeadError(self.death)
+        if self.state.phase == "dead":
+            raise EngineDeadError(self.state.reason)
+        self.outstanding.add(request_id, request.owner)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)
         return self._generate(request_id, prompt, request.sampling)
@@ -131,6 +155,7 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = 0
+            self.outstanding.end(request_id)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self.active:
@@ -148,13 +173,13 @@ class FakeEngine:
     def _stats(self) -> SchedulerStats:
         num_active = len(self.active)
         return SchedulerStats(
-            num_running=min(num_active, self.max_running),
-            num_waiting=max(num_active - self.max_running, 0),
+            num_running=min(num_active, self.max_num_seqs),
+            num_waiting=max(num_active - self.max_num_seqs, 0),
             num_blocks=32,
             num_free_blocks=32 - num_active,
             num_preemptions=0,
-            prefix_queries=100,
-            prefix_hits=25,
+            prefix_queries=4 * self._generated,
+            prefix_hits=self._generated,
             prompt_tokens=50,
             generation_tokens=self._generated,
         )
@@ -172,9 +197,9 @@ class FakeEngine:
             while True:
                 await asyncio.sleep(self.delay)
                 if self.die_after is not None and len(generated) >= self.die_after:
-                    self.dead, self.death = True, "the engine process was killed by SIGKILL"
-                if self.dead:
-                    raise EngineDeadError(self.death)
+                    self.states.enter("dead", reason="the engine process was killed by SIGKILL")
+                if self.state.phase == "dead":
+                    raise EngineDeadError(self.state.reason)
                 if request_id in self.aborted:
                     collector.add(EngineOutput(request_id, [], "abort"), time.monotonic())
                     yield collector.take()
@@ -183,6 +208,7 @@ class FakeEngine:
                 generated.append(token)
                 self._generated += 1
                 self.stats = self._stats()
+                self.step_tokens.see(self.stats)
                 finish = None
                 if token == 257 or token in (sampling.stop_token_ids or ()):
                     finish = "stop"
@@ -211,6 +237,7 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = len(generated)
+            self.outstanding.end(request_id)
 
 
 class GrammarEngine(FakeEngine):

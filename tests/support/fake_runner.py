@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.cache_groups import FULL, CacheGroup
+from engine.models.progress import Progress
 from engine.models.spec import ModelSpec
 from engine.worker.options import RunnerOptions
 
@@ -44,7 +45,7 @@ class FakeRunner:
     closed: bool = False
 
     @classmethod
-    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool) -> "FakeRunner":
+    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: Progress) -> "FakeRunner":
         return cls(options.num_gpu_blocks_override or 64, options.block_size, options.max_model_len, options)
 
     def launch(self, output: SchedulerOutput) -> FakeHandle:

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from server.app import create_app
+from server.http.browsers import HEADERS
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 
@@ -36,10 +37,14 @@ class Live:
 
     def wait_idle(self, seconds: float = 20.0) -> None:
         """Until the engine works on nothing."""
-        deadline = time.monotonic() + seconds
-        while self.engine.active and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert not self.engine.active
+        wait_until(lambda: not self.engine.active, seconds)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
 
 
 @contextlib.contextmanager
@@ -47,7 +52,12 @@ def run_server(engine: FakeEngine, settings: ServerConfig | None = None, **optio
     settings = settings or ServerConfig()
     app = create_app(engine, settings, **options)
     config = uvicorn.Config(
-        app, log_config=None, lifespan="on", timeout_graceful_shutdown=2, root_path=settings.root_path
+        app,
+        log_config=None,
+        lifespan="on",
+        headers=list(HEADERS),
+        timeout_graceful_shutdown=2,
+        root_path=settings.root_path,
     )
     server = uvicorn.Server(config)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio wants to see TCP

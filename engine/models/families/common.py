@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.rope import context_length, read_rope
-from engine.models.formats import FORMATS
 from engine.models.generation_config import token_ids
+from engine.models.quantization import read_quantization
 from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec
 
 
@@ -70,24 +69,5 @@ def decoder(config: Config, mixer: AttentionSpec, mlp: DenseSpec, *, windows: Se
         dtype=dtype,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(config, "eos_token_id"),
-        quantization=_weight_quantization(config.get("quantization_config")),
+        quantization=read_quantization(config.get("quantization_config")),
     )
-
-
-def _weight_quantization(quantization: Any) -> Mapping[str, Any] | None:
-    """The quantisation of the weights. None: there is none, or it is only said how to quantise the KV cache.
-
-    ModelError where no weight format is known for it.
-    """
-    if quantization is None:
-        return None
-    if isinstance(quantization, dict):
-        method, groups = quantization.get("quant_method"), quantization.get("config_groups")
-        only_cache = isinstance(groups, dict) and all(
-            isinstance(group, dict) and group.get("weights") is None for group in groups.values()
-        )
-        if method == "compressed-tensors" and only_cache:
-            return None
-        if method in FORMATS:
-            return quantization
-    raise ModelError("'quantization_config': quantised checkpoints are not supported yet; use the unquantised model")

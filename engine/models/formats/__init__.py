@@ -1,21 +1,40 @@
-"""Weight formats: how matrices are stored in a checkpoint, repacked in memory and multiplied. One module for each.
-
-`floats` is what checkpoints without a quantization_config have. Every other module has `read(quantization_config)`, which
-makes its `WeightFormat`, and is imported when a model is loaded: `FORMATS` is read by processes without PyTorch.
-"""
+"""Weight formats: how matrices are stored in a checkpoint, and repacked in memory."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from engine.models.layers import WeightFormat
+from engine.models.errors import ModelError
+from engine.models.formats.floats import FLOATS
+from engine.models.formats.layouts import AWQ, FP4, GPTQ, Online, Packed, Plain
+from engine.models.layers import WeightFormat, WeightFormats
+from engine.models.quantization import Quantization, Scheme
 
-FORMATS: dict[str, str] = {}  # quantization_config's quant_method → the module
+LAYOUTS: dict[str, Callable[[Scheme], WeightFormat]] = {
+    "plain": Plain,
+    "packed": Packed,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "fp4": FP4,
+    "online": Online,
+}
 
 
-def read_format(quantization: Mapping[str, Any]) -> WeightFormat:
-    """The format that config.json's quantization_config asks for, by one of the methods in `FORMATS`."""
-    return importlib.import_module(f"engine.models.formats.{FORMATS[quantization['quant_method']]}").read(quantization)
+@dataclass(frozen=True, slots=True)
+class QuantizedFormats:
+    """The formats of a quantised checkpoint."""
+
+    quantization: Quantization
+
+    def for_linear(self, names: Sequence[str]) -> WeightFormat:
+        schemes = [self.quantization.scheme(name) for name in names]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise ModelError(
+                f"'quantization_config': {', '.join(names)} must be stored alike: they are multiplied at once"
+            )
+        return FLOATS if schemes[0] is None else LAYOUTS[schemes[0].layout](schemes[0])
+
+
+def weight_formats(quantization: Quantization | None) -> WeightFormats:
+    return FLOATS if quantization is None else QuantizedFormats(quantization)

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import kernels
-from engine.models.layers import CheckpointTensor, Linear, RMSNorm, WeightFormat, empty
+from engine.models.layers import CheckpointTensor, Linear, WeightFormat, empty, stacked
 
 
 class FloatFormat(WeightFormat):
-    """`weight` [out, in] in the model's dtype, in every product fused with what stands before or after it."""
+    """`weight` [out, in] in the model's dtype."""
+
+    def for_linear(self, names: Sequence[str]) -> WeightFormat:
+        return self
 
     def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
         linear.weight = empty(linear.num_rows, len(linear.columns), dtype=dtype, device=device)
 
     def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        return linear.stacked("weight", linear.columns)
+        return stacked("weight", linear.parts, _floats(linear), linear.columns)
 
     def pack(self, linear: Linear) -> None:
-        linear.weight = nn.Parameter(kernels.pack_weight(linear.weight), requires_grad=False)
+        linear.weight = nn.Parameter(kernels.pack_weight(_floats(linear)), requires_grad=False)
 
-    def product(self, linear: Linear, x: Tensor, out: Tensor | None = None) -> Tensor:
-        result = kernels.linear(x, linear.weight, linear.bias)
-        return result if out is None else out.copy_(result)
 
-    def after_norm(self, linear: Linear, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
-        return kernels.norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias, out)
-
-    def swiglu_after_norm(self, linear: Linear, x: Tensor, norm: RMSNorm) -> Tensor:
-        return kernels.norm_swiglu(x, norm.weight, norm.eps, linear.weight, linear.bias)
-
-    def add_to(self, linear: Linear, residual: Tensor, x: Tensor) -> Tensor:
-        return kernels.linear_add(residual, x, linear.weight, linear.bias)
+def _floats(linear: Linear) -> Tensor:
+    assert isinstance(linear.weight, Tensor)
+    return linear.weight
 
 
 FLOATS = FloatFormat()

@@ -25,7 +25,7 @@ from server.openai.errors import failure
 from server.openai.logprobs import logprobs_content
 from server.openai.responses.events import ResponseBuilder
 from server.openai.responses.protocol import LOGPROBS, Item, ItemReference, ResponsesRequest, messages_of
-from server.openai.responses.store import ResponseStore, StoredResponse
+from server.openai.responses.store import ResponseStore, StoredResponse, Turn
 
 _encode = msgspec.json.encode
 _items: TypeAdapter[Any] = TypeAdapter(list[Item])
@@ -63,7 +63,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         caller = caller_of(request)
         _stored(store, caller, response_id)
-        store.remove((caller.name, response_id))
+        store.remove(caller.name, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.get("/v1/responses/{response_id}/input_items")
@@ -83,8 +83,9 @@ class _Working:
 
     generation: Generation
     builder: ResponseBuilder
-    messages: list[Message]  # the conversation so far, without instructions
-    input_items: list[dict[str, Any]]
+    previous: Turn | None  # what it goes on from
+    messages: list[Message]  # what is new in the request, without instructions
+    input_items: list[dict[str, Any]]  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class _Asked:
     """What a request says, converted."""
 
     request: GenerationRequest
-    messages: list[Message]  # the conversation so far, without instructions
+    previous: Turn | None  # what it goes on from
+    messages: list[Message]  # what is new in the request, without instructions
     input_items: list[dict[str, Any]]
     tools: list[dict[str, Any]]
 
@@ -103,9 +105,9 @@ def _converter(store: ResponseStore, caller: Caller, body: ResponsesRequest) -> 
 
     def convert(body: ResponsesRequest) -> _Asked:
         items = [_resolved(store, caller, item, index) for index, item in enumerate(body.items)]
-        messages = previous + messages_of(items)
+        messages, input_items = messages_of(items), [_input_item(item) for item in items]
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-        return _Asked(body.neutral(messages), messages, [_input_item(item) for item in items], tools)
+        return _Asked(body.neutral(_all_messages(previous, messages)), previous, messages, input_items, tools)
 
     return convert
 
@@ -114,28 +116,32 @@ async def _begin(
     model: ServedModel, body: ResponsesRequest, asked: _Asked, warnings: Warnings, caller: Caller
 ) -> _Working:
     """Check everything and start the answer."""
-    unknown = [name for name in (body.include or ())[:MAX_WARNINGS] if name != LOGPROBS]
-    for name in unknown:
-        warnings.add(f"{name[:100]!r} has no effect here", "include")
+    for name in (body.include or ())[:MAX_WARNINGS]:
+        if name != LOGPROBS:
+            warnings.add(f"{name[:100]!r} has no effect here", "include")
     generation = await generate(model, asked.request, warnings, caller)
     builder = ResponseBuilder(_response(body, asked, generation, warnings))
-    return _Working(generation, builder, asked.messages, asked.input_items)
+    return _Working(generation, builder, asked.previous, asked.messages, asked.input_items)
 
 
-def _previous(store: ResponseStore, caller: Caller, response_id: str | None) -> list[Message]:
+def _all_messages(previous: Turn | None, messages: list[Message]) -> list[Message]:
+    return messages if previous is None else previous.conversation() + messages
+
+
+def _previous(store: ResponseStore, caller: Caller, response_id: str | None) -> Turn | None:
     if response_id is None:
-        return []
-    stored = store.get((caller.name, response_id))
+        return None
+    stored = store.get(caller.name, response_id)
     if stored is None:
         reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
         raise APIError(404, reason, "previous_response_id")
-    return stored.messages
+    return stored.turn
 
 
 def _resolved(store: ResponseStore, caller: Caller, item: Any, index: int) -> Any:
     if not isinstance(item, ItemReference):
         return item
-    found = store.item((caller.name, item.id))
+    found = store.item(caller.name, item.id)
     if found is None:
         raise APIError(404, f"there is no item {item.id[:100]!r}", "input", index, "id")
     return _items.validate_python([found])[0]
@@ -151,7 +157,7 @@ def _input_item(item: Any) -> dict[str, Any]:
 
 def _response(body: ResponsesRequest, asked: _Asked, generation: Generation, warnings: Warnings) -> dict[str, Any]:
     """The object as it is before there is any output."""
-    sampling = generation.samples[0].watch.sampling
+    sampling = generation.samples[0].sampling
     reasoning, text = body.reasoning, body.text
     format = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}
     return {
@@ -244,15 +250,13 @@ def _keep(store: ResponseStore, working: _Working) -> None:
     if not response["store"] or response["status"] == "failed":
         return
     output = response["output"]
-    messages = working.messages + messages_of(_items.validate_python(output))
-    body, items = _encode(response), working.input_items
-    stored = StoredResponse(body, messages, items, output, len(body) * 2 + len(_encode(items)) * 2)
-    store.put((working.generation.owner, response["id"]), stored)
+    turn = Turn(working.messages + messages_of(_items.validate_python(output)), working.previous)
+    store.put(working.generation.owner, response["id"], StoredResponse.of(response, working.input_items, turn))
 
 
 def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredResponse:
     """404 when the caller has none of this id."""
-    found = store.get((caller.name, response_id))
+    found = store.get(caller.name, response_id)
     if found is None:
         reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
         raise APIError(404, reason, "response_id", lead=None)
@@ -261,7 +265,8 @@ def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredRes
 
 def _input_items(found: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
     """A page of the items that the request brought."""
-    items = found.input_items if order == "asc" else found.input_items[::-1]
+    items = msgspec.json.decode(found.input_items)
+    items = items if order == "asc" else items[::-1]
     if after is not None:
         ids = [item["id"] for item in items]
         items = items[ids.index(after) + 1 :] if after in ids else []

@@ -1,14 +1,43 @@
-"""Responses that clients may ask for again or go on from. In memory and bounded: the least recently used ones go first."""
+"""Responses that clients may ask for again or go on from. In memory, bounded by what is really held."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from server.generation.request import Message
 
 MAX_BYTES = 256 << 20
+RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES = 1000, 300, 300  # besides what is written in them: objects, keys, ids
+
+_decode = msgspec.msgpack.Decoder(list[Message]).decode
+
+
+class Turn:
+    """What a response added to its conversation, after the turn before it. A beginning that several share is held once."""
+
+    __slots__ = ("_messages", "num_holders", "previous")
+
+    def __init__(self, messages: list[Message], previous: Turn | None) -> None:
+        self._messages, self.previous = _exact(msgspec.msgpack.encode(messages)), previous
+        self.num_holders = 0  # the stored response that it is of, and turns after it that are held
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._messages) + TURN_BYTES
+
+    def conversation(self) -> list[Message]:
+        """All messages up to the end of this turn, without instructions."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.previous
+        return [message for turn in reversed(turns) for message in _decode(turn._messages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,48 +45,113 @@ class StoredResponse:
     """A finished response."""
 
     body: bytes  # its JSON
-    messages: list[Message]  # the conversation, its answer included, without instructions
-    input_items: list[dict[str, Any]]  # what was new in the request
-    output_items: list[dict[str, Any]]
-    num_bytes: int  # of what is new in it
+    input_items: bytes  # what was new in the request: a list as JSON
+    output_ids: Sequence[str]  # of the items of its output
+    turn: Turn
+
+    @staticmethod
+    def of(response: dict[str, Any], input_items: list[dict[str, Any]], turn: Turn) -> StoredResponse:
+        """`response`: its object."""
+        body, items = _exact(msgspec.json.encode(response)), _exact(msgspec.json.encode(input_items))
+        return StoredResponse(body, items, [item["id"] for item in response["output"]], turn)
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the messages."""
+        return len(self.body) + len(self.input_items) + ITEM_BYTES * len(self.output_ids) + RESPONSE_BYTES
 
 
-Key = tuple[str, str]  # the name of the caller that owns it, and its id
+def _exact(encoded: bytes) -> bytes:
+    """A copy as long as what is in it: encoders leave half as much again behind their output."""
+    return bytes(memoryview(encoded))
+
+
+@dataclass(slots=True)
+class _Owned:
+    """The responses of one caller, the least recently used first."""
+
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    items: dict[str, str] = field(default_factory=dict)  # item of an output → its response
+    num_bytes: int = 0
+
+    def hold(self, turn: Turn | None) -> None:
+        while turn is not None:
+            turn.num_holders += 1
+            if turn.num_holders > 1:
+                break
+            self.num_bytes += turn.num_bytes
+            turn = turn.previous
+
+    def release(self, turn: Turn | None) -> None:
+        while turn is not None:
+            turn.num_holders -= 1
+            if turn.num_holders:
+                break
+            self.num_bytes -= turn.num_bytes
+            turn = turn.previous
 
 
 class ResponseStore:
-    """At most `max_responses` responses, and `max_bytes` of them."""
+    """At most `max_responses` responses, and `max_bytes` of them and their conversations.
+
+    What is too much is taken from the caller who holds the most, oldest first: nothing goes for what another one stores.
+    """
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._responses: OrderedDict[Key, StoredResponse] = OrderedDict()
-        self._items: dict[Key, dict[str, Any]] = {}
-        self._num_bytes = 0
+        self._owners: dict[str, _Owned] = {}  # by the callers' names
 
-    def put(self, key: Key, response: StoredResponse) -> None:
-        self.remove(key)
-        self._responses[key] = response
-        self._num_bytes += response.num_bytes
-        self._items |= {(key[0], item["id"]): item for item in response.output_items}
-        while len(self._responses) > self._max_responses or self._num_bytes > self._max_bytes:
-            self.remove(next(iter(self._responses)))
+    @property
+    def num_bytes(self) -> int:
+        return sum(owned.num_bytes for owned in self._owners.values())
 
-    def get(self, key: Key) -> StoredResponse | None:
-        response = self._responses.get(key)
-        if response is not None:
-            self._responses.move_to_end(key)
-        return response
+    def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        """An older one of this owner and id is replaced."""
+        owned = self._owners.setdefault(owner, _Owned())
+        owned.hold(response.turn)
+        self._remove(owned, response_id)
+        owned.responses[response_id] = response
+        owned.num_bytes += response.num_bytes
+        owned.items |= dict.fromkeys(response.output_ids, response_id)
+        while self.num_bytes > self._max_bytes or self._num_responses > self._max_responses:
+            most = max(self._owners.values(), key=self._fraction)
+            self._remove(most, next(iter(most.responses)))
 
-    def item(self, key: Key) -> dict[str, Any] | None:
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        owned = self._owners.get(owner)
+        if owned is None or response_id not in owned.responses:
+            return None
+        owned.responses.move_to_end(response_id)
+        return owned.responses[response_id]
+
+    def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
         """An item of an answer."""
-        return self._items.get(key)
+        owned = self._owners.get(owner)
+        if owned is None or item_id not in owned.items:
+            return None
+        output: list[dict[str, Any]] = msgspec.json.decode(owned.responses[owned.items[item_id]].body)["output"]
+        return next(item for item in output if item["id"] == item_id)
 
-    def remove(self, key: Key) -> bool:
+    def remove(self, owner: str, response_id: str) -> bool:
         """Whether there was one."""
-        response = self._responses.pop(key, None)
+        owned = self._owners.get(owner)
+        return owned is not None and self._remove(owned, response_id)
+
+    @property
+    def _num_responses(self) -> int:
+        return sum(len(owned.responses) for owned in self._owners.values())
+
+    def _fraction(self, owned: _Owned) -> float:
+        """How much of what there may be an owner holds."""
+        return max(len(owned.responses) / max(self._max_responses, 1), owned.num_bytes / self._max_bytes)
+
+    @staticmethod
+    def _remove(owned: _Owned, response_id: str) -> bool:
+        response = owned.responses.pop(response_id, None)
         if response is None:
             return False
-        self._num_bytes -= response.num_bytes
-        for item in response.output_items:
-            del self._items[key[0], item["id"]]
+        owned.num_bytes -= response.num_bytes
+        owned.release(response.turn)
+        for item_id in response.output_ids:
+            del owned.items[item_id]
         return True

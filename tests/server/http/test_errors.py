@@ -1,8 +1,7 @@
 """Bad input, a dead engine, full queues, keys: each answered with the right status and one clear message."""
 
-import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS
 from server.openai.fields import NOT_YET_IN_BOTH
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -307,7 +306,7 @@ def test_dead_engine(live: Live) -> None:
     check(live.chat(), 503, None, "not running")
     check(live.chat(stream=True), 503, None, "not running")
     check(live.complete(), 503, None, "not running")
-    live.engine.dead = False
+    live.engine.states.enter("ready")
     response = live.http.get("/health")
     assert (response.status_code, response.content) == (200, b"")
 
@@ -327,19 +326,22 @@ def test_own_mistakes_say_nothing_of_the_inside(live: Live, monkeypatch: pytest.
     assert "secret" not in message
 
 
-def test_full_queue(serve: Callable[..., Live]) -> None:
-    live = serve(FakeEngine(delay=0.02), ServerConfig(max_num_queued_reqs=2))
-    live.engine.max_running = 1
-    threads = [threading.Thread(target=live.chat, kwargs={"ignore_eos": True, "max_tokens": 60}) for _ in range(3)]
-    for number, thread in enumerate(threads):
-        thread.start()
-        while live.engine.stats is None or live.engine.stats.num_waiting < number:
-            time.sleep(0.01)
-    check(live.chat(), 503, None, "2 requests are waiting", "at most 2")
-    for thread in threads:
-        thread.join()
-    assert live.chat().status_code == 200
-    assert 'vllm:admission_rejections_total{model_name="toy",reason="queue_full"} 1.0' in live.http.get("/metrics").text
+def test_an_idle_server_takes_as_many_as_run_and_wait(serve: Callable[..., Live]) -> None:
+    """All of a burst, before the engine has said anything of the first request; and no more."""
+    live = serve(FakeEngine(max_num_seqs=8), ServerConfig(max_num_queued_reqs=4))
+    live.engine.holds = True
+    with ThreadPoolExecutor(12) as threads:
+        burst = [threads.submit(live.post, "/v1/embeddings", input=str(i)) for i in range(12)]
+        wait_until(lambda: len(live.engine.outstanding) == 12)
+        refused = live.chat()
+        check(refused, 503, None, "4 requests are waiting", "at most 4", "try again in 5 seconds")
+        assert refused.headers["retry-after"] == "5"
+        assert live.post("/v1/messages", max_tokens=1, model="toy", messages=MESSAGES).headers["retry-after"] == "5"
+        live.engine.holds = False
+        assert [each.result().status_code for each in burst] == [200] * 12
+    assert live.complete(n=12, max_tokens=1).status_code == 200
+    check(live.complete(n=13), 400, None, "asks for 13 answers", "at most 12")
+    assert 'vllm:admission_rejections_total{model_name="toy",reason="queue_full"} 2.0' in live.http.get("/metrics").text
 
 
 def test_other_origins(live: Live, serve: Callable[..., Live]) -> None:
@@ -356,10 +358,13 @@ def test_other_origins(live: Live, serve: Callable[..., Live]) -> None:
 
 
 def test_request_ids(live: Live, serve: Callable[..., Live]) -> None:
-    assert "x-request-id" not in live.http.get("/health").headers
-    marked = serve(FakeEngine(), ServerConfig(enable_request_id_headers=True))
-    assert marked.http.get("/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
-    assert len(marked.http.get("/health").headers["x-request-id"]) == 32
+    assert live.http.get("/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(live.http.get("/health").headers["x-request-id"]) == 32
+    for forged in ("a" * 129, "two words", "caf\xe9"):
+        answer = live.http.get("/health", headers={b"X-Request-Id": forged.encode("latin-1")})
+        assert len(answer.headers["x-request-id"]) == 32, forged
+    silent = serve(FakeEngine(), ServerConfig(enable_request_id_headers=False))
+    assert "x-request-id" not in silent.http.get("/health").headers
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,7 @@ def test_many_at_once_without_threads(live: Live) -> None:
 
 def test_a_full_server_is_asked_again(serve: Callable[..., Live]) -> None:
     """503 is an answer after which the client tries again by itself."""
-    live = serve(FakeEngine(delay=0.02), ServerConfig(max_num_queued_reqs=1))
-    live.engine.max_running = 0
+    live = serve(FakeEngine(delay=0.02, max_num_seqs=1), ServerConfig(max_num_queued_reqs=0))
     seen: list[int] = []
 
     def make_room(response: httpx.Response) -> None:

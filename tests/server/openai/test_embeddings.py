@@ -145,7 +145,7 @@ def test_failures(live: Live) -> None:
     live.engine.fail_after = 0
     assert embed(live, input=["a", "b"]).status_code == 500
     live.wait_idle()
-    live.engine.dead = True
+    live.engine.states.enter("dead")
     assert embed(live, input="a").status_code == 503
 
 

@@ -9,7 +9,6 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from server.openai.responses.store import ResponseStore, StoredResponse
 from server.settings import ServerConfig
 from tests.support.fake_engine import ANSWER, FakeEngine
 from tests.support.live_server import Live
@@ -220,15 +219,6 @@ def test_the_store_is_bounded(serve: Serve) -> None:
     assert live.http.get(f"{PATH}/{ids[0]}").status_code == 200
     ids.append(live.post(PATH, input="c", max_output_tokens=1).json()["id"])
     assert [live.http.get(f"{PATH}/{each}").status_code for each in ids] == [200, 404, 200]
-
-    store = ResponseStore(100, max_bytes=10)
-    for number in range(5):
-        store.put(("", str(number)), StoredResponse(b"", [], [], [{"id": f"item {number}"}], 4))
-    assert [store.get(("", str(number))) is not None for number in range(5)] == [False, False, False, True, True]
-    assert [store.item(("", f"item {number}")) is not None for number in range(5)] == [False, False, False, True, True]
-    store.put(("", "huge"), StoredResponse(b"", [], [], [], 11))
-    assert store.get(("", "huge")) is None
-    assert not ResponseStore(0).remove(("", "x"))
 
 
 @pytest.mark.parametrize(

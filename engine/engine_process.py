@@ -1,0 +1,107 @@
+"""The engine process as its parent has it: started, spoken to, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from engine.heartbeat import Heartbeat
+from engine.messages import Command, Shutdown, encode
+
+ENGINE_MODULE = "engine.process"  # what runs in the other process
+EXIT_SECONDS = 10  # that the engine process may take to end by itself
+
+
+class EngineProcess:
+    """The child process, its two sockets, its heartbeat and its lifeline. Belongs to the event loop it is made in."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only this user may enter it
+        commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
+        self.heartbeat = Heartbeat(self._folder / "heartbeat")
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        for socket in (self._commands, self._events):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._commands.reconnect_ivl = 10  # milliseconds between tries until the child listens
+        self._commands.connect(commands)
+        self._events.bind(events)
+        root = str(Path(__file__).resolve().parent.parent)
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", ENGINE_MODULE, commands, events, str(self._folder / "heartbeat")],
+            stdin=subprocess.PIPE,
+            process_group=0,  # a terminal's Ctrl-C is for the parent, even before the child can ignore it
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        self._closed = False
+        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how the process ended
+        threading.Thread(target=self._wait, name="engine process watch", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def send(self, command: Command) -> None:
+        self._commands.send(encode(command), zmq.NOBLOCK)
+
+    async def receive(self) -> bytes:
+        return await self._events.recv()
+
+    def _wait(self) -> None:
+        how = _described(self._popen.wait())
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers are gone
+            self.exited.get_loop().call_soon_threadsafe(self._set_exited, how)
+
+    def _set_exited(self, how: str) -> None:
+        if not self.exited.done():
+            self.exited.set_result(how)
+
+    def remove_files(self) -> None:
+        """Both sides have them open: their names in the file system are not needed any more, whatever happens."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def close(self, *, kill: bool) -> None:
+        """End the process if it has not ended, wait for that, and release everything. `kill`: do not ask it first."""
+        if self._closed:
+            return
+        self._closed = True
+        if kill:
+            self._popen.kill()
+        else:
+            self.send(Shutdown())
+        try:
+            self._popen.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        self._commands.close()
+        self._events.close()
+        self._context.term()
+        self.remove_files()
+
+
+def _described(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    how = f"was killed by {signal.Signals(-code).name}"
+    return f"{how} (perhaps the machine ran out of memory)" if -code == signal.SIGKILL else how

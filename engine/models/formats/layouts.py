@@ -1,0 +1,258 @@
+"""The layouts in which checkpoints store matrices of few bits, a class for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import kernels
+from engine.models.errors import ModelError
+from engine.models.formats.quantized import Part, QuantizedFormat, Stored, Tensors
+from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Linear, WeightFormat
+from engine.models.quantization import Scheme
+
+I8, I32, U8, E4M3 = (frozenset({name}) for name in ("I8", "I32", "U8", "F8_E4M3"))
+DTYPES = {"e4m3": (torch.float8_e4m3fn, E4M3), "int8": (torch.int8, I8)}
+STD = 0.02  # of random weights
+STD_OF_CODES = {"e4m3": 64.0, "int8": 73.9, "int4": 4.6, "e2m1": 2.9}  # random(), below
+
+
+def _random_codes(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:
+    """Any bytes; of e4m3 none that is NaN."""
+    if kind == "e4m3":
+        return 64 * torch.randn(shape, generator=generator, device=generator.device).clamp(-7, 7)
+    return torch.randint(-128, 128, shape, generator=generator, device=generator.device)
+
+
+class Plain(QuantizedFormat):
+    """`weight` [N, K] e4m3 or int8, and `weight_scale`: one number, one for each row, group of channels, or block."""
+
+    ignored = ("input_scale", "input_zero_point", "activation_scale", "input_scale_ub", "output_scale")
+
+    def stored(self) -> Iterator[Stored]:
+        scheme = self.scheme
+        yield Stored("weight", *DTYPES[scheme.kind], 1, 1)
+        aliases = ("weight_scale_inv",)  # which is the scale, too
+        yield Stored("weight_scale", torch.float32, FLOAT_DTYPES, scheme.rows, scheme.group, aliases=aliases)
+        if not scheme.symmetric:
+            yield Stored("weight_zero_point", torch.int8, I8, scheme.rows, scheme.group)
+
+    def decode(self, tensors: Tensors) -> Part:
+        codes, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+        scale = _two_dimensional(scale, self.scheme)
+        if zero is not None:
+            zero = _two_dimensional(zero, self.scheme).expand(len(codes), -1)
+        return Part(codes, scale, zero)
+
+    def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
+        if stored.name == "weight":
+            return _random_codes(shape, self.scheme.kind, generator)
+        return torch.full(shape, STD / STD_OF_CODES[self.scheme.kind] if stored.name == "weight_scale" else 0)
+
+
+def _two_dimensional(scale: Tensor, scheme: Scheme) -> Tensor:
+    """[blocks of rows or 1, groups or 1]."""
+    return scale.reshape(scale.shape[0] if scheme.rows else 1, -1)
+
+
+class IntegerFormat(QuantizedFormat):
+    """Integers of four or eight bits in int32."""
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.scheme.kind == "int4" else 8
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.bits
+
+    def codes(self, unsigned: Tensor) -> Tensor:
+        """As `QuantizedWeight` takes them: int4 from 0 to 15, int8 signed."""
+        return unsigned if self.bits == 4 else (unsigned - 128).to(torch.int8)
+
+    def zero(self, unsigned: Tensor) -> Tensor:
+        """[n, G] of unsigned codes → of values."""
+        return (unsigned + self.scheme.zero_offset - (1 << self.bits - 1)).to(torch.int8)
+
+    def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
+        """Every zero point is in the middle, channels are in order."""
+        match stored.name:
+            case "qweight" | "weight_packed":
+                return torch.randint(-(2**31), 2**31, shape, generator=generator, device=generator.device)
+            case "scales" | "weight_scale":
+                return torch.full(shape, STD / STD_OF_CODES[self.scheme.kind])
+            case "g_idx" | "weight_g_idx":
+                return torch.arange(shape[0]) // (self.scheme.group or shape[0])
+        middle = (1 << self.bits - 1) - self.scheme.zero_offset
+        word = sum(middle << self.bits * i for i in range(self.per_word))
+        return torch.full(shape, word - (1 << 32) if word >= 1 << 31 else word)
+
+
+def _unpack(words: Tensor, bits: int, dim: int, order: Callable[[int], int] = int) -> Tensor:
+    """int32 words → their unsigned codes along `dim`, the lowest bits first, or in `order` of bits."""
+    per_word = 32 // bits
+    shifts = [bits * order(i) for i in range(per_word)]
+    codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim + 1).to(torch.int16)
+    return codes.flatten(dim, dim + 1)
+
+
+def _order(group_of: Tensor, group: int) -> Tensor | None:
+    """The channels sorted by their group, each of which has `group`; None: they are."""
+    order = group_of.argsort(stable=True)
+    in_order = torch.arange(len(order), device=order.device)
+    if not torch.equal(group_of[order].long(), in_order // group):
+        raise ModelError("'g_idx' must give every group as many channels; with tensor parallelism it cannot be divided")
+    return None if torch.equal(order, in_order) else order
+
+
+class Packed(IntegerFormat):
+    """compressed-tensors' pack-quantized: `weight_packed` [N, K / 8], `weight_scale` [N, G]."""
+
+    ignored = ("weight_shape", "input_scale")
+
+    def stored(self) -> Iterator[Stored]:
+        group = self.scheme.group
+        yield Stored("weight_packed", torch.int32, I32, 1, self.per_word)
+        yield Stored("weight_scale", torch.float32, FLOAT_DTYPES, 1, group)
+        if not self.scheme.symmetric:
+            yield Stored("weight_zero_point", torch.int32, I32, self.per_word, group)
+        if self.scheme.reordered:
+            yield Stored("weight_g_idx", torch.int32, I32, 0, 1)
+
+    def decode(self, tensors: Tensors) -> Part:
+        codes, scale = _unpack(tensors["weight_packed"], self.bits, 1), tensors["weight_scale"]
+        scale, zero, order = scale.reshape(len(codes), -1), None, None
+        if not self.scheme.symmetric:
+            zero = self.zero(_unpack(tensors["weight_zero_point"].reshape(-1, scale.shape[1]), self.bits, 0))
+        if self.scheme.reordered:
+            order = _order(tensors["weight_g_idx"], self.scheme.group)
+            codes = codes if order is None else codes[:, order]
+        return Part(self.codes(codes), scale, zero, order=order)
+
+
+class GPTQ(IntegerFormat):
+    """`qweight` [K / 8, N], `qzeros` [G, N / 8], `scales` [G, N], and `g_idx` [K] with desc_act."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.scheme.reordered else ("g_idx",)
+
+    def stored(self) -> Iterator[Stored]:
+        group = self.scheme.group
+        yield Stored("qweight", torch.int32, I32, 1, self.per_word, transposed=True)
+        yield Stored("qzeros", torch.int32, I32, self.per_word, group, transposed=True)
+        yield Stored("scales", torch.float32, FLOAT_DTYPES, 1, group, transposed=True)
+        if self.scheme.reordered:
+            yield Stored("g_idx", torch.int32, I32, 0, 1)
+
+    def decode(self, tensors: Tensors) -> Part:
+        codes, order = _unpack(tensors["qweight"], self.bits, 0).T, None
+        scale = tensors["scales"].reshape(-1, len(codes)).T
+        zero = _unpack(tensors["qzeros"].reshape(scale.shape[1], -1), self.bits, 1).T
+        if self.scheme.reordered:
+            order = _order(tensors["g_idx"], self.scheme.group or codes.shape[1])
+            codes = codes if order is None else codes[:, order]
+        return Part(self.codes(codes), scale, self.zero(zero), order=order)
+
+
+class AWQ(IntegerFormat):
+    """`qweight` [K, N / 8], `qzeros` [G, N / 8], `scales` [G, N]; a word holds rows 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
+
+    def stored(self) -> Iterator[Stored]:
+        group = self.scheme.group
+        yield Stored("qweight", torch.int32, I32, self.per_word, 1, transposed=True)
+        if not self.scheme.symmetric:
+            yield Stored("qzeros", torch.int32, I32, self.per_word, group, transposed=True)
+        yield Stored("scales", torch.float32, FLOAT_DTYPES, 1, group, transposed=True)
+
+    def decode(self, tensors: Tensors) -> Part:
+        codes, zero = _unpack(tensors["qweight"], 4, 1, self._bits_of).T, None
+        scale = tensors["scales"].reshape(-1, len(codes)).T
+        if not self.scheme.symmetric:
+            zero = self.zero(_unpack(tensors["qzeros"].reshape(scale.shape[1], -1), 4, 1, self._bits_of).T)
+        return Part(codes, scale, zero)
+
+    @staticmethod
+    def _bits_of(row: int) -> int:
+        return row // 2 + row % 2 * 4
+
+
+class FP4(QuantizedFormat):
+    """e2m1, two in a byte: nvfp4 with e4m3 scales of 16 channels and one of all scales, mxfp4 with powers of two of 32.
+
+    `weight_packed` [N, K / 2] (ModelOpt: `weight`), the even channel in the low bits; `weight_scale` [N, G].
+    """
+
+    ignored = ("input_scale", "input_global_scale")
+
+    def stored(self) -> Iterator[Stored]:
+        nvfp4 = bool(self.scheme.global_scale)
+        yield Stored("weight_packed", torch.uint8, U8, 1, 2, aliases=("weight",))
+        dtype, dtypes = (torch.float8_e4m3fn, E4M3) if nvfp4 else (torch.uint8, U8)
+        yield Stored("weight_scale", dtype, dtypes, 1, self.scheme.group)
+        if nvfp4:
+            yield Stored(self.scheme.global_scale, torch.float32, FLOAT_DTYPES, 0, 0)
+
+    def decode(self, tensors: Tensors) -> Part:
+        pairs, scale, factor = tensors["weight_packed"], tensors["weight_scale"], None
+        codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
+        if self.scheme.global_scale:
+            one = tensors[self.scheme.global_scale].reshape(1)
+            factor = (1 / one if self.scheme.divided else one).expand(len(codes))
+        else:
+            scale = torch.exp2(scale.float() - 127)
+        return Part(codes, scale, factor=factor)
+
+    def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
+        match stored.name:
+            case "weight_packed":
+                return torch.randint(0, 256, shape, generator=generator, device=generator.device)
+            case "weight_scale":
+                return torch.full(shape, 1 if self.scheme.global_scale else 120)
+        scale = STD / STD_OF_CODES["e2m1"]
+        return torch.full(shape, 1 / scale if self.scheme.divided else scale)
+
+
+class Online(WeightFormat):
+    """A float `weight` [N, K], rounded row by row as it is loaded."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        shape, code_dtype = (linear.num_rows, len(linear.columns)), DTYPES[self.scheme.kind][0]
+        linear.weight = kernels.QuantizedWeight(
+            kind=self.scheme.kind,
+            codes=torch.empty(shape, dtype=code_dtype, device=device),
+            scale=torch.empty(linear.num_rows, 1, dtype=torch.float32, device=device),
+            group=len(linear.columns),
+            rounds_activations=True,
+        )
+
+    def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
+        weight, start = self._weight(linear), 0
+        for part, rows in linear.parts.items():
+            own = slice(start, start + len(rows))
+            codes, scale, start = weight.codes[own], weight.scale[own], own.stop
+
+            def fill(value: Tensor, codes: Tensor = codes, scale: Tensor = scale) -> None:
+                rounded = kernels.quantize_rows(value.to(codes.device), codes.dtype)
+                codes.copy_(rounded[0])
+                scale.copy_(rounded[1])
+
+            yield CheckpointTensor(f"{part}.weight", (rows, linear.columns), codes, take=fill)
+
+    def fill_randomly(self, linear: Linear, generator: torch.Generator) -> None:
+        weight = self._weight(linear)
+        weight.codes.copy_(_random_codes(tuple(weight.codes.shape), self.scheme.kind, generator))
+        weight.scale.fill_(STD / STD_OF_CODES[self.scheme.kind])
+
+    def pack(self, linear: Linear) -> None:
+        """It is what products take."""
+
+    @staticmethod
+    def _weight(linear: Linear) -> kernels.QuantizedWeight:
+        assert isinstance(linear.weight, kernels.QuantizedWeight)
+        return linear.weight

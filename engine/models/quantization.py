@@ -1,0 +1,259 @@
+"""config.json's quantization_config → which matrices are stored in which scheme. Read where PyTorch is not loaded.
+
+One short function for each `quant_method`. ModelError names the key at fault, and the nearest thing that works.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.models.errors import ModelError
+
+WHERE = "quantization_config"
+ONLINE = ("fp8", "int8")  # what the weights of a float checkpoint can be rounded to while they are loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a checkpoint stores a matrix [N, K] of few bits."""
+
+    layout: Literal["plain", "packed", "gptq", "awq", "fp4", "online"]  # which tensors: a class in `formats`
+    kind: Literal["e4m3", "int8", "int4", "e2m1"]  # what a code stands for: see `kernels.QuantizedWeight`
+    group: int = 0  # channels that share a scale; 0: all
+    rows: int = 1  # rows that share a scale; 0: all
+    symmetric: bool = True  # False: there are zero points
+    reordered: bool = False  # each channel's group is stored, too (GPTQ's desc_act, actorder)
+    activations: bool = False  # they may be rounded to the codes' dtype where that is faster
+    zero_offset: int = 0  # to add to stored zero points
+    global_scale: str = ""  # the tensor of one number that scales all scales; "" none
+    divided: bool = False  # by the global scale, not multiplied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """The scheme of each Linear, by its name in the checkpoint."""
+
+    method: str  # as --quantization calls it
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # targets → scheme: the first that matches
+    ignored: tuple[str, ...] = ()
+
+    def scheme(self, name: str) -> Scheme | None:
+        """None: floats."""
+        if any(_matches(pattern, name) for pattern in self.ignored):
+            return None
+        return next((scheme for targets, scheme in self.schemes if any(_matches(t, name) for t in targets)), None)
+
+
+def choose_quantization(stored: Quantization | None, method: str | None) -> Quantization | None:
+    """Of the weights in memory, where `method` was asked for; None: as the checkpoint is.
+
+    A float checkpoint's weights are rounded while they are loaded, channel by channel; not its output head's.
+    """
+    if method is None or (stored is not None and stored.method == method):
+        return stored
+    if stored is not None:
+        raise ModelError(
+            f"the checkpoint is quantised by {stored.method!r}: quantization must be that or none, got {method!r}"
+        )
+    if method not in ONLINE:
+        raise ModelError(f"the checkpoint is not quantised: quantization must be {' or '.join(ONLINE)}, got {method!r}")
+    scheme = Scheme(layout="online", kind="e4m3" if method == "fp8" else "int8", activations=True)
+    return Quantization(method=method, schemes=((("Linear",), scheme),), ignored=("lm_head",))
+
+
+def read_quantization(config: Any) -> Quantization | None:
+    """Of the weights. None: they are floats, or it is only said how to quantise the KV cache."""
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise ModelError(f"'{WHERE}' must be an object, got {config!r}")
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise _unsupported("quant_method", method, tuple(METHODS))
+    return METHODS[method](config)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """A pattern is "Linear", for all; "re:" and a regular expression; a name with wildcards; or whole parts of a name."""
+    if pattern == "Linear":
+        return True
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
+
+
+def _unsupported(key: str, value: object, supported: Sequence[object], advice: str = "") -> ModelError:
+    advice = advice or f"supported: {', '.join(map(str, supported))}"
+    return ModelError(f"'{WHERE}': {key!r} {value!r} is not supported; {advice}")
+
+
+def _choice(
+    config: Mapping[str, Any], key: str, supported: Sequence[Any], *, default: Any = None, path: str = ""
+) -> Any:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, list | dict) or value not in supported:
+        raise _unsupported(path + key, value, supported)
+    return value
+
+
+def _names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """The names of modules under the first of the keys that there is."""
+    value: Any = next((config[key] for key in keys if config.get(key) is not None), [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ModelError(f"'{WHERE}': {keys[0]!r} must be a list of names, got {value!r}")
+    return tuple(value)
+
+
+def _group(config: Mapping[str, Any], key: str, default: int, path: str = "") -> int:
+    """Channels in a group; 0: all (-1 in the file)."""
+    value = config.get(key, default)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and (value < 16 or value & (value - 1))):
+        raise _unsupported(path + key, value, ("-1", 32, 64, 128))
+    return max(value, 0)
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantization:
+    """DeepSeek's and Qwen's blocks of 128 × 128, or one scale for a matrix (Mistral, AutoFP8)."""
+    _choice(config, "activation_scheme", ("dynamic", "static"), default="dynamic")
+    _choice(config, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    block = config.get("weight_block_size")
+    if block not in (None, [128, 128]):
+        raise _unsupported("weight_block_size", block, (), "supported: [128, 128], or none")
+    rows, group = (128, 128) if block else (0, 0)
+    scheme = Scheme(layout="plain", kind="e4m3", rows=rows, group=group, activations=True)
+    ignored = _names(config, "modules_to_not_convert", "ignored_layers")
+    return Quantization(method="fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
+
+
+def _fbgemm(config: Mapping[str, Any]) -> Quantization:
+    """A scale for each row."""
+    scheme = Scheme(layout="plain", kind="e4m3", activations=True)
+    ignored = _names(config, "modules_to_not_convert")
+    return Quantization(method="fbgemm_fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _choice(config, "bits", (4,), default=4)
+    _choice(config, "version", ("gemm", "GEMM"), default="gemm")
+    symmetric = not _choice(config, "zero_point", (True, False), default=True)
+    group = _group(config, "group_size", 128)
+    scheme = Scheme(layout="awq", kind="int4", group=group, symmetric=symmetric)
+    ignored = _names(config, "modules_to_not_convert")
+    return Quantization(method="awq", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    bits = _choice(config, "bits", (4, 8), default=4)
+    file_format = _choice(config, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    scheme = Scheme(
+        layout="gptq",
+        kind="int4" if bits == 4 else "int8",
+        group=_group(config, "group_size", 128),
+        symmetric=False,  # zero points are stored in any case
+        reordered=_choice(config, "desc_act", (True, False), default=False),
+        zero_offset=1 if file_format == "gptq" else 0,
+    )
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or any(not name.startswith("-:") for name in dynamic):
+        raise _unsupported("dynamic", dynamic, (), 'supported: patterns that begin with "-:", which leave modules out')
+    ignored = [*_names(config, "modules_to_not_convert"), *(f"re:{name[2:]}" for name in dynamic)]
+    if not config.get("lm_head"):
+        ignored.append("lm_head")
+    return Quantization(method="gptq", schemes=((("Linear",), scheme),), ignored=tuple(ignored))
+
+
+def _modelopt(config: Mapping[str, Any]) -> Quantization:
+    algorithm = _choice(config, "quant_algo", ("FP8", "NVFP4"))
+    if algorithm == "FP8":
+        scheme = Scheme(layout="plain", kind="e4m3", rows=0, activations=True)
+    else:
+        scheme = Scheme(layout="fp4", kind="e2m1", group=16, global_scale="weight_scale_2")
+    ignored = _names(config, "ignore", "exclude_modules")
+    return Quantization(method="modelopt", schemes=((("Linear",), scheme),), ignored=ignored)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
+    """llm-compressor's: a scheme for each group of modules."""
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _unsupported("sparsity_config", config["sparsity_config"]["format"], ("dense",))
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ModelError(f"'{WHERE}': 'config_groups' must be an object of objects, got {groups!r}")
+    schemes = []
+    for name, group in groups.items():
+        if group.get("weights") is None:  # it is about the KV cache
+            continue
+        targets = _names(group, "targets")
+        file_format = group.get("format") or config.get("format")
+        schemes.append((targets, _group_scheme(group, file_format, f"config_groups.{name}.")))
+    if not schemes:
+        return None
+    return Quantization(method="compressed-tensors", schemes=tuple(schemes), ignored=_names(config, "ignore"))
+
+
+PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+FP4_FORMATS = {  # group → format, the tensor of the global scale
+    16: ("nvfp4-pack-quantized", "weight_global_scale"),
+    32: ("mxfp4-pack-quantized", ""),
+}
+
+
+def _group_scheme(group: Mapping[str, Any], file_format: Any, path: str) -> Scheme:
+    weights, at = group["weights"], path + "weights."
+    if not isinstance(weights, dict):
+        raise ModelError(f"'{WHERE}': '{path}weights' must be an object, got {weights!r}")
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if (kind, bits) not in (("float", 8), ("int", 8), ("int", 4), ("float", 4)):
+        raise _unsupported(at + "num_bits", bits, (), f"of type {kind!r}; supported: 4 and 8 of type int or float")
+    strategies = ("tensor", "channel", "group", "block", "tensor_group")
+    strategy = _choice(
+        weights, "strategy", strategies, default="group" if weights.get("group_size") else "tensor", path=at
+    )
+    symmetric = _choice(weights, "symmetric", (True, False), default=True, path=at)
+    activations = (group.get("input_activations") or {}).get("num_bits") == 8
+    width = _group(weights, "group_size", -1, at) if strategy in ("group", "tensor_group") else 0
+    if (kind, bits) == ("float", 4):
+        if width not in FP4_FORMATS:
+            raise _unsupported(at + "group_size", width, (), "supported: 16 (nvfp4) and 32 (mxfp4)")
+        _choice({"format": file_format}, "format", FP4_FORMATS[width][:1], path=path)
+        return Scheme(layout="fp4", kind="e2m1", group=width, global_scale=FP4_FORMATS[width][1], divided=True)
+    if strategy == "block" and weights.get("block_structure") not in ([128, 128], "128x128"):
+        raise _unsupported(at + "block_structure", weights.get("block_structure"), (), "supported: [128, 128]")
+    rows = {"tensor": 0, "block": 128}.get(strategy, 1)
+    if file_format == "pack-quantized":
+        if kind != "int" or rows != 1:
+            raise _unsupported(at + "strategy", strategy, ("channel", "group"))
+        return Scheme(
+            layout="packed",
+            kind="int4" if bits == 4 else "int8",
+            group=width,
+            symmetric=symmetric,
+            reordered=weights.get("actorder") in ("group", "dynamic"),
+            activations=activations and bits == 8,
+        )
+    if bits != 8:
+        raise _unsupported("format", file_format, PACKED)
+    return Scheme(
+        layout="plain",
+        kind="e4m3" if kind == "float" else "int8",
+        group=128 if strategy == "block" else width,
+        rows=rows,
+        symmetric=symmetric,
+        activations=activations,
+    )
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+}

@@ -1,0 +1,91 @@
+"""What the engine is doing: starting, and how far it is; ready; gone. For health checks, progress pages and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+STARTING = ("starting", "downloading", "loading", "profiling", "compiling", "capturing")  # phases of a start
+PHASES = (*STARTING, "ready", "restarting", "unresponsive", "dead")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One moment. After the first start a phase of starting belongs to a restart, and `num_restarts` is not 0."""
+
+    phase: str = "starting"  # one of PHASES
+    fraction: float | None = None  # of the phase that is done, from 0 to 1; None: not known
+    seconds_left: float | None = (
+        None  # estimated: in a restart until "ready", else until the phase ends; None: not known
+    )
+    num_restarts: int = 0  # of the engine process, so far
+    reason: str = ""  # why the engine process was lost last
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are worked on at this moment."""
+        return self.phase == "ready"
+
+
+class StateHolder:
+    """Holds the present state for its one owner to change, and for anyone to wait for. Belongs to an event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = EngineState()
+        self._clock = clock
+        self._start_began = self._phase_began = clock()
+        self._start_seconds: float | None = None  # that the last start took
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def has_been_ready(self) -> bool:
+        return self._start_seconds is not None
+
+    def enter(self, phase: str, *, reason: str | None = None) -> None:
+        """Another phase. `reason`: why the process was lost."""
+        now, num_restarts = self._clock(), self.state.num_restarts
+        if phase == "restarting":
+            self._start_began, num_restarts = now, num_restarts + 1
+        elif phase == "ready" and self.state.phase != "unresponsive":
+            self._start_seconds = now - self._start_began
+        self._phase_began = now
+        reason = self.state.reason if reason is None else reason
+        self._set(EngineState(phase, None, self._seconds_left(phase, None), num_restarts, reason))
+
+    def advance(self, phase: str, fraction: float | None) -> None:
+        """How much of a phase of starting is done. It is entered, if it is another one than before."""
+        if phase != self.state.phase:
+            self.enter(phase)
+        if fraction is not None:
+            self._set(replace(self.state, fraction=fraction, seconds_left=self._seconds_left(phase, fraction)))
+
+    def _seconds_left(self, phase: str, fraction: float | None) -> float | None:
+        if phase not in STARTING and phase != "restarting":
+            return None
+        now = self._clock()
+        if self._start_seconds is not None:
+            return max(self._start_seconds - (now - self._start_began), 0.0)
+        if not fraction:
+            return None
+        return (now - self._phase_began) * (1 - fraction) / fraction
+
+    def _set(self, state: EngineState) -> None:
+        if state != self.state:
+            self.state = state
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiters.clear()
+
+    async def change(self, seen: EngineState) -> EngineState:
+        """The present state, once it is another one than `seen`."""
+        while self.state == seen:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+        return self.state

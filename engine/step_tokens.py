@@ -1,0 +1,26 @@
+"""How many tokens the engine's steps compute."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from engine.core.batch import SchedulerStats
+
+BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of the buckets, inclusive
+
+
+class StepTokens:
+    """A histogram over steps: prompt tokens computed and tokens generated."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)  # the last one: beyond all bounds
+        self.total = 0
+        self._before = 0
+
+    def see(self, stats: SchedulerStats) -> None:
+        """Shown the statistics after each step."""
+        now = stats.prompt_tokens + stats.generation_tokens
+        if (num_tokens := now - self._before) > 0:
+            self.counts[bisect_left(BOUNDS, num_tokens)] += 1
+            self.total += num_tokens
+        self._before = now  # of a restarted engine: less than before

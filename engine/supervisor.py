@@ -1,0 +1,177 @@
+"""Keeps an engine process running: watches its exit and its heartbeat, and starts another one when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.engine_process import EngineProcess
+from engine.errors import EngineError
+from engine.messages import Command, Failed, Ready, Start, Starting, Step, decode_event
+from engine.state import StateHolder
+
+_log = logging.getLogger(__name__)
+
+WINDOW_SECONDS = 600.0  # in which restarts are counted
+MAX_DELAY_SECONDS = 30.0  # before a restart
+DRAIN_SECONDS = 0.2  # for what a dead process sent before it died to arrive
+MAX_LOOK_SECONDS = 1.0  # between two looks at the heartbeat
+
+
+class RestartPolicy:
+    """How soon a lost process is started again, and when no more: after `most` restarts within ten minutes."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most = most
+        self._clock = clock
+        self._restarts: deque[float] = deque()
+
+    def next_delay(self) -> float | None:
+        """Seconds to wait before a restart, 0 for the first one: it counts from now on. None: give up."""
+        now = self._clock()
+        while self._restarts and self._restarts[0] <= now - WINDOW_SECONDS:
+            self._restarts.popleft()
+        count = len(self._restarts)
+        if count >= self.most:
+            return None
+        self._restarts.append(now)
+        return min(2.0 ** (count - 1), MAX_DELAY_SECONDS) if count else 0.0
+
+
+class Watchdog:
+    """For how long a heartbeat has been silent.
+
+    Only time in which the watchdog itself looks counts: when the machine sleeps, or this process is busy or stopped, that
+    says nothing about the other one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count: int | None = None
+        self._looked_at = 0.0
+        self._silent = 0.0
+
+    def look(self, count: int) -> float:
+        """Seconds of silence, given the heartbeat's count now. To be called at least every MAX_LOOK_SECONDS."""
+        now = self._clock()
+        if count != self._count:
+            self._count, self._silent = count, 0.0
+        else:
+            self._silent += min(now - self._looked_at, 2 * MAX_LOOK_SECONDS)
+        self._looked_at = now
+        return self._silent
+
+
+class Owner(Protocol):
+    """What the engine process works for."""
+
+    def started(self, ready: Ready) -> None: ...  # it takes commands
+    def stepped(self, step: Step) -> None: ...
+    def lost(self, reason: str) -> None: ...  # it is gone, with all that it worked on; another one will be started
+
+
+class Supervisor:
+    """One engine process after the other, for one owner. Belongs to an event loop; `process` is the present one."""
+
+    def __init__(
+        self, process: EngineProcess, owner: Owner, states: StateHolder, policy: RestartPolicy, watchdog_timeout: float
+    ) -> None:
+        """`watchdog_timeout`: seconds without a sign of life after which a process is killed; 0: it is not watched."""
+        self.process = process
+        self._owner, self._states, self._policy = owner, states, policy
+        self._watchdog_timeout = watchdog_timeout
+        self._takes_commands = False
+
+    def send(self, command: Command) -> bool:
+        """Send a command to the process; false, and it is not sent, while there is none that takes commands."""
+        if self._takes_commands:
+            self.process.send(command)
+        return self._takes_commands
+
+    async def run(self, start: Start) -> str:
+        """Run processes until no other may be started; why the last one ended. `EngineError` when the first cannot start."""
+        while True:
+            reason = await self._run_process(start)
+            if not self._states.has_been_ready:
+                raise EngineError(reason)
+            _log.critical("the engine process was lost: %s", reason)
+            delay = self._policy.next_delay()
+            if delay is None:
+                if self._policy.most:
+                    _log.critical("%d restarts in %.0f minutes: no more", self._policy.most, WINDOW_SECONDS / 60)
+                return reason
+            self._states.enter("restarting", reason=reason)
+            self._owner.lost(reason)
+            _log.warning("the engine process is started again%s", f" in {delay:.0f} s" if delay else "")
+            await asyncio.sleep(delay)
+            self.process = EngineProcess()
+
+    def close(self) -> None:
+        """End the process, and wait for that."""
+        self.process.close(kill=not self._takes_commands or self._states.state.phase == "unresponsive")
+        self._takes_commands = False
+
+    async def _run_process(self, start: Start) -> str:
+        """From its first command to its end; why it ended."""
+        process = self.process
+        process.send(start)
+        reader = asyncio.create_task(self._read(process))
+        watch = asyncio.create_task(self._watch(process))
+        try:
+            await asyncio.wait({reader, watch, process.exited}, return_when=asyncio.FIRST_COMPLETED)
+            if process.exited.done():
+                await asyncio.wait({reader}, timeout=DRAIN_SECONDS)
+            self._takes_commands = False
+            reasons = [task.result() for task in (reader, watch) if task.done()]
+            process.kill()
+            how = await process.exited
+        finally:
+            reader.cancel()
+            watch.cancel()
+        process.close(kill=True)
+        return reasons[0] if reasons else f"the engine process {how}{self._moment()}"
+
+    def _moment(self) -> str:
+        return "" if self._states.has_been_ready else " while starting"
+
+    async def _read(self, process: EngineProcess) -> str:
+        """Take what the process says, until it says why it ends."""
+        while True:
+            message = await process.receive()
+            try:
+                event = decode_event(message)
+            except ValueError:
+                _log.exception("a message of the engine process cannot be read")
+                return "what the engine process says cannot be understood"
+            match event:
+                case Step() as step:
+                    self._owner.stepped(step)
+                case Starting(phase, done, total):
+                    self._states.advance(phase, done / total if total else None)
+                case Ready() as ready:
+                    process.remove_files()
+                    self._takes_commands = True
+                    self._states.enter("ready")
+                    self._owner.started(ready)
+                case Failed(message=reason):
+                    return reason
+
+    async def _watch(self, process: EngineProcess) -> str:
+        """Look at the heartbeat, until it has been silent for too long."""
+        timeout, watchdog = self._watchdog_timeout, Watchdog()
+        while True:
+            await asyncio.sleep(min(timeout / 8, MAX_LOOK_SECONDS) if timeout else 3600)
+            if not (timeout and self._takes_commands):
+                continue
+            silent = watchdog.look(process.heartbeat.read())
+            is_silent = silent >= timeout / 2
+            if silent >= timeout:
+                return f"the engine process gave no sign of life for {timeout:.0f} s (--engine-watchdog-timeout)"
+            if is_silent != (self._states.state.phase == "unresponsive"):
+                if is_silent:
+                    _log.error("the engine process has given no sign of life for %.0f s", silent)
+                self._states.enter("unresponsive" if is_silent else "ready")

@@ -1,0 +1,50 @@
+"""Whether others can reach a server that asks for no key, and at which addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from server.settings import ServerConfig
+
+# Addresses for documentation: a datagram socket that is connected to one sends nothing, and has the address that this
+# machine would send from.
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+
+
+def reachable_urls(listener: socket.socket, scheme: str) -> list[str]:
+    """The URLs under which other machines reach what listens; none when only this machine can."""
+    if listener.family not in _ELSEWHERE:
+        return []
+    address, port = listener.getsockname()[:2]
+    own = ipaddress.ip_address(address.partition("%")[0])
+    if own.is_loopback:
+        return []
+    found = [str(own)]
+    if own.is_unspecified:
+        families = [listener.family, *([socket.AF_INET] if listener.family == socket.AF_INET6 else [])]
+        found = [each for each in map(_own_address, families) if each] or ["<the address of this machine>"]
+    return [f"{scheme}://{f'[{each}]' if ':' in each else each}:{port}" for each in found]
+
+
+def exposure_warning(settings: ServerConfig, listener: socket.socket) -> str | None:
+    """What to say of a server that others can reach and that asks them for nothing; None: it is not one."""
+    if settings.read_keys() is not None or settings.ssl_ca_certs:
+        return None
+    urls = reachable_urls(listener, "https" if settings.ssl_certfile else "http")
+    if not urls:
+        return None
+    return (
+        f"this server asks for no key: anyone who reaches {' or '.join(urls)} can use it. Give it keys (--api-key-file FILE, "
+        "or the variable QUIRE_API_KEY), or keep it to this machine (--host 127.0.0.1)"
+    )
+
+
+def _own_address(family: socket.AddressFamily) -> str | None:
+    """The address that this machine has towards others; None: it has none."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_ELSEWHERE[family], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None

@@ -1,0 +1,95 @@
+"""What pages of other sites may do with the server through a visitor's browser: nothing, unless it is told to allow them."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.http.auth import PROBES
+from server.http.errors import APIError, ErrorFormats
+
+# On every response, put there by the HTTP server: no guessing of types, no page of another site around one of ours, and
+# links from answers tell nothing of where they stood.
+HEADERS = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Content-Security-Policy", "frame-ancestors 'none'"),
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+)
+# Ends of names that the public DNS does not have, so that no other site can own one.
+LOCAL_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
+_READING = ("GET", "HEAD", "OPTIONS")
+
+
+class BrowserMiddleware:
+    """Refuses what a page of another site may have sent, where there is no key that such a page would lack.
+
+    - DNS rebinding: the page's own name leads to this server, and the browser takes that for the page's origin. Its name
+      is then the request's Host, which is not one of ours.
+    - Requests that browsers send to other sites without asking them: they say so in `Sec-Fetch-Site` or `Origin`. What
+      only reads is let through, since the page does not get the answer.
+    """
+
+    def __init__(
+        self, app: ASGIApp, formats: ErrorFormats, *, allowed_hosts: Sequence[str], allowed_origins: Sequence[str]
+    ) -> None:
+        """`allowed_hosts`: besides addresses and local names; `*.a.b`: all names that end so, `*`: all names."""
+        self._app, self._formats = app, formats
+        self._hosts = {socket.gethostname().lower(), *(host.lower().rstrip(".") for host in allowed_hosts)}
+        self._ends = (*LOCAL_ENDS, *(host[1:] for host in self._hosts if host.startswith("*.")))
+        self._origins = allowed_origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            await self._formats.response(error, scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> APIError | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".") if _is_plain(host) else None
+        if not self._is_ours(name) and scope["path"].removeprefix(scope.get("root_path", "")) not in PROBES:
+            reason = (
+                f"{host[:100]!r} is not known as a name of this server: start it with --allowed-hosts or with a key"
+            )
+            return APIError(403, reason)
+        if scope["method"] in _READING or "*" in self._origins or origin in self._origins:
+            return None
+        if _is_from_elsewhere(headers.get("sec-fetch-site"), origin, host):
+            reason = f"pages of {origin[:100]!r} may not use this server: start it with --allowed-origins or with a key"
+            return APIError(403, reason)
+        return None
+
+    def _is_ours(self, name: str | None) -> bool:
+        """`name`: in lower case; empty: the client sent none, and so is no browser; None: it is no name."""
+        if "*" in self._hosts or name == "":
+            return True
+        if name is None:
+            return False
+        if (
+            "." not in name or name in self._hosts or name.endswith(self._ends)
+        ):  # the public DNS has no names without dots
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True  # a page under an address comes from that machine itself
+
+
+def _is_plain(host: str) -> bool:
+    """Whether a Host header is a name or an address, perhaps with a port."""
+    return not set(host) & set("/\\?#@ ")
+
+
+def _is_from_elsewhere(site: str | None, origin: str, host: str) -> bool:
+    """`site`: the header Sec-Fetch-Site, which browsers send to HTTPS and to this machine."""
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return bool(origin) and urlsplit(origin).netloc != host

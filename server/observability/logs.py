@@ -1,0 +1,27 @@
+"""What log lines say of the HTTP request that they are about."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from server.http.callers import caller_in
+from server.http.context import CURRENT
+
+
+class RequestFields(logging.Filter):
+    """Gives each record the id of its request and its key's name; takes uvicorn's access lines apart and their queries away."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fields: dict[str, Any] = {}
+        if (context := CURRENT.get()) is not None:
+            fields["request_id"] = context.id
+            if name := caller_in(context.scope).name:
+                fields["key"] = name
+        record.fields = fields
+        if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:
+            client, method, path, version, status = record.args
+            path = str(path).partition("?")[0]  # a query may hold secrets
+            record.args = (client, method, path, version, status)
+            record.details = {"client": client, "method": method, "path": path, "status": status}
+        return True

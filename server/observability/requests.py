@@ -1,0 +1,166 @@
+"""Requests that run and those that ended lately: where their time went, and what each key uses."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.http.context import CURRENT
+from server.metrics import SampleWatch
+
+MAX_ENDED = 1000  # requests that are remembered
+MAX_ENDED_SAMPLES = 4000  # of all of them: a request may have many
+ANONYMOUS = "anonymous"  # the key's name in metrics where none is asked for
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is known of a request beside its texts."""
+
+    id: str  # of its answer; unique among the owner's
+    http_id: str  # its X-Request-Id
+    owner: str  # the name of its key; empty: none was asked for
+    model: str
+    created: float  # Unix time
+    received: float  # monotonic seconds
+    samples: list[SampleWatch]
+    ended: float = 0.0  # monotonic seconds; 0: it runs
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the API."""
+        return {
+            "id": self.id,
+            "x_request_id": self.http_id,
+            "key": self.owner or None,
+            "model": self.model,
+            "created": round(self.created, 3),
+            "status": "finished" if self.ended else "running",
+            "seconds": round((self.ended or time.monotonic()) - self.received, 6),
+            "choices": [self._choice(index, sample) for index, sample in enumerate(self.samples)],
+        }
+
+    def _choice(self, index: int, sample: SampleWatch) -> dict[str, Any]:
+        times = sample.timings
+        return {
+            "index": index,
+            "finish_reason": sample.finish_reason,
+            "prompt_tokens": sample.num_prompt_tokens,
+            "cached_tokens": sample.num_cached_tokens,
+            "prefix_miss": times.prefix_miss or None if times is not None else None,
+            "completion_tokens": sample.num_tokens,
+            "num_preemptions": times.num_preemptions if times is not None else 0,
+            "seconds": {name: round(seconds, 6) for name, seconds in self.stages(sample).items()},
+        }
+
+    def stages(self, sample: SampleWatch) -> dict[str, float]:
+        """Seconds of each stage that is over; together they are the time from the request to the last token.
+
+        preparation: parsing, template, tokens, check of a grammar. grammar: until it was compiled. queue, prefill, decode.
+        """
+        times = sample.timings
+        if times is None or not times.scheduled_ts:
+            return {}
+        stages = {"preparation": times.arrival_time - self.received}
+        queued = times.arrival_time
+        if sample.guided:
+            stages["grammar"] = times.queued_ts - queued
+            queued = times.queued_ts
+        stages["queue"] = times.scheduled_ts - queued
+        if times.first_token_ts:
+            stages["prefill"] = times.first_token_ts - times.scheduled_ts
+            stages["decode"] = times.last_token_ts - times.first_token_ts
+        return stages
+
+
+def new_record(request_id: str, owner: str, model: str, samples: list[SampleWatch]) -> RequestRecord:
+    """Of a request that is about to begin, in the HTTP request at hand."""
+    context, now = CURRENT.get(), time.monotonic()
+    http_id, received = (context.id, context.received) if context is not None else ("", now)
+    return RequestRecord(request_id, http_id, owner, model, time.time() - (now - received), received, samples)
+
+
+@dataclass(slots=True)
+class _Usage:
+    """Of one key."""
+
+    num_requests: int = 0
+    num_running: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+    def add(self, record: RequestRecord) -> None:
+        self.num_requests += 1
+        self.num_running += not record.ended
+        for sample in record.samples:
+            if sample.timings is not None:
+                self.prompt_tokens += sample.num_prompt_tokens
+                self.generation_tokens += sample.num_tokens
+
+
+class RequestLog(Collector):
+    """All requests that run, the last ones that ended, and the metrics of keys, which are counted when they are read."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], RequestRecord] = {}  # by owner and id
+        self._ended: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()  # the oldest first
+        self._num_ended_samples = 0
+        self._usage: dict[str, _Usage] = {}  # of requests that ended, by owner
+
+    def begin(self, record: RequestRecord) -> None:
+        """The request runs from now on."""
+        self._running[record.owner, record.id] = record
+
+    def end(self, record: RequestRecord) -> None:
+        """It runs no more."""
+        record.ended = time.monotonic()
+        key = record.owner, record.id
+        del self._running[key]
+        self._usage.setdefault(record.owner, _Usage()).add(record)
+        if (former := self._ended.pop(key, None)) is not None:
+            self._num_ended_samples -= len(former.samples)
+        self._ended[key] = record
+        self._num_ended_samples += len(record.samples)
+        while len(self._ended) > MAX_ENDED or self._num_ended_samples > MAX_ENDED_SAMPLES:
+            _, oldest = self._ended.popitem(last=False)
+            self._num_ended_samples -= len(oldest.samples)
+
+    def find(self, owner: str, request_id: str) -> RequestRecord | None:
+        """One of the owner's, by the id of its answer or by its X-Request-Id; the newest one."""
+        key = owner, request_id
+        found = self._running.get(key) or self._ended.get(key)
+        return found or next((each for each in self._of(owner) if each.http_id == request_id), None)
+
+    def newest(self, owner: str, most: int) -> list[RequestRecord]:
+        """The owner's, the newest first."""
+        return list(itertools.islice(self._of(owner), most))
+
+    def _of(self, owner: str) -> Iterable[RequestRecord]:
+        both = itertools.chain(reversed(self._running.values()), reversed(self._ended.values()))
+        return (record for record in both if record.owner == owner)
+
+    def collect(self) -> Iterator[Metric]:
+        usage = {owner: replace(each) for owner, each in self._usage.items()}
+        for record in self._running.values():
+            usage.setdefault(record.owner, _Usage()).add(record)
+        rows: list[tuple[Any, str, str, str]] = [
+            (CounterMetricFamily, "requests", "Requests that have begun", "num_requests"),
+            (GaugeMetricFamily, "requests_running", "Requests being answered", "num_running"),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of requests that have begun", "prompt_tokens"),
+            (CounterMetricFamily, "generation_tokens", "Tokens generated", "generation_tokens"),
+        ]
+        for family, name, help, field in rows:
+            metric = family(f"quire:key_{name}", f"{help}, by key", labels=("key",))
+            for owner, each in usage.items():
+                metric.add_metric((owner or ANONYMOUS,), getattr(each, field))
+            yield metric
+        waiting = [each.received for each in self._running.values() if each.samples[0].timings is None]
+        oldest = time.monotonic() - min(waiting) if waiting else 0.0
+        help = "How long the request has waited that waits longest for its first token"
+        yield GaugeMetricFamily("quire:oldest_waiting_seconds", help, oldest)

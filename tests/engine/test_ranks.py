@@ -1,0 +1,113 @@
+"""Tensor parallelism with real processes, over gloo: two ranks answer as one does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
+from engine.errors import ConfigError
+from engine.models.errors import ModelError
+
+PROMPTS = ["Once upon a time", "The cat", "What is Quire?", "Once upon a time there was", "A", "Two plus two"]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+}
+KINDS = {
+    "greedy": SamplingParams(max_tokens=24, temperature=0, ignore_eos=True),
+    "samples": SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3),
+    "filters": SamplingParams(max_tokens=16, temperature=0.9, seed=6, top_k=20, top_p=0.9, min_p=0.02),
+    "penalties": SamplingParams(max_tokens=24, temperature=0, repetition_penalty=1.3, frequency_penalty=0.4),
+    "a grammar": SamplingParams(
+        max_tokens=24, temperature=1.0, seed=7, structured_outputs=StructuredOutputs(json=PERSON)
+    ),
+    "log-probabilities": SamplingParams(max_tokens=8, temperature=0, logprobs=3, prompt_logprobs=2),
+}
+
+
+def start(model: Path, num_ranks: int, **settings: Any) -> LLM:
+    """With room for the tokens of two or three of the prompts' answers: the others are preempted, or wait."""
+    return LLM(
+        str(model), device="cpu", tensor_parallel_size=num_ranks, max_num_seqs=8, max_model_len=64,
+        num_gpu_blocks_override=10, block_size=8, max_num_batched_tokens=32, **settings,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks(demo_model: Path) -> Iterator[tuple[LLM, LLM]]:
+    """The same model on one rank and on two."""
+    one, two = start(demo_model, 1), start(demo_model, 2)
+    yield one, two
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_answer_as_one(ranks: tuple[LLM, LLM], kind: str) -> None:
+    one, two = (llm.generate(PROMPTS, KINDS[kind], use_tqdm=False) for llm in ranks)
+    for expected, got in zip(one, two, strict=True):
+        assert [output.token_ids for output in got.outputs] == [output.token_ids for output in expected.outputs]
+        for mine, theirs in zip(got.outputs, expected.outputs, strict=True):
+            for a, b in zip(mine.logprobs or (), theirs.logprobs or (), strict=True):
+                assert {i: each.logprob for i, each in a.items()} == pytest.approx(
+                    {i: each.logprob for i, each in b.items()}, abs=1e-4
+                )
+
+
+def test_embeddings_of_two_ranks(ranks: tuple[LLM, LLM]) -> None:
+    one, two = (llm.embed(PROMPTS, use_tqdm=False) for llm in ranks)
+    for expected, got in zip(one, two, strict=True):
+        assert got.outputs.embedding == pytest.approx(expected.outputs.embedding, abs=1e-5)
+
+
+def test_each_rank_holds_its_part_of_the_cache(ranks: tuple[LLM, LLM]) -> None:
+    one, two = (llm._engine.runner for llm in ranks)
+    assert two.num_blocks == one.num_blocks
+    assert two.kv_cache_bytes == one.kv_cache_bytes
+    assert two.device_name == "2 x CPU"
+
+
+def test_a_model_that_cannot_be_divided_is_refused(demo_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"'num_attention_heads' \(8\) cannot be divided among 3 ranks"):
+        start(demo_model, 3)
+
+
+def test_more_ranks_than_gpus_are_refused(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine import options
+    from engine.config import EngineConfig
+    from engine.models.families import read_spec
+    from engine.worker.device import CudaDevice
+
+    monkeypatch.setattr(options, "find_device", lambda name: CudaDevice(0))
+    monkeypatch.setattr(CudaDevice, "memory", lambda self: type("M", (), {"total": 1 << 30})())
+    config = EngineConfig(model=str(demo_model), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be at most 0, the GPUs that PyTorch sees"):
+        options.runner_options(config, read_spec(demo_model), offline=True)
+
+
+LOSES_A_RANK = """
+import os, signal, sys
+from engine import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64, num_gpu_blocks_override=20)
+os.kill(llm._engine.runner._followers[0]._popen.pid, signal.SIGKILL)
+llm.generate(["Once"] * 100, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+print("generated without a rank")
+"""
+
+
+def test_a_lost_rank_ends_the_process_by_name(demo_model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_A_RANK, str(demo_model)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode != 0
+    assert "generated" not in done.stdout
+    assert "rank 1" in done.stderr
+    assert "SIGKILL" in done.stderr

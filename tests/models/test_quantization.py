@@ -1,0 +1,124 @@
+"""quantization_config → schemes: what each method's keys mean, which modules it leaves out, what is refused and how."""
+
+from typing import Any
+
+import pytest
+
+from engine.models.errors import ModelError
+from engine.models.quantization import choose_quantization, read_quantization
+from tests.oracles.quantised import compressed
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+
+
+def scheme_of(config: dict[str, Any], name: str) -> Any:
+    quantization = read_quantization(config)
+    assert quantization is not None
+    return quantization.scheme(name)
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        DOWN,  # its whole name
+        "model.layers.1",  # what is above it
+        "down_proj",  # its own name
+        "mlp.down_proj",
+        "model.layers.1.*",
+        r"re:.*down_proj$",
+        r"re:model\.layers\.[1-9]\.mlp",
+    ],
+)
+def test_excluded_modules(ignored: str) -> None:
+    for config in (
+        {"quant_method": "fp8", "modules_to_not_convert": [ignored]},
+        {"quant_method": "fp8", "ignored_layers": [ignored]},
+        {"quant_method": "awq", "modules_to_not_convert": [ignored]},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": [ignored]},
+        compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}) | {"ignore": [ignored]},
+    ):
+        assert scheme_of(config, DOWN) is None
+        assert scheme_of(config, Q) is not None
+
+
+def test_a_part_of_a_name_excludes_nothing() -> None:
+    config = {"quant_method": "awq", "modules_to_not_convert": ["down", "layers.1.ml", "odel.layers.1"]}
+    assert scheme_of(config, DOWN) is not None
+
+
+def test_the_output_head() -> None:
+    for config in ({"quant_method": "fp8"}, {"quant_method": "awq"}, {"quant_method": "gptq"}):
+        assert scheme_of(config, "lm_head") is None
+    assert scheme_of({"quant_method": "gptq", "lm_head": True}, "lm_head") is not None
+
+
+def test_the_first_group_whose_target_matches() -> None:
+    config = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"})
+    groups = config["config_groups"]
+    packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    config["config_groups"] = {
+        "group_1": {"targets": ["re:.*mlp.*"], "weights": packed, "format": "pack-quantized"},
+    } | groups
+    config["ignore"] = []
+    assert scheme_of(config, DOWN).kind == "int4"
+    assert scheme_of(config, Q).kind == "e4m3"
+
+
+def test_only_activations_that_the_checkpoint_rounds_are_rounded() -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    assert scheme_of(compressed("float-quantized", weights, True), Q).activations
+    assert not scheme_of(compressed("naive-quantized", weights), Q).activations
+
+
+def group(weights: Any, file_format: str = "pack-quantized") -> dict[str, Any]:
+    return compressed(file_format, {"type": "int", "strategy": "group", "group_size": 128, "num_bits": 4} | weights)
+
+
+AT = "'config_groups.group_0.weights."
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("fp8", "'quantization_config' must be an object, got 'fp8'"),
+        ({}, "'quant_method' None is not supported; supported: fp8, fbgemm_fp8, compressed-tensors, awq, gptq, modelopt"),
+        ({"quant_method": "bitsandbytes"}, "'quant_method' 'bitsandbytes' is not supported; supported: fp8"),
+        ({"quant_method": "awq", "bits": 3}, "'bits' 3 is not supported; supported: 4"),
+        ({"quant_method": "awq", "version": "gemv"}, "'version' 'gemv' is not supported; supported: gemm"),
+        ({"quant_method": "gptq", "bits": 2}, "'bits' 2 is not supported; supported: 4, 8"),
+        ({"quant_method": "gptq", "group_size": 48}, "'group_size' 48 is not supported; supported: -1, 32, 64, 128"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'checkpoint_format' 'marlin' is not supported"),
+        ({"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 8}}}, "'dynamic' {'+:.*': {'bits': 8}} is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "supported: [128, 128], or none"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt' 'e5m2' is not supported; supported: e4m3"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "must be a list of names, got 'lm_head'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'quant_algo' 'W4A8_AWQ' is not supported; supported: FP8"),
+        (group({"num_bits": 3}), AT + "num_bits' 3 is not supported; of type 'int'; supported: 4 and 8"),
+        (group({}, "marlin-24"), "'format' 'marlin-24' is not supported; supported: pack-quantized"),
+        (group({"strategy": "tensor", "group_size": None}), AT + "strategy' 'tensor' is not supported; supported: channel"),
+        (group({"type": "float", "group_size": 64}), AT + "group_size' 64 is not supported; supported: 16 (nvfp4)"),
+        (group({"num_bits": 8, "type": "float", "strategy": "block"}, "float-quantized"), AT + "block_structure' None is"),
+        (group({}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config' 'sparse-24-bitmask' is not"),
+        (group({}) | {"config_groups": [1]}, "'config_groups' must be an object of objects, got [1]"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_the_key_and_what_works(config: Any, message: str) -> None:
+    with pytest.raises(ModelError) as error:
+        read_quantization(config)
+    assert str(error.value).startswith("'quantization_config'")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_was_asked_for() -> None:
+    stored = read_quantization({"quant_method": "awq"})
+    assert choose_quantization(stored, None) is choose_quantization(stored, "awq") is stored
+    assert choose_quantization(None, None) is None
+    online = choose_quantization(None, "fp8")
+    assert online is not None
+    assert online.scheme(Q).kind == "e4m3"  # type: ignore[union-attr]
+    assert online.scheme("lm_head") is None
+    with pytest.raises(ModelError, match=r"quantised by 'awq': quantization must be that or none, got 'fp8'"):
+        choose_quantization(stored, "fp8")
+    with pytest.raises(ModelError, match=r"not quantised: quantization must be fp8 or int8, got 'awq'"):
+        choose_quantization(None, "awq")

@@ -1,0 +1,74 @@
+"""How many requests are taken: exactly as many as run and may wait, and a fair part for each owner."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from engine.outstanding import Outstanding
+from server.generation.queue import MAX_SECONDS, UNKNOWN_SECONDS, RequestQueue
+from server.http.errors import APIError
+
+
+def make(max_num_seqs: int = 8, max_num_queued: int = 4) -> tuple[RequestQueue, Outstanding]:
+    sent = Outstanding()
+    return RequestQueue(sent, max_num_seqs, max_num_queued, lambda reason: None), sent
+
+
+def refusal(queue: RequestQueue, num_new: int, owner: str = "a") -> APIError:
+    with pytest.raises(APIError) as caught, queue.entering(num_new, owner):
+        pass
+    return caught.value
+
+
+def test_as_many_as_run_and_may_wait_are_taken() -> None:
+    queue, sent = make()
+    for number in range(12):
+        with queue.entering(1, "a"):
+            sent.add(str(number), "a")
+    assert refusal(queue, 1).status == 503
+    sent.end("3")
+    with queue.entering(1, "a"):
+        assert refusal(queue, 1).status == 503, "what is being prepared counts"
+    with queue.entering(1, "a"), pytest.raises(APIError), queue.entering(1, "a"):
+        pass
+    with queue.entering(1, "a"):
+        pass
+
+
+def test_several_answers_count_as_several_requests() -> None:
+    queue, _ = make()
+    with queue.entering(10, "a"):
+        assert refusal(queue, 3).status == 503
+        with queue.entering(2, "a"):
+            pass
+    assert refusal(queue, 13).status == 400, "it would never be taken"
+
+
+def test_one_owner_cannot_have_it_all() -> None:
+    queue, _ = make()
+    with ExitStack() as stack:
+        stack.enter_context(queue.entering(12, "a"))
+        sent_by_b = 0
+        for number in range(12):
+            try:
+                stack.enter_context(queue.entering(1, "b"))
+            except APIError:
+                break
+            sent_by_b = number + 1
+        assert 0 < sent_by_b < 12
+        assert refusal(queue, 1, "a").status == 503
+        stack.enter_context(queue.entering(1, "c"))
+
+
+def test_retry_after_is_when_the_queue_of_now_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, sent = make(1, 3)
+    found = []
+    for seconds in (None, 0.01, 2.5, 1e9):
+        asked: list[int] = []
+        monkeypatch.setattr(
+            sent, "seconds_until", lambda num_ends, seconds=seconds, asked=asked: asked.append(num_ends) or seconds
+        )
+        with queue.entering(4, "a"):
+            found.append(refusal(queue, 1).headers["Retry-After"])
+        assert asked == [3]
+    assert found == [str(UNKNOWN_SECONDS), "1", "3", str(MAX_SECONDS)]

@@ -1,0 +1,83 @@
+"""Log lines: text or JSON, with what they are about."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.log import configure_logging
+from server.http.context import CURRENT, new_context
+from server.observability.logs import RequestFields
+
+Log = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def log(capsys: Log) -> Iterator[Log]:
+    """What is written to stderr."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    token = CURRENT.set(None)
+    yield capsys
+    CURRENT.reset(token)
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def configure(*filters: logging.Filter) -> None:
+    """As a program does that pytest has not given handlers."""
+    logging.getLogger().handlers = []
+    configure_logging(*filters)
+
+
+def access_line(name: str = "uvicorn.access") -> None:
+    arguments = ("127.0.0.1:5000", "POST", "/v1/completions?key=secret", "1.1", 200)
+    logging.getLogger(name).warning('%s - "%s %s HTTP/%s" %d', *arguments)
+
+
+def test_json_lines_say_which_request_they_are_about(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "json")
+    configure(RequestFields())
+    logging.getLogger("server").warning('two\nlines and "quotes"')
+    CURRENT.set(new_context({"type": "http", "headers": [(b"x-request-id", b"mine")]}))
+    access_line()
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("server").exception("it failed")
+    plain, access, failed = map(json.loads, log.readouterr().err.splitlines())
+    assert plain["message"] == 'two\nlines and "quotes"'
+    assert plain["level"] == "warning"
+    assert plain["time"].endswith("Z")
+    assert "request_id" not in plain
+    assert access["request_id"] == failed["request_id"] == "mine"
+    assert (access["method"], access["path"], access["status"]) == ("POST", "/v1/completions", 200)
+    assert failed["exception"].endswith("ValueError: broken")
+
+
+def test_lines_of_text_end_with_the_request(log: Log) -> None:
+    configure(RequestFields())
+    logging.getLogger("server").warning("no request")
+    CURRENT.set(new_context({"type": "http", "headers": [(b"x-request-id", b"mine")]}))
+    access_line()
+    first, second = log.readouterr().err.splitlines()
+    assert first.endswith("no request")
+    assert second.endswith('"POST /v1/completions HTTP/1.1" 200 request_id=mine')
+
+
+def test_logging_is_configured_anew_but_other_handlers_stay(log: Log) -> None:
+    configure()
+    configure_logging(RequestFields())
+    assert len(logging.getLogger().handlers) == 1
+    theirs = logging.NullHandler()
+    logging.getLogger().handlers = [theirs]
+    configure_logging()
+    assert logging.getLogger().handlers == [theirs]
+
+
+def test_an_unknown_format_is_named(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="QUIRE_LOG_FORMAT must be one of text, json, got 'xml'"):
+        configure_logging()

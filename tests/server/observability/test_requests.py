@@ -1,0 +1,141 @@
+"""What the server remembers of requests: where their time went, whose they are, what keys use."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine.output_collector import RequestMetrics
+from server.metrics import Metrics, SampleWatch
+from server.observability import requests
+from server.observability.requests import RequestLog, RequestRecord
+from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live
+
+MINE, THEIRS = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
+
+
+def record(request_id: str, owner: str = "", received: float = 0.0, *samples: SampleWatch) -> RequestRecord:
+    return RequestRecord(request_id, f"http-{request_id}", owner, "toy", 1.7e9, received, list(samples) or [sample()])
+
+
+def sample(num_tokens: int = 0, guided: bool = False, timings: RequestMetrics | None = None) -> SampleWatch:
+    metrics: Metrics = None  # type: ignore[assignment]
+    return SampleWatch(metrics, 10, None, True, guided, num_tokens, 0, timings)
+
+
+def test_a_request_s_stages_add_up() -> None:
+    timings = RequestMetrics(10.5, 11.0, 13.0, 17.0, 25.0)
+    free, guided = sample(3, False, timings), sample(3, True, timings)
+    r = record("a", "", 10.0, free, guided)
+    assert r.stages(free) == {"preparation": 0.5, "queue": 2.5, "prefill": 4.0, "decode": 8.0}
+    assert r.stages(guided) == {"preparation": 0.5, "grammar": 0.5, "queue": 2.0, "prefill": 4.0, "decode": 8.0}
+    assert sum(r.stages(guided).values()) == 25.0 - 10.0
+    assert r.stages(sample()) == {}, "nothing is over yet"
+
+
+def test_ended_requests_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_ENDED", 3)
+    monkeypatch.setattr(requests, "MAX_ENDED_SAMPLES", 5)
+    log = RequestLog()
+
+    def end(r: RequestRecord) -> None:
+        log.begin(r)
+        log.end(r)
+
+    for request_id in "abcd":
+        end(record(request_id))
+    assert [r.id for r in log.newest("", 10)] == ["d", "c", "b"]
+    assert log.find("", "a") is None
+    end(record("e", "", 0.0, *[sample() for _ in range(4)]))
+    assert [r.id for r in log.newest("", 10)] == ["e", "d"], "samples count, too"
+    end(record("d"))
+    assert [r.id for r in log.newest("", 10)] == ["d", "e"], "an id that is used again stands for the later request"
+    running = record("f")
+    log.begin(running)
+    assert [r.id for r in log.newest("", 2)] == ["f", "d"]
+    assert log.find("", "http-f") is running
+
+
+def test_usage_of_keys_counts_running_requests_too() -> None:
+    log, registry = RequestLog(), CollectorRegistry()
+    registry.register(log)
+    started = RequestMetrics(time.monotonic())
+    first, second = record("a", "alice", 0.0, sample(5, False, started)), record("b", "alice", time.monotonic() - 9)
+    for r in (first, second, record("c", "", time.monotonic())):
+        log.begin(r)
+
+    def values(name: str) -> list[float | None]:
+        return [registry.get_sample_value(f"quire:key_{name}", {"key": key}) for key in ("alice", "anonymous")]
+
+    before = [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")]
+    assert before == [[2, 1], [10, 0], [5, 0]]
+    assert values("requests_running") == [2, 1]
+    assert registry.get_sample_value("quire:oldest_waiting_seconds") == pytest.approx(9, abs=5)
+    log.end(first)
+    assert [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")] == before
+    assert values("requests_running") == [1, 1]
+
+
+@pytest.fixture
+def guarded(serve: Callable[..., Live]) -> Live:
+    return serve(FakeEngine(), ServerConfig(api_key=("k1", "k2")))
+
+
+def ask(live: Live, headers: dict[str, str], **body: Any) -> dict[str, Any]:
+    answer = live.http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 4, **body}, headers=headers)
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_request_is_told_to_its_key_only(guarded: Live) -> None:
+    http = guarded.http
+    answer = ask(guarded, MINE | {"X-Request-Id": "trace-7"}, n=2)
+    found = http.get(f"/requests/{answer['id']}", headers=MINE).json()
+    assert found == http.get("/requests/trace-7", headers=MINE).json()
+    assert found["id"] == answer["id"]
+    assert found["x_request_id"] == "trace-7"
+    assert found["status"] == "finished"
+    first, second = found["choices"]
+    assert (first["finish_reason"], first["prompt_tokens"], first["completion_tokens"]) == ("length", 2, 4)
+    assert first["seconds"].keys() == {"preparation", "queue", "prefill", "decode"}
+    assert min(*first["seconds"].values(), *second["seconds"].values()) >= 0
+    assert found["seconds"] >= sum(first["seconds"].values()) - 1e-4
+    assert "Hi" not in str(found)
+    for unknown in (f"/requests/{answer['id']}", "/requests/trace-7"):
+        assert http.get(unknown, headers=THEIRS).status_code == 404
+        assert http.get(unknown).status_code == 401
+    assert [each["id"] for each in http.get("/requests", headers=MINE).json()["data"]] == [answer["id"]]
+    assert http.get("/requests", headers=THEIRS).json()["data"] == []
+
+
+def test_a_request_is_told_while_it_runs(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(delay=0.2))
+    body = {"prompt": "Hi", "stream": True, "max_tokens": 200, "ignore_eos": True, "request_id": "mine"}
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        chunks = response.iter_raw()  # without it the stream is closed
+        next(chunks)
+        live.engine.delay = 1000  # from its next token on
+        found = live.http.get("/requests/cmpl-mine").json()
+        assert found["status"] == "running"
+        (choice,) = found["choices"]
+        assert choice["finish_reason"] is None
+        assert "prefill" in choice["seconds"]
+    live.wait_idle()
+    (choice,) = live.http.get("/requests/cmpl-mine").json()["choices"]
+    assert choice["finish_reason"] == "abort"
+
+
+def test_keys_are_told_apart_in_the_metrics(guarded: Live) -> None:
+    ask(guarded, MINE)
+    ask(guarded, MINE)
+    ask(guarded, THEIRS)
+    text = guarded.http.get("/metrics", headers=MINE).text
+    assert re.findall(r'^quire:key_generation_tokens_total\{key="(.*?)"\} (\S+)', text, re.MULTILINE) == [
+        ("key-1", "8.0"),
+        ("key-2", "4.0"),
+    ]
