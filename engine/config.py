@@ -67,6 +67,14 @@ class EngineConfig:
         at_least=1,
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV cache of prompts that begin alike")
+    prefix_cache_file: str | None = flag(
+        None,
+        "where the prefix cache is kept when the engine stops, and saved when it is idle: prompts can be derived from it",
+        metavar="FILE",
+    )
+    prefix_cache_file_size: int = flag(
+        16 << 30, "the most that file may grow to; blocks not used for longest give way", size=True, at_least=1
+    )
 
     tensor_parallel_size: int = flag(
         1, "GPUs of this machine that hold the model together; on a CPU, processes", at_least=1, at_most=64
@@ -116,6 +124,10 @@ class EngineConfig:
             raise ConfigError("model is missing: name a folder with a model's files, or a Hugging Face id")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if self.prefix_cache_file is not None and not self.enable_prefix_caching:
+            raise ConfigError("prefix_cache_file needs enable_prefix_caching")
+        if self.prefix_cache_file is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(f"prefix_cache_file needs tensor_parallel_size 1, got {self.tensor_parallel_size}")
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs kv_cache_dtype fp8, got 'auto'")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:

@@ -27,8 +27,10 @@ from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import runner_options
+from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
+from engine.worker.block_copier import BlockCopier
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.options import RunnerOptions
 from engine.worker.ranks import build_runner
@@ -64,6 +66,7 @@ class Runner(Protocol):
     @property
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
+    def block_copier(self, max_bytes: int) -> BlockCopier: ...
     def close(self) -> None: ...
 
 
@@ -111,6 +114,11 @@ class Engine:
             self.runner.cache_groups,
         )
         self.in_flight: Handle | None = None
+        self._step_failed = False
+        self._store: PrefixCacheStore | None = None
+        if config.prefix_cache_file is not None:
+            copier = self.runner.block_copier(BUFFER_BYTES)
+            self._store = open_store(config, folder, self.options, copier, self.scheduler.blocks.pool)
         self._debug_checks = config.debug_checks
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._eos_token_ids = frozenset(spec.eos_token_ids)
@@ -154,6 +162,7 @@ class Engine:
 
     def step(self) -> StepOutputs:
         """Launch the next step, then read the one before it, so that the device never waits for the CPU."""
+        self._step_failed = True  # unless this one ends
         failed = self._add_compiled() if self._grammars.num_held else []
         output = self.scheduler.schedule()
         launched = self.runner.launch(output) if output else None
@@ -166,7 +175,12 @@ class Engine:
         self.in_flight = launched
         if self._debug_checks:
             self.scheduler.check()
+        self._step_failed = False
         return outputs
+
+    def idle(self) -> bool:
+        """There is no work: do a little of what can wait. True when more of it can be done soon."""
+        return self._store is not None and self._store.idle()
 
     def _add_compiled(self) -> list[EngineOutput]:
         """Queue the requests whose grammars are compiled. Returns the outputs of those whose grammars cannot be."""
@@ -207,10 +221,16 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""
-        return self.scheduler.reset_prefix_cache()
+        was_reset = self.scheduler.reset_prefix_cache()
+        if was_reset and self._store is not None:
+            self._store.clear()
+        return was_reset
 
     def close(self) -> None:
-        """Release the device's memory."""
+        """Save the prefix cache, and release the device's memory."""
+        if self._store is not None:
+            self._store.close(save=not self._step_failed)
+            self._store = None
         self.in_flight = None
         self._grammars.close()
         self.runner.close()

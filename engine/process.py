@@ -44,6 +44,7 @@ class Steppable(Protocol):
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
     def step(self) -> StepOutputs: ...
+    def idle(self) -> bool: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -71,7 +72,10 @@ class EngineLoop:
         return True
 
     def _take_commands(self) -> bool:
-        while not self._engine.has_work() and not self._commands.poll(IDLE_MILLISECONDS):
+        while not self._engine.has_work():
+            wait = 1 if self._engine.idle() else IDLE_MILLISECONDS
+            if self._commands.poll(wait):
+                break
             self._beat()
         while True:
             try:

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -29,6 +30,9 @@ from server.observability.processes import EventLoopLag, ProcessesCollector
 from server.openai import chat, completions, embeddings, models, responses
 from server.openai.errors import error_body
 from server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from server.observability.tracing import Traces
 
 STATIC = Path(__file__).resolve().parent / "static"
 APIS = (
@@ -70,6 +74,7 @@ def create_app(
     lag = EventLoopLag(metrics.registry)
     workers = Workers()
     model = ServedModel(engine, settings, names, metrics, workers)
+    traces = _traces(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -83,6 +88,8 @@ def create_app(
             for task in tasks:
                 task.cancel()
             workers.close()
+            if traces is not None:
+                await traces.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
@@ -91,6 +98,31 @@ def create_app(
     own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
+    _add_middleware(app, settings, formats, metrics, traces)
+    for api in APIS:
+        api.add_routes(app, model)
+    add_reference(app, APIS, names[0])
+
+    @app.get("/", response_model=None, include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def _traces(settings: ServerConfig) -> Traces | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from server.observability.tracing import Traces  # OpenTelemetry need not be installed
+
+    return Traces(settings.otlp_traces_endpoint)
+
+
+def _add_middleware(
+    app: FastAPI, settings: ServerConfig, formats: ErrorFormats, metrics: Metrics, traces: Traces | None
+) -> None:
+    """From the innermost to the outermost."""
     if (keys := settings.read_keys()) is not None:
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
     else:
@@ -103,14 +135,6 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    if traces is not None:
+        app.add_middleware(traces.middleware)
     app.add_middleware(RequestMiddleware, metrics=metrics, answers_id=settings.enable_request_id_headers)
-    for api in APIS:
-        api.add_routes(app, model)
-    add_reference(app, APIS, names[0])
-
-    @app.get("/", response_model=None, include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(STATIC / "index.html")
-
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ class ServerConfig:
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
     )
+    otlp_traces_endpoint: str | None = flag(
+        None, "OpenTelemetry collector to send traces to, OTLP over HTTP (needs the extra otel)", metavar="URL"
+    )
     log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
@@ -117,6 +121,8 @@ class ServerConfig:
         self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
+        if self.otlp_traces_endpoint is not None:
+            _check_traces_endpoint(self.otlp_traces_endpoint)
 
     def read_keys(self) -> KeyRing | None:
         """The keys that open the server; None: it is open to all. `ConfigError` when their file cannot be read."""
@@ -135,6 +141,13 @@ class ServerConfig:
             raise ConfigError(
                 f"chat_template must be a file or a template, got {self.chat_template!r}: {error}"
             ) from None
+
+
+def _check_traces_endpoint(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_traces_endpoint must be a URL such as http://localhost:4318, got {url!r}")
+    if any(importlib.util.find_spec(name) is None for name in ("opentelemetry", "opentelemetry.exporter")):
+        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]'")
 
 
 def _json_list(name: str, text: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ held by any number of requests) → free but still published, until it is evicte
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MAX_EVICTED = 1 << 16  # hashes that are remembered, up to twice as many, to tell why a prefix was not found
 Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
@@ -23,6 +23,8 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._names: list[Name | None] = [None] * num_blocks  # of published blocks
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.num_groups = num_groups
+        self.num_publications = 0  # in all
         self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes, of lately and of before that
 
     @property
@@ -76,6 +78,24 @@ class BlockPool:
         """The block is full of the end of that prefix. When another block is published for it, this one stays private."""
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
+            self.num_publications += 1
+
+    def published(self) -> Iterator[tuple[int, Name]]:
+        """The published blocks, the one that would be evicted last first. The pool must not change meanwhile."""
+        if len(self._free) < self.num_blocks:
+            for block_id, name in enumerate(self._names):
+                if name is not None and self._num_holders[block_id]:
+                    yield block_id, name
+        for block_id in reversed(self._free):
+            if (name := self._names[block_id]) is None:
+                return
+            yield block_id, name
+
+    def restore(self, blocks: Sequence[tuple[int, Name]]) -> None:
+        """These free and empty blocks have the content of these names, which no other block has; the first is evicted last."""
+        for block_id, (group, block_hash) in reversed(blocks):
+            self._published[group][block_hash], self._names[block_id] = block_id, (group, block_hash)
+            self._free.move_to_end(block_id)
 
     def reset(self) -> bool:
         """Forget all cached content. False, and no change, while a block is held."""

@@ -20,6 +20,7 @@ from engine.core.batch import SchedulerOutput, StepResult
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.worker.block_copier import BlockCopier
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.device import Event
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
@@ -130,6 +131,11 @@ class ModelRunner:
     @property
     def device_name(self) -> str:
         return self.device.name
+
+    def block_copier(self, max_bytes: int) -> BlockCopier:
+        """What copies KV blocks, up to `max_bytes` of them at a time, but at least one."""
+        max_blocks = max(max_bytes // self.kv_layout.block_bytes, 1)
+        return BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
 
     def close(self) -> None:
         """Release the device's memory."""

@@ -33,6 +33,7 @@ from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.models.shard import Communicator, Shard
 from engine.models.spec import ModelSpec
+from engine.worker.block_copier import BlockCopier
 from engine.worker.communicator import GpuCommunicator, GroupCommunicator
 from engine.worker.device import CudaDevice
 from engine.worker.model_runner import ModelRunner, StepHandle
@@ -170,6 +171,9 @@ class RankedRunner:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for follower in self._followers:
             follower.send(data)
+
+    def block_copier(self, max_bytes: int) -> BlockCopier:
+        raise NotImplementedError("each rank has a part of every block")
 
     def close(self) -> None:
         """End the followers and release the devices' memory."""

@@ -247,7 +247,7 @@ async def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    record = new_record(public_id, caller.name, name, [sample.watch for sample in samples])
+    record = new_record(public_id, caller.name, name, n, [each.watch for each in samples], asked[0][1])
     return Generation(
         public_id,
         caller.name,

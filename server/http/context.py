@@ -7,6 +7,7 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -14,13 +15,15 @@ from starlette.types import Scope
 _GOOD_ID = re.compile(r"[!-~]{1,128}")  # anything else could forge a line of the log or split a header
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestContext:
     """One HTTP request."""
 
     scope: Scope
     id: str  # the client's X-Request-Id, or a new one
     received: float  # monotonic seconds
+    span: Any = None  # its `RequestSpan`, where traces are exported
+    trace_id: str = ""  # in hex digits
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)

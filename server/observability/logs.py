@@ -16,6 +16,8 @@ class RequestFields(logging.Filter):
         fields: dict[str, Any] = {}
         if (context := CURRENT.get()) is not None:
             fields["request_id"] = context.id
+            if context.trace_id:
+                fields["trace_id"] = context.trace_id
             if name := caller_in(context.scope).name:
                 fields["key"] = name
         record.fields = fields

@@ -7,17 +7,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from server.http.context import CURRENT
+from engine.core.sampling_params import SamplingParams
+from server.http.context import CURRENT, RequestContext
 from server.metrics import SampleWatch
 
 MAX_ENDED = 1000  # requests that are remembered
 MAX_ENDED_SAMPLES = 4000  # of all of them: a request may have many
 ANONYMOUS = "anonymous"  # the key's name in metrics where none is asked for
+
+
+class RequestSpan(Protocol):
+    """The trace of a request."""
+
+    def begin(self, record: RequestRecord, sampling: SamplingParams) -> None: ...
+    def end(self, record: RequestRecord) -> None: ...
 
 
 @dataclass(slots=True)
@@ -30,7 +38,9 @@ class RequestRecord:
     model: str
     created: float  # Unix time
     received: float  # monotonic seconds
+    n: int  # samples of each prompt
     samples: list[SampleWatch]
+    span: RequestSpan | None = None  # where traces are exported
     ended: float = 0.0  # monotonic seconds; 0: it runs
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,11 +89,18 @@ class RequestRecord:
         return stages
 
 
-def new_record(request_id: str, owner: str, model: str, samples: list[SampleWatch]) -> RequestRecord:
-    """Of a request that is about to begin, in the HTTP request at hand."""
+def new_record(
+    request_id: str, owner: str, model: str, n: int, samples: list[SampleWatch], sampling: SamplingParams
+) -> RequestRecord:
+    """Of a request that is about to begin, in the HTTP request at hand. `sampling`: of its first sample."""
     context, now = CURRENT.get(), time.monotonic()
-    http_id, received = (context.id, context.received) if context is not None else ("", now)
-    return RequestRecord(request_id, http_id, owner, model, time.time() - (now - received), received, samples)
+    if context is None:
+        context = RequestContext({}, "", now)
+    created = time.time() - (now - context.received)
+    record = RequestRecord(request_id, context.id, owner, model, created, context.received, n, samples, context.span)
+    if record.span is not None:
+        record.span.begin(record, sampling)
+    return record
 
 
 @dataclass(slots=True)
@@ -120,6 +137,9 @@ class RequestLog(Collector):
     def end(self, record: RequestRecord) -> None:
         """It runs no more."""
         record.ended = time.monotonic()
+        if record.span is not None:
+            record.span.end(record)
+            record.span = None  # it is exported, and need not be remembered
         key = record.owner, record.id
         del self._running[key]
         self._usage.setdefault(record.owner, _Usage()).add(record)

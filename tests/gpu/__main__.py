@@ -26,6 +26,7 @@ from tests.gpu.checks import Checks
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.models import check_families, check_story, check_windows
 from tests.gpu.products import check_products
+from tests.gpu.ranks import check_ranks
 from tests.gpu.sampling import check_distribution, check_sampling
 from tests.support.unwritten import unwritten_is_nan
 
@@ -38,6 +39,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "families": (check_families,),
     "windows": (check_windows,),
     "story": (check_story,),
+    "ranks": (check_ranks,),
 }
 
 

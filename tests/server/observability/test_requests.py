@@ -20,7 +20,9 @@ MINE, THEIRS = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
 
 
 def record(request_id: str, owner: str = "", received: float = 0.0, *samples: SampleWatch) -> RequestRecord:
-    return RequestRecord(request_id, f"http-{request_id}", owner, "toy", 1.7e9, received, list(samples) or [sample()])
+    return RequestRecord(
+        request_id, f"http-{request_id}", owner, "toy", 1.7e9, received, 1, list(samples) or [sample()]
+    )
 
 
 def sample(num_tokens: int = 0, guided: bool = False, timings: RequestMetrics | None = None) -> SampleWatch:

@@ -1,0 +1,58 @@
+"""Copies whole KV blocks between the device and buffers in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.worker.device import Device, Event
+from engine.worker.kv_cache import KVCacheLayout
+
+
+class BlockCopier:
+    """Copies are queued like steps: they see what was launched before them, and nothing that is launched later."""
+
+    def __init__(self, kv_cache: Sequence[Tensor], layout: KVCacheLayout, device: Device, max_blocks: int) -> None:
+        """`kv_cache`: of each layer, as `layout` allocates it. At most `max_blocks` are copied at a time."""
+        self.layout, self.block_bytes, self.max_blocks = layout, layout.block_bytes, max_blocks
+        self._device = device
+        slots = [kv_cache[layout.slot_of.index(slot)] for slot in range(layout.num_slots)]
+        self._slots = [kv.view(torch.uint8).flatten(2) for kv in slots]  # each [2, num_blocks, bytes]
+        self._on_device = None  # [max_blocks, block_bytes]: where blocks are gathered before they cross the bus
+        if device.is_accelerator:
+            self._on_device = torch.empty(max_blocks, self.block_bytes, dtype=torch.uint8, device=device.torch_device)
+
+    def new_buffer(self) -> Tensor:
+        """[max_blocks, block_bytes] uint8."""
+        return self._device.pinned(self.max_blocks, self.block_bytes, dtype=torch.uint8)
+
+    def read(self, block_ids: Sequence[int], buffer: Tensor) -> Event:
+        """Copy these blocks into the first rows of a buffer, which holds them when the event is done."""
+        n = len(block_ids)
+        gathered = (buffer if self._on_device is None else self._on_device)[:n]
+        ids, parts = self._indices(block_ids), self._parts(gathered)
+        for slot, kv in enumerate(self._slots):
+            parts[:, slot].copy_(kv[:, ids].transpose(0, 1))
+        if self._on_device is not None:
+            buffer[:n].copy_(gathered, non_blocking=True)
+        return self._device.record_event()
+
+    def write(self, buffer: Tensor, block_ids: Sequence[int]) -> Event:
+        """Copy the first rows of a buffer into these blocks. It must not change before the event is done."""
+        n = len(block_ids)
+        gathered = buffer[:n]
+        if self._on_device is not None:
+            gathered = self._on_device[:n].copy_(gathered, non_blocking=True)
+        ids, parts = self._indices(block_ids), self._parts(gathered)
+        for slot, kv in enumerate(self._slots):
+            kv.index_copy_(1, ids, parts[:, slot].transpose(0, 1))
+        return self._device.record_event()
+
+    def _indices(self, block_ids: Sequence[int]) -> Tensor:
+        return self._device.upload(torch.tensor(block_ids, dtype=torch.int64))
+
+    def _parts(self, gathered: Tensor) -> Tensor:
+        """[n, block_bytes] as [n, layers of a block, 2, bytes]."""
+        return gathered.view(len(gathered), len(self._slots), 2, -1)

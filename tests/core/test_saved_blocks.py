@@ -1,0 +1,105 @@
+"""What is saved of the prefix cache, and where; and that the blocks of one run serve the next."""
+
+from __future__ import annotations
+
+from random import Random
+
+from engine.core.block_pool import BlockPool, Name
+from engine.core.saved_blocks import SavedBlocks
+from tests.core.test_scheduler_fuzz import Workload
+
+
+def name(i: int) -> Name:
+    return 0, bytes([i]) * 32
+
+
+def blocks(*numbers: int) -> list[tuple[int, Name]]:
+    """Published blocks, the hottest first: block 10 + i has name i."""
+    return [(10 + i, name(i)) for i in numbers]
+
+
+def put_all(saved: SavedBlocks, published: list[tuple[int, Name]]) -> dict[int, int]:
+    """Slot → block of what was planned and done."""
+    plan = saved.plan(published)
+    for save in plan:
+        saved.put(save)
+    return {save.slot: save.block_id for save in plan}
+
+
+def test_only_what_is_not_saved_yet_is_planned_the_hottest_first() -> None:
+    saved = SavedBlocks(8)
+    plan = saved.plan(blocks(3, 1, 2))
+    assert [save.block_id for save in plan] == [13, 11, 12]
+    assert len({save.slot for save in plan}) == 3
+    assert [save.heat for save in plan] == sorted((save.heat for save in plan), reverse=True)
+    assert put_all(saved, blocks(3, 1, 2)) == {save.slot: save.block_id for save in plan}, "a plan changes nothing"
+    assert list(put_all(saved, blocks(4, 3, 1, 2)).values()) == [14]
+    assert put_all(saved, blocks(2, 4)) == {}
+
+
+def test_the_coldest_give_way_and_none_that_is_still_published() -> None:
+    saved = SavedBlocks(3)
+    put_all(saved, blocks(1, 2, 3))
+    slots = put_all(saved, blocks(4, 3))
+    assert list(slots.values()) == [14]
+    assert put_all(saved, blocks(1)) == {}, "2 was the coldest that was not published any more"
+    assert list(put_all(saved, blocks(5, 6, 7, 8, 9)).values()) == [15, 16, 17], "no more than there are slots"
+    assert SavedBlocks(0).plan(blocks(1)) == []
+
+
+def test_heat_grows_over_restarts() -> None:
+    first = SavedBlocks(3)
+    plan = first.plan(blocks(1, 2))
+    again = SavedBlocks(3, [(save.name, save.slot, save.heat) for save in plan])
+    put_all(again, blocks(3))
+    put_all(again, blocks(4))
+    heats = dict(again.heats())
+    assert len(heats) == 3
+    assert min(heats.values()) == max(save.heat for save in plan), "block 2 gave way"
+    put_all(again, blocks(1))
+    assert max(again.heats(), key=lambda pair: pair[1])[0] == plan[0].slot
+
+
+def test_a_pool_lists_its_blocks_by_heat_and_is_restored() -> None:
+    pool = BlockPool(6, 2)
+    ids = pool.take(5)
+    for group, block_id in zip((0, 1, 0, 0), ids, strict=False):
+        pool.publish(group, bytes([block_id]), block_id)
+    assert pool.num_publications == 4
+    pool.release([ids[4], ids[2], ids[0], ids[1]])
+    order = list(pool.published())
+    assert order[0][0] == ids[3], "the one that a request holds"
+    assert [block_id for block_id, _ in order[1:]] == [ids[1], ids[0], ids[2]]
+    other = BlockPool(6, 2)
+    free = other.free_and_empty()
+    restored = [(free[i], found) for i, (_, found) in enumerate(order)]
+    other.restore(restored)
+    assert list(other.published()) == restored
+    assert other.finder(1)(bytes([ids[1]])) == restored[1][0]
+    assert other.num_free == 6
+    other.take(3)
+    assert list(other.published()) == restored[:3], "empty blocks are taken first, then the coldest"
+
+
+def test_saved_blocks_hold_what_their_names_say_in_the_next_run() -> None:
+    """The toy model finds any wrong content; each workload runs twice, the second time with what the first one left."""
+    hits_before = hits_after = 0
+    for seed in range(150):
+        first, second, rng = Workload(seed), Workload(seed), Random(seed)
+        first.run()
+        size, pool = first.block_size, second.scheduler.blocks.pool
+        saved = SavedBlocks(rng.randint(1, first.num_blocks))
+        kept: dict[int, tuple[Name, list[int]]] = {}
+        for save in saved.plan(list(first.scheduler.blocks.pool.published())):
+            content = first.runner.kv[save.block_id * size : (save.block_id + 1) * size]
+            kept[save.slot] = save.name, content
+        restored = list(zip(pool.free_and_empty(), kept.values(), strict=False))
+        for block_id, (_, content) in restored:
+            second.runner.kv[block_id * size : (block_id + 1) * size] = content
+        pool.restore([(block_id, found) for block_id, (found, _) in restored])
+        second.published = {found: block_id for block_id, (found, _) in restored}
+        second.scheduler.check()
+        second.run()
+        hits_before += first.scheduler.stats().prefix_hits
+        hits_after += second.scheduler.stats().prefix_hits
+    assert hits_after > hits_before
