@@ -187,7 +187,7 @@ class Engine:
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
         for request in ready:
             self.scheduler.add(request)
-        return [_failed(request_id, f"its grammar cannot be compiled: {error}") for request_id, error in errors.items()]
+        return [_failed(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()]
 
     def _advance_grammars(self, outputs: list[EngineOutput]) -> None:
         """`outputs` tell of all tokens of requests with grammars."""
@@ -212,7 +212,7 @@ class Engine:
         for request_id in errors:
             self.abort(request_id)
         return [
-            _failed(request_id, f"its grammar cannot be followed any further: {error}")
+            _failed(request_id, "its grammar cannot be followed any further", error)
             for request_id, error in errors.items()
         ]
 
@@ -236,8 +236,10 @@ class Engine:
         self.runner.close()
 
 
-def _failed(request_id: str, reason: str) -> EngineOutput:
+def _failed(request_id: str, reason: str, details: str) -> EngineOutput:
+    """`details` may quote the request, so they are for debugging only."""
     _log.error("request %s: %s", request_id, reason)
+    _log.debug("request %s: %s", request_id, details)
     return EngineOutput(request_id, [], "error")
 
 

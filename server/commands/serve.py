@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
-from engine.log import configure_logging
+from engine.log import configure_logging, debugging
 from server.commands.common import load_with_model, model_argument
 from server.exposure import exposure_warning
+from server.http.errors import traceback_without_text
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class _Service:
 
         logging.getLogger("uvicorn").setLevel(1)  # the two below decide
         logging.getLogger("uvicorn.error").addFilter(_is_notable)
+        logging.getLogger("uvicorn.error").addFilter(without_text)
         app = create_app(
             engine,
             settings,
@@ -274,6 +276,13 @@ def _say(text: str, settings: ServerConfig) -> None:
 def _is_notable(record: logging.LogRecord) -> bool:
     """Whether a line of uvicorn's tells more than the lines of start and end that are printed here."""
     return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
+
+
+def without_text(record: logging.LogRecord) -> bool:
+    """Takes the message of an exception out of a record of uvicorn's, and the record stays."""
+    if record.exc_info and (error := record.exc_info[1]) is not None and not debugging():
+        record.exc_info, record.exc_text = None, traceback_without_text(error)
+    return True
 
 
 def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:

@@ -239,7 +239,7 @@ async def _begin(
         raise APIError(503, f"the engine is not running: {error}") from None
     if model.settings.enable_log_requests:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, pooling or asked[0][1])
+        _log.info("request %s: %s prompt tokens, %s", public_id, lengths, _numbers(pooling or asked[0][1]))
     usage = Usage(sum(map(len, prompts)))
     if new_reader is not None and model.reasoning_format is not None:
         usage.reasoning_tokens = 0
@@ -263,6 +263,16 @@ async def _begin(
         model.requests,
         model.running,
     )
+
+
+def _numbers(params: SamplingParams | PoolingParams) -> str:
+    """The parameters that are given and are no text, nor tokens, which are as good as text."""
+    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    defaults = {field.name: field.default for field in dataclasses.fields(params)}
+    shown = [
+        f"{name}={value}" for name, value in given.items() if isinstance(value, int | float) and value != defaults[name]
+    ]
+    return f"{type(params).__name__}({', '.join(shown)})"
 
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:

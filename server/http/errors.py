@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -92,8 +93,14 @@ def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> AP
 
 def unexpected(error: BaseException) -> APIError:
     """500 for an error that is the server's own; it is logged here."""
-    _log.error("a request failed", exc_info=error)
+    _log.error("a request failed: %s", traceback_without_text(error))
+    _log.debug("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)
+
+
+def traceback_without_text(error: BaseException) -> str:
+    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
 # ---- the answers ----

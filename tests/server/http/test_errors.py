@@ -1,5 +1,6 @@
 """Bad input, a dead engine, full queues, keys: each answered with the right status and one clear message."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 
 from engine.errors import ConfigError
 from server.app import create_app
+from server.commands import serve as serve_command
+from server.http.errors import unexpected
 from server.openai.chat.protocol import NOT_YET_IN_CHAT
 from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS
 from server.openai.fields import NOT_YET_IN_BOTH
@@ -380,3 +383,20 @@ def test_request_ids(live: Live, serve: Callable[..., Live]) -> None:
 def test_settings_out_of_range(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerConfig(**values)
+
+
+def test_logs_do_not_show_what_clients_sent(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise ValueError("a secret")
+
+    with pytest.raises(ValueError, match="secret") as caught:
+        fails()
+    with caplog.at_level(logging.INFO):
+        assert unexpected(caught.value).status == 500
+    exc_info = (ValueError, caught.value, caught.tb)
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 1, "Exception", (), exc_info)
+    assert serve_command.without_text(record)
+    for text in (caplog.text, logging.Formatter().format(record)):
+        assert "ValueError" in text
+        assert "in fails" in text
+        assert "secret" not in text.replace('raise ValueError("a secret")', ""), "but for its source"

@@ -166,7 +166,11 @@ def test_requests_are_logged_when_asked(serve: Callable[..., Live], caplog: pyte
     with caplog.at_level(logging.INFO, "server"):
         serve(FakeEngine()).complete("secret words")
         assert not [record for record in caplog.records if record.name.startswith("server")]
-        serve(FakeEngine(), ServerConfig(enable_log_requests=True)).complete("secret words")
+        live = serve(FakeEngine(), ServerConfig(enable_log_requests=True))
+        secrets = {"stop": ["a secret"], "bad_words": ["secret"], "structured_outputs": {"choice": ["secret"]}}
+        live.complete("secret words", temperature=0.5, logit_bias={"7": 5}, allowed_token_ids=[7, 8], **secrets)
     (record,) = [record for record in caplog.records if record.name.startswith("server")]
     assert "12 prompt tokens" in record.message
-    assert "secret" not in record.message
+    assert "temperature=0.5" in record.message
+    for text in ("secret", "[7", "{"):
+        assert text not in record.message
