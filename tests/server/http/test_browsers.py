@@ -123,7 +123,7 @@ def test_headers_for_browsers(live: Live) -> None:
     streamed = {"prompt": "Hi", "stream": True}
     for response in (
         live.http.get("/"),
-        live.http.get("/static/chat.js"),
+        live.http.get("/static/js/app.js"),
         live.http.get("/nothing"),
         live.http.post(COMPLETIONS, json=streamed),
     ):
