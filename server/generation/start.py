@@ -214,7 +214,7 @@ async def _begin(
 ) -> Generation:
     """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one.
 
-    Others get their turn in between. What has begun ends with the task that this is cancelled in, or with an error.
+    Other requests are served in between. What has begun ends with the task that this is cancelled in, or with an error.
     """
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
