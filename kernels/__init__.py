@@ -38,6 +38,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.attention_prefill": ("paged_attention_prefill",),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.matmul": ("linear", "linear_add", "norm_linear", "norm_swiglu"),
+        "kernels.triton.quantized": ("dequantize", "quantize_rows"),
         "kernels.triton.norm": ("rms_norm", "add_rms_norm"),
         "kernels.triton.prepare": ("prepare_step",),
         "kernels.triton.rotary": ("rope_and_store",),

@@ -56,6 +56,7 @@ class Request:
         # Scheduler: below this many tokens, the next one changes nothing but the tokens themselves.
         self.steady_until = 0
         self.order = (engine_request.priority, 0)  # scheduler: priority, then the number of its arrival
+        self.num_charged = 0  # scheduler: tokens that were counted as service to its owner
 
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
         self.prefix_miss = ""  # why not more of them were, as of `BlockManager.miss_reason`

@@ -128,6 +128,7 @@ class PromptRequest:
     keep_first_tokens: bool = False  # truncate at the end instead of at the beginning
     cache_salt: str = ""
     priority: int = 0
+    user: str = ""  # who asks, as the client says
 
     @property
     def num_prompts(self) -> int:

@@ -52,9 +52,10 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
     """
     with spelled(request.names):
         model.check_name(request.model)
+        _check_priority(request, caller)
         sampling = _sampling(model, request)
         _check_num_answers(request, sampling.n)
-        with model.queue.entering(request.num_prompts * sampling.n, caller.name):
+        with model.queue.entering(request.num_prompts * sampling.n, caller.owner(request.user)):
             return await _generate(model, request, caller, sampling, warnings)
 
 
@@ -83,12 +84,13 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
     """The same for embeddings: each is one update of its prompt's only sample."""
     with spelled(request.names):
         model.check_name(request.model)
+        _check_priority(request, caller)
         try:
             pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
         except ValueError as error:
             raise engine_error(error, _FIELDS) from None
         _check_num_answers(request, 1)
-        with model.queue.entering(request.num_prompts, caller.name):
+        with model.queue.entering(request.num_prompts, caller.owner(request.user)):
             prompts = await model.encode(request, is_to_fit=True)
             token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
             _check_prompts(model, token_ids, 0)
@@ -97,6 +99,11 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
 
 
 # ---- checks ----
+
+
+def _check_priority(request: PromptRequest, caller: Caller) -> None:
+    if request.priority < 0 and not caller.may_prioritise:
+        raise APIError(403, "below 0 goes before others' requests, which this key may not", "priority")
 
 
 def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
@@ -223,13 +230,14 @@ async def _begin(
     engine_id = f"{public_id}-{unique}" if request.request_id else public_id
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
+    owner = caller.owner(request.user)
     try:
         for index, (prompt, sampling) in enumerate(asked):
             if index % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
-            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, caller.name)
+            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, owner)
             reader = new_reader() if new_reader is not None else None
             updates = model.engine.generate(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))

@@ -90,6 +90,7 @@ class FakeEngine:
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
+        self.owners: list[str] = []
         self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
@@ -122,6 +123,7 @@ class FakeEngine:
         request_id, prompt = request.request_id, request.prompt_token_ids
         self._input_processor.check(request)
         self.salts.append(request.cache_salt)
+        self.owners.append(request.owner)
         if request.pooling is not None:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
