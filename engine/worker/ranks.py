@@ -181,10 +181,9 @@ class RankedRunner:
             follower.expect_end()
         with contextlib.suppress(OSError):
             self._tell(Close())
+        _leave(self._runner)
         for follower in self._followers:
             follower.end(kill=False)
-        self._runner.close()
-        dist.destroy_process_group()
 
 
 class _Follower:
@@ -262,5 +261,13 @@ def follow(connection: Connection) -> None:
                 handle.sample(deferred)
             case Close():
                 break
+    _leave(runner)
+
+
+def _leave(runner: ModelRunner) -> None:
+    """Part from the other ranks, which do so at the same time: NCCL's connections end together, and after the graphs that
+    use them.
+    """
+    runner.device.synchronize()
     runner.close()
     dist.destroy_process_group()

@@ -29,6 +29,7 @@ from server.http.errors import APIError
 from server.http.warnings import Warnings
 from server.http.workers import Workers
 from server.metrics import Metrics
+from server.observability.readiness import Readiness
 from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
@@ -83,10 +84,12 @@ class ServedModel:
         served_model_names: Sequence[str],
         metrics: Metrics,
         workers: Workers,
+        readiness: Readiness,
     ) -> None:
         """`ConfigError` when the chat template given in `settings` cannot be compiled."""
         self.engine, self.settings, self.metrics, self._workers = engine, settings, metrics, workers
         self.names = list(served_model_names)
+        self.readiness = readiness
         self.started = int(time.time())
         self.template, self._no_template = self._load_template()
         source = self.template.source if self.template is not None else ""

@@ -300,6 +300,23 @@ def test_stopped_while_starting(model: Path) -> None:
     assert "Traceback" not in "".join(server.errors)
 
 
+def test_the_port_answers_from_the_first_moment_on(model: Path, free_port: int) -> None:
+    server = Server(str(model), "--host", "127.0.0.1", "--port", str(free_port), *SMALL)
+    try:
+        phases: list[str] = []
+        with httpx.Client(base_url=f"http://127.0.0.1:{free_port}", timeout=60) as client:
+            deadline = time.monotonic() + 120
+            while not phases and time.monotonic() < deadline:
+                with contextlib.suppress(httpx.ConnectError):
+                    events = client.get("/readyz", headers={"Accept": "text/event-stream"}).text
+                    phases = re.findall(r'"phase": "(\w+)"', events)
+            assert "starting" in phases or "loading" in phases
+            assert phases[-1] == "ready"
+            assert client.get("/health").status_code == 200
+    finally:
+        assert server.stop(signal.SIGTERM) == 0
+
+
 def test_unix_socket(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with serving(model, "--uds", str(path)) as server:
