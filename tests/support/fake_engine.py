@@ -149,7 +149,7 @@ class FakeEngine:
             if request_id in self.aborted:
                 output.finish_reason = "abort"
             elif self.fail_after is not None:
-                output.finish_reason = "error"
+                output.finish_reason, output.error = "error", "it is broken"
             else:
                 output.embedding = array("f", embedding_of(prompt, pooling)).tobytes()
             collector.add(output, time.monotonic())
@@ -231,6 +231,7 @@ class FakeEngine:
                     output.prompt_logprobs = [
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
+                output.error = "it is broken" if finish == "error" else ""
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update
