@@ -121,7 +121,7 @@ class Generation:
         if sample.index % self.n == 0:  # the other samples share the first one's prompt
             self.usage.cached_tokens += update.num_cached_tokens
         if update.finish_reason == "error":
-            raise APIError(500, "the engine failed at this request; the server's log says why")
+            raise APIError(500, f"the engine failed at this request: {update.error}")
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
         queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
