@@ -34,7 +34,7 @@ from engine.core.request import Request
 from engine.core.request_queues import RequestQueues
 
 FAVOUR_FRACTION = 2  # an owner that comes is favoured for this fraction of a step's budget, in tokens
-OTHERS_FRACTION = 16  # and meanwhile others together get at least this one in each step
+OTHERS_FRACTION = 64  # and meanwhile others together get at least this one in each step
 
 _Batched = tuple[list[Request], ScheduledBatch]
 

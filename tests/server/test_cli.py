@@ -150,14 +150,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"quire \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "check", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "check", "bench", "top"])
 def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert ("examples:" in shown) or command == "bench"
-    assert ("--max-model-len" in shown) or command in ("bench", "check")
+    assert ("--max-model-len" in shown) or command in ("bench", "check", "top")
 
 
 @pytest.mark.parametrize(

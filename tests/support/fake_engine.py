@@ -115,7 +115,9 @@ class FakeEngine:
 
     async def prepare(self, sampling: SamplingParams) -> SamplingParams:
         """The grammar is checked, and heeded by `GrammarEngine` alone."""
-        return await asyncio.to_thread(self._input_processor.with_grammar, sampling)
+        if sampling.structured_outputs is None:
+            return self._input_processor.prepare(sampling)
+        return await asyncio.to_thread(self._input_processor.prepare, sampling)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         request_id, prompt = request.request_id, request.prompt_token_ids
