@@ -18,10 +18,12 @@ from server import anthropic, service
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
-from server.http.bodies import StrictJSONRoute
+from server.http.bodies import Bodies, StrictJSONRoute
 from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
+from server.http.limits import default_body_bytes
 from server.http.middleware import RequestMiddleware
+from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.observability.readiness import Readiness
 from server.observability.server_metrics import ServerMetrics
@@ -84,7 +86,8 @@ def create_app(
         num_blocks=engine.num_blocks,
         cache_dtype=kv_cache_dtype,
     )
-    model = ServedModel(engine, settings, names, metrics, readiness)
+    workers = Workers()
+    model = ServedModel(engine, settings, names, metrics, workers, readiness)
     traces = _traces(settings)
 
     @contextlib.asynccontextmanager
@@ -98,12 +101,15 @@ def create_app(
         finally:
             for task in tasks:
                 task.cancel()
+            workers.close()
             model.close()
             if traces is not None:
                 await traces.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
+    max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.max_model_len)
+    app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers)
     _add_middleware(app, settings, server_metrics, traces)
     for api in APIS:
         api.add_routes(app, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.core.request import Request
@@ -55,6 +56,10 @@ class RequestQueues:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, in the order of their arrival."""
+        return iter(self._by_id.values())
 
     def find(self, request_id: str) -> Request | None:
         return self._by_id.get(request_id)

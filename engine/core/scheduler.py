@@ -127,6 +127,30 @@ class Scheduler:
         request.queued_time = monotonic()
         self.queues.add(request)
 
+    def put_back(self, request: Request) -> None:
+        """Queue a request that `drain` took out."""
+        self.queues.add(request)
+
+    def drain(self) -> tuple[list[Request], list[Request]]:
+        """Take out all requests, as if none had ever run: steps in flight are forgotten, and so is all cached KV, which they
+        may have been meant to write. The worker must forget its rows.
+
+        Returns the unfinished requests of the steps in flight, and the others, each in queue order.
+        """
+        in_flight = {request.request_id for _, requests in self._in_flight for request in requests}
+        self._in_flight.clear()
+        self._removed.clear()
+        self._last = [], ScheduledBatch([], [], 0, 0, [])
+        taken: tuple[list[Request], list[Request]] = [], []
+        for request in sorted(self.queues, key=lambda each: each.order):
+            if request.block_tables:
+                self.blocks.release(request)
+            self.queues.remove(request)
+            request.num_tokens, request.num_computed_tokens, request.steady_until = len(request.token_ids), 0, 0
+            taken[request.request_id not in in_flight].append(request)
+        self.blocks.reset()
+        return taken
+
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
         request = self.queues.find(request_id)

@@ -163,6 +163,10 @@ class RankedRunner:
             handle.finish = partial(self._sample, handle, handle.finish)
         return handle
 
+    def reset(self) -> None:
+        """After a failed step ranks wait for each other in vain: nothing but a new start helps."""
+        raise RuntimeError("a step failed on one of several ranks")
+
     def _sample(self, handle: StepHandle, finish: Callable[[Sequence[int]], None], deferred: Sequence[int]) -> None:
         self._tell(Sample(handle.masks.tobytes(), list(deferred)))
         finish(deferred)

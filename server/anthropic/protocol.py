@@ -198,7 +198,7 @@ class _Conversation(Body):
             model=self.model,
             user=(self.metadata.user_id if self.metadata is not None else None) or "",
             sampling=self.sampling(),
-            structured_outputs={"json": format.schema_ or "{}"} if format is not None else {},
+            structured_outputs={"json": format.schema_} if format is not None else {},
             tool_choice=_tool_choice(self.tool_choice),
             include_reasoning=thinks,
         )

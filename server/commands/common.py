@@ -19,6 +19,7 @@ DEMO_NAME = "quire-demo"
 
 
 # Parameters without an option: a terminal shows one answer and no log-probabilities, and --seed is the engine's.
+_COMMON = frozenset(["temperature", "top_p", "max_tokens"])
 _WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs"])
 
 
@@ -42,7 +43,8 @@ def _flag_of(parameter: Parameter) -> tuple[str, Any, Any]:
     help, is_size = declared.help, parameter.name == "max_tokens"
     limits = {"above": declared.above, "at_least": declared.at_least, "at_most": declared.at_most}
     help += " (else as many as fit)" if is_size else ""
-    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, **limits)
+    common = parameter.name in _COMMON
+    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, common=common, **limits)
 
 
 SAMPLING_FLAGS = dataclasses.make_dataclass(
@@ -63,6 +65,13 @@ SAMPLING_FLAGS = dataclasses.make_dataclass(
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
+
+
+def base_url(url: str) -> str:
+    """Of a server, as a user may write it. `ConfigError` when it is no URL."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"URL must begin with http:// or https://, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:

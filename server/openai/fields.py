@@ -107,7 +107,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return {}
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
-        return {"json_object": True} if schema is None else {"json": schema or "{}"}
+        return {"json_object": True} if schema is None else {"json": schema}
 
 
 _structured: dict[str, Any] = unsupported_fields(NOT_YET_IN_STRUCTURED)

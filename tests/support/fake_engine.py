@@ -115,7 +115,9 @@ class FakeEngine:
 
     async def prepare(self, sampling: SamplingParams) -> SamplingParams:
         """The grammar is checked, and heeded by `GrammarEngine` alone."""
-        return await asyncio.to_thread(self._input_processor.with_grammar, sampling)
+        if sampling.structured_outputs is None:
+            return self._input_processor.prepare(sampling)
+        return await asyncio.to_thread(self._input_processor.prepare, sampling)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         request_id, prompt = request.request_id, request.prompt_token_ids
@@ -147,7 +149,7 @@ class FakeEngine:
             if request_id in self.aborted:
                 output.finish_reason = "abort"
             elif self.fail_after is not None:
-                output.finish_reason = "error"
+                output.finish_reason, output.error = "error", "it is broken"
             else:
                 output.embedding = array("f", embedding_of(prompt, pooling)).tobytes()
             collector.add(output, time.monotonic())
@@ -229,6 +231,7 @@ class FakeEngine:
                     output.prompt_logprobs = [
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
+                output.error = "it is broken" if finish == "error" else ""
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +93,13 @@ class Sampler:
         self._mask_of = torch.full(
             (batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device
         )  # [B]; -1: none
-        self._history = TokenHistory(batch.num_rows, max_len, batch.device)
+        self._new_history = partial(TokenHistory, batch.num_rows, max_len, batch.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Follow the input batch: all rows are free."""
+        self._mask_of.fill_(-1)
+        self._history = self._new_history()
         self._processed: dict[int, ProcessedRow] = {}  # by device row
         self._plan = SamplingPlan()
 

@@ -77,7 +77,7 @@ class OwnModel:
             async for update in updates:
                 yield Piece(update.text, "", len(update.token_ids))
         if update.finish_reason == "error":
-            raise EngineDeadError("the engine failed; its log says why")
+            raise EngineDeadError(f"the engine failed: {update.error}")
         yield Piece(num_prompt_tokens=len(token_ids), num_cached_tokens=update.num_cached_tokens)
 
     async def close(self) -> None:

@@ -287,7 +287,7 @@ def _structured(text: TextOptions | None) -> dict[str, Any]:
     if text is None or text.format is None or text.format.type == "text":
         return {}
     schema = text.format.schema_
-    return {"json_object": True} if schema is None else {"json": schema or "{}"}
+    return {"json_object": True} if schema is None else {"json": schema}
 
 
 def messages_of(items: list[Any]) -> list[Message]:
