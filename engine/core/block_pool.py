@@ -82,6 +82,14 @@ class BlockPool:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
 
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Forget the names of these held blocks."""
+        for block_id in block_ids:
+            if (name := self._names[block_id]) is not None:
+                group, block_hash = name
+                del self._published[group][block_hash]
+                self._names[block_id] = None
+
     def published(self) -> Iterator[tuple[int, Name]]:
         """The published blocks, the one that would be evicted last first. The pool must not change meanwhile."""
         if len(self._free) < self.num_blocks:

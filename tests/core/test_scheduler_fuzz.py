@@ -162,7 +162,8 @@ class Workload:
         launched = self.runner.launch(output) if output else None
         if not self.one_ahead:
             self.in_flight, launched = launched, None
-        if self.rng.random() < self.abort_rate:
+        preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
+        if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.owners.random() < 0.3):
             self._abort()
         if self.in_flight:
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
