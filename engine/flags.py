@@ -236,9 +236,10 @@ class Parser(argparse.ArgumentParser):
             action.help = text
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+        if not action.option_strings and action.choices is not None and value not in action.choices:
             known = list(action.choices)
-            self.error(f"unknown command {value!r}{nearest(value, known)}; there are {', '.join(known)}")
+            kind = str(action.metavar or action.dest).lower()
+            self.error(f"unknown {kind} {value!r}{nearest(value, known)}; there are {', '.join(known)}")
         super()._check_value(action, value)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

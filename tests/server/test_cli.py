@@ -207,7 +207,7 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
             2,
             "unknown option --max-model-length (did you mean --max-model-len?)",
         ),
-        (["bench", "nothing"], 2, "unknown command 'nothing'; there are throughput"),
+        (["bench", "nothing"], 2, "unknown benchmark 'nothing'; there are serve, throughput"),
         (["serve", "m", "--port", "70000"], 1, "--port must be an integer at least 0 and at most 65535, got '70000'"),
         (["serve", "m", "--model", "n"], 1, "the model is named twice: 'm' and --model 'n'"),
         (["serve", "m", "--config", "/nowhere.yaml"], 1, "/nowhere.yaml: No such file or directory"),
