@@ -16,7 +16,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test quick coverage gpu attack clients lint format bench clean
+.PHONY: help serve test quick coverage gpu attack soak clients lint format bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ gpu: $(READY) ## check every kernel and model family on the GPU at hand; a selec
 
 attack: $(READY) ## attack a server on loopback as an unfriendly network would; a selection in ARGS, such as ARGS="slow"
 	@$(BIN)/python -m tests.attack $(ARGS)
+
+soak: $(READY) ## twenty minutes under 64 clients with a fault each minute: what failed, what leaked
+	@$(BIN)/python -m tests.attack.soak $(ARGS)
 
 clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \

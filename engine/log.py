@@ -76,6 +76,8 @@ class _JSON(logging.Formatter):
             **getattr(record, "fields", {}),
             **getattr(record, "details", {}),
         }
-        if record.exc_info:
+        if record.exc_text:
+            line["exception"] = record.exc_text
+        elif record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -86,6 +86,10 @@ class ServerConfig:
     max_num_queued_reqs: int = flag(
         4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
     )
+    max_body_bytes: int | None = flag(
+        None, "most bytes of a request's body (else 4 MiB, and 32 for each token of the context)", at_least=1, size=True
+    )
+    body_timeout: float = flag(60.0, "seconds in which a request's body must arrive", above=0)
     sse_keep_alive_interval: float = flag(
         15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
     )
@@ -98,10 +102,18 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = flag(
         None, "OpenTelemetry collector to send traces to, OTLP over HTTP (needs the extra otel)", metavar="URL"
     )
+    record_trace: str | None = flag(
+        None,
+        "record the traffic for `quire bench serve --replay`: times, lengths and equal prefixes, nothing else",
+        metavar="FILE",
+    )
     log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")
+    disable_access_log_for_endpoints: tuple[str, ...] = flag(
+        ("/health", "/livez", "/metrics", "/ping", "/readyz"), "paths without such lines", metavar="PATH"
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -25,6 +25,7 @@ class BlockPool:
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.num_groups = num_groups
         self.num_publications = 0  # in all
+        self.num_releases = 0  # calls of `release`
         self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes, of lately and of before that
 
     @property
@@ -67,6 +68,7 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """One holder less of each, in this order. Published blocks without holders are evicted after all free ones."""
         num_holders, free, names = self._num_holders, self._free, self._names
+        self.num_releases += 1
         for block_id in block_ids:
             num_holders[block_id] -= 1
             if not num_holders[block_id]:
@@ -79,6 +81,14 @@ class BlockPool:
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Forget the names of these held blocks."""
+        for block_id in block_ids:
+            if (name := self._names[block_id]) is not None:
+                group, block_hash = name
+                del self._published[group][block_hash]
+                self._names[block_id] = None
 
     def published(self) -> Iterator[tuple[int, Name]]:
         """The published blocks, the one that would be evicted last first. The pool must not change meanwhile."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ class Tokenizer:
         # unlike `encode` it gives up the interpreter's lock, and it notes no offsets, which takes as long as the ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """The most characters of a text that one token can stand for; None: no such number, for some are left out."""
+        if not _keeps_all(self._backend):
+            return None
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return longest * (1 if self._backend.normalizer is None else _MAX_COMPOSED)
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         pieces = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
         if not pieces:
@@ -187,6 +196,40 @@ class Tokenizer:
 
     def token_to_id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
+
+
+_MAX_COMPOSED = 4  # characters that Unicode's normal forms make one of
+_KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", "ByteLevel"}
+_KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Split"}
+
+
+def _keeps_all(backend: tokenizers.Tokenizer) -> bool:
+    """Whether every character of a text is in one of its tokens: none is dropped or stands for any number of others."""
+    normalizers, pre_tokenizers = (
+        _parts(backend.normalizer, "normalizers"),
+        _parts(backend.pre_tokenizer, "pretokenizers"),
+    )
+    knows_all_bytes = getattr(backend.model, "byte_fallback", False) or any(
+        part["type"] == "ByteLevel" for part in (*normalizers, *pre_tokenizers)
+    )
+    replaced = [part for part in normalizers if part["type"] == "Replace"]
+    return (
+        knows_all_bytes
+        and {part["type"] for part in normalizers} <= _KEEPING_NORMALIZERS
+        and {part["type"] for part in pre_tokenizers} <= _KEEPING_PRE_TOKENIZERS
+        and all(part.get("behavior") != "Removed" for part in pre_tokenizers)
+        and all(len(part["pattern"].get("String", "")) == 1 and part["content"] for part in replaced)
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    )
+
+
+def _parts(step: Any, name: str) -> list[dict[str, Any]]:
+    """What a step of the tokenizer consists of, as tokenizer.json has it. `name`: of the list in a sequence."""
+    if step is None:
+        return []
+    state = json.loads(step.__getstate__())
+    parts: list[dict[str, Any]] = state[name] if state["type"] == "Sequence" else [state]
+    return parts
 
 
 class _Pieces:

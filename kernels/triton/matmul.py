@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.triton import quantized
 from kernels.triton.activation import silu_and_mul
 from kernels.triton.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
 from kernels.triton.norm import rms_norm
@@ -159,14 +161,18 @@ def _fused(
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.linear(x, weight, bias)
     out = _fused(x, weight, bias)
     return F.linear(x, weight, bias) if out is None else out
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.linear_add(residual, x, weight, bias)
     if _fused(x, weight, bias, residual=residual) is not None:
         return residual
     residual = residual.addmm_(x, weight.t())
@@ -174,9 +180,11 @@ def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.norm_linear(x, norm_weight, eps, weight, bias, out)
     fused = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
     if fused is not None:
         return fused
@@ -186,7 +194,9 @@ def norm_linear(
     return torch.mm(normed, weight.t(), out=out) if bias is None else torch.addmm(bias, normed, weight.t(), out=out)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.norm_swiglu`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.norm_swiglu(x, norm_weight, eps, weight, bias)
     out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
     return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias)) if out is None else out

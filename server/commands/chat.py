@@ -176,7 +176,7 @@ class OwnModel:
             async for update in updates:
                 yield update.text
         if update.finish_reason == "error":
-            raise EngineDeadError("the engine failed; its log says why")
+            raise EngineDeadError(f"the engine failed: {update.error}")
 
     async def close(self) -> None:
         self._engine.close()

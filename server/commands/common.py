@@ -65,6 +65,13 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
 
 
+def base_url(url: str) -> str:
+    """Of a server, as a user may write it. `ConfigError` when it is no URL."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"URL must begin with http:// or https://, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:
     """The settings, with the model as named anywhere; the bundled model, said on the terminal, when named nowhere."""
     given = vars(args).copy()

@@ -93,6 +93,13 @@ class Conversation:
             "continue_final_message": self.continue_final_message,
         }
 
+    @property
+    def num_chars(self) -> int | None:
+        """About how much text it is; None: much depends on the template."""
+        if self.tools or self.documents or any(message.tool_calls for message in self.messages):
+            return None
+        return sum(100 + len(message.content or "") + len(message.reasoning or "") for message in self.messages)
+
     def check(self) -> None:
         """`APIError` names what cannot be rendered."""
         if reserved := RESERVED_TEMPLATE_VARIABLES & self.template_variables.keys():
@@ -121,6 +128,7 @@ class PromptRequest:
     keep_first_tokens: bool = False  # truncate at the end instead of at the beginning
     cache_salt: str = ""
     priority: int = 0
+    user: str = ""  # who asks, as the client says
 
     @property
     def num_prompts(self) -> int:
@@ -153,7 +161,7 @@ class GenerationRequest(PromptRequest):
     @property
     def callable_tools(self) -> list[tuple[int, Tool]]:
         """The tools that may be called, with their indexes."""
-        chosen = self.tool_choice.names
+        chosen = frozenset(self.tool_choice.names)
         return [(index, tool) for index, tool in enumerate(self.tools) if not chosen or tool.name in chosen]
 
 

@@ -53,16 +53,18 @@ class APIKeyMiddleware:
         if caller is not None:
             set_caller(scope, caller)
         elif not is_open(path) and not (path == "/metrics" and self._open_metrics):
-            await self._refusal(scope["path"], path)(scope, receive, send)
+            opens_page = path in PAGES and Headers(scope=scope).get("sec-fetch-mode", "navigate") == "navigate"
+            await self._refusal(scope["path"], asks_for_password=opens_page)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, full_path: str, path: str) -> Response:
+    def _refusal(self, full_path: str, *, asks_for_password: bool) -> Response:
+        """401. `asks_for_password`: a browser is to ask, which it must not when a script of the chat page reads a page."""
         response: Response = JSONResponse({"error": "Unauthorized"}, 401)
         if self._formats.has_own(full_path):
             response = self._formats.response(APIError(401, "Unauthorized"), full_path)
         basic = 'Basic realm="Quire: the password is the API key", charset="UTF-8"'
-        response.headers["WWW-Authenticate"] = basic if path in PAGES else "Bearer"
+        response.headers["WWW-Authenticate"] = basic if asks_for_password else "Bearer"
         return response
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> AP
     return APIError(400, reason, *fields[name], lead=": " if word.endswith(":") else " ")
 
 
-def unexpected(error: Exception) -> APIError:
+def unexpected(error: BaseException) -> APIError:
     """500 for an error that is the server's own; it is logged here."""
     _log.error("a request failed: %s", traceback_without_text(error))
     _log.debug("a request failed", exc_info=error)
@@ -174,17 +175,26 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             reason = "is not a field of this request"
         case "too_short" if not given:
             reason = "must not be empty"
+        case "too_long":
+            reason = f"must have at most {error['ctx']['max_length']} entries"
         case "wrong_field":  # found by looking at several fields together
             return APIError(400, error["ctx"]["reason"], *error["ctx"]["path"])
         case "unsupported":
             pass
         case _ if not path:
-            reason = "the body must be a JSON object, sent with the header Content-Type: application/json"
+            reason = "the body must be a JSON object"
+        case "model_type":
+            reason = f"must be an object, got {_shown(given)}"
         case _:
             reason = f"{reason}, got {_shown(given)}"
     return APIError(400, reason, *path)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _brief.repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
+
+
+_brief = reprlib.Repr()  # does not write out a million entries
+_brief.maxstring = _brief.maxother = 200
+_brief.maxlist = _brief.maxdict = 40

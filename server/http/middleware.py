@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.context import CURRENT, new_context
 from server.http.sse import DIRECT_SEND
-from server.metrics import Metrics
+from server.metrics import HTTPMetrics
 
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
@@ -16,7 +16,7 @@ _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"
 class RequestMiddleware:
     """Counts and times HTTP requests by the route that took them; sets their `RequestContext`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, answers_id: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: HTTPMetrics, answers_id: bool) -> None:
         """`answers_id`: whether answers have an X-Request-Id header."""
         self._app, self._metrics, self._answers_id = app, metrics, answers_id
 
@@ -42,5 +42,4 @@ class RequestMiddleware:
             CURRENT.reset(token)
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
-            self._metrics.http_requests.labels(method, f"{status // 100}xx", handler).inc()
-            self._metrics.http_seconds.labels(method, handler).observe(time.monotonic() - context.received)
+            self._metrics.see(method, status, handler, time.monotonic() - context.received)

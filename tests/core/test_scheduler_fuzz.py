@@ -13,7 +13,7 @@ from string import ascii_letters
 
 import pytest
 
-from engine.core.batch import EngineOutput
+from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.block_manager import BlockManager
 from engine.core.block_pool import Name
 from engine.core.cache_groups import FULL, CacheGroup
@@ -55,6 +55,9 @@ EXPECTED_EVENTS = [
     "deferred, when none is left",
     "prefix-cache hits in a window group",
     "blocks given back by a window",
+    "preempted for another owner",
+    "paused for favoured owners",
+    "several chunks in one step",
 ]
 
 
@@ -115,6 +118,8 @@ class Workload:
         self.reset_rate = rng.choice([0, 0, 0.02])
         self.lateness = Random(seed)
         self.turns = Random(seed)
+        self.owners = Random(seed)
+        self.owner_names = self.owners.choice(["", "a", "ab", "aaaab", "abcdefgh"])
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])
@@ -150,14 +155,15 @@ class Workload:
     def _step(self) -> None:
         """`Engine.step`, with the invariants checked after each move."""
         scheduler = self.scheduler
-        output = scheduler.schedule()
+        output = self._schedule()
         scheduler.check()
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         if not self.one_ahead:
             self.in_flight, launched = launched, None
-        if self.rng.random() < self.abort_rate:
+        preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
+        if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.owners.random() < 0.3):
             self._abort()
         if self.in_flight:
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
@@ -173,6 +179,25 @@ class Workload:
         self._check_published()
         self.in_flight = launched
         self.runner.poison(scheduler.blocks.pool.free_and_empty())
+
+    def _schedule(self) -> SchedulerOutput:
+        queues = self.scheduler.queues
+        was_favoured, running = queues.has_favoured, {each: queues.owner_of(each).name for each in queues.running}
+        num_preemptions = self.scheduler.stats().num_preemptions
+        output = self.scheduler.schedule()
+        if self.scheduler.stats().num_preemptions > num_preemptions:
+            stopped = {name for request, name in running.items() if request not in queues.running}
+            new = {each.request.owner for each in output.new_requests}
+            self.events["preempted for another owner"] += bool(new - stopped)
+        self.events["paused for favoured owners"] += was_favoured and any(
+            request in queues.running
+            and request.request_id not in output.batch.request_ids
+            and request.num_tokens < request.max_num_tokens
+            and sum(output.batch.num_tokens) < self.scheduler.max_num_batched_tokens
+            for request in running
+        )
+        self.events["several chunks in one step"] += len(output.batch.partial) > 1
+        return output
 
     def _check_published(self) -> None:
         """What the cache offers under a name is what the name says, in the very step that publishes it."""
@@ -263,7 +288,13 @@ class Workload:
         salt = rng.choice([0, 0, 0, 1])
         salt_name = f"salt {salt}" if salt else ""
         engine_request = EngineRequest(
-            request_id, prompt, sampling, pooling, salt_name, priority=self.turns.choice([0, 0, 1, -1])
+            request_id,
+            prompt,
+            sampling,
+            pooling,
+            salt_name,
+            priority=self.turns.choice([0, 0, 1, -1]),
+            owner=self.owners.choice(self.owner_names or [""]),
         )
         request = Request(engine_request, eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
@@ -287,8 +318,8 @@ class Workload:
         self.events["ids used again while in flight"] += request_id in in_flight
 
     def _abort(self) -> None:
-        waiting = self.scheduler.queues.waiting.items()
-        preempted = [request_id for request_id, request in waiting if request.num_tokens > len(request.token_ids)]
+        waiting = self.scheduler.queues.waiting
+        preempted = [request.request_id for request in waiting if request.num_tokens > len(request.token_ids)]
         request_id = self.rng.choice(["unknown", *self.clients, *preempted * 60])
         client = self.clients.pop(request_id, None)
         if client is None:

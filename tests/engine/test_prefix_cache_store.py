@@ -276,8 +276,7 @@ def test_after_a_failed_step_nothing_is_saved(start: Callable[..., Engine], monk
     """The scheduler has published the blocks that the step was to fill."""
     engine = start()
     monkeypatch.setattr(engine.runner, "launch", lambda output: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ask(engine, PROMPT)
+    assert ask(engine, PROMPT)[0] == []
     engine.close()
     assert ask(start(), PROMPT)[1] == 0
 

@@ -24,18 +24,20 @@ from benchmarks.report.result_files import save
 from tests.gpu.attention import check_attention, check_rounding
 from tests.gpu.checks import Checks
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
+from tests.gpu.formats import check_formats
 from tests.gpu.models import check_families, check_story, check_windows
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_ranks
-from tests.gpu.sampling import check_distribution, check_sampling
+from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "attention": (check_attention, check_rounding),
     "products": (check_products,),
+    "formats": (check_formats,),
     "norms": (check_norms, check_activation),
     "rotary": (check_rotary,),
-    "sampling": (check_sampling, check_distribution),
+    "sampling": (check_sampling, check_faults, check_distribution),
     "families": (check_families,),
     "windows": (check_windows,),
     "story": (check_story,),
@@ -49,7 +51,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (else all)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only checks whose name contains it")
-    parser.add_argument("--device", default="cuda", help="cpu: attention, products, families, windows and story only")
+    parser.add_argument(
+        "--device", default="cuda", help="cpu: attention, products, formats, families, windows and story only"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")
     args = parser.parse_args(argv)

@@ -10,6 +10,7 @@ import kernels
 from tests.gpu import attention
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
+from tests.gpu.formats import check_formats
 from tests.gpu.products import check_products
 
 SMALL = {"contexts": (1, 300, 17, 64), "queries": (1, 130, 17, 5)}
@@ -26,6 +27,7 @@ def test_the_checks_pass_on_the_reference_implementations() -> None:
     assert len({result.name for result in checks.results}) == len(checks.results) > 140
     attention.check_rounding(checks, **SMALL)
     check_products(checks, [(1, 1000, 1000), (7, 1024, 3072), (11, 1000, 192)])
+    check_formats(checks, (1, 7), {"qkv": (384, 256), "gate_up": (512, 256), "down": (256, 512)})
     assert failed(checks) == []
 
 

@@ -150,14 +150,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"quire \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "check", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "check", "bench", "top"])
 def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert ("examples:" in shown) or command == "bench"
-    assert ("--max-model-len" in shown) or command in ("bench", "check")
+    assert ("--max-model-len" in shown) or command in ("bench", "check", "top")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +298,23 @@ def test_stopped_while_starting(model: Path) -> None:
     time.sleep(1)
     assert server.stop(signal.SIGTERM) in (128 + signal.SIGTERM, -signal.SIGTERM, 0)  # 0: it was ready already
     assert "Traceback" not in "".join(server.errors)
+
+
+def test_the_port_answers_from_the_first_moment_on(model: Path, free_port: int) -> None:
+    server = Server(str(model), "--host", "127.0.0.1", "--port", str(free_port), *SMALL)
+    try:
+        phases: list[str] = []
+        with httpx.Client(base_url=f"http://127.0.0.1:{free_port}", timeout=60) as client:
+            deadline = time.monotonic() + 120
+            while not phases and time.monotonic() < deadline:
+                with contextlib.suppress(httpx.ConnectError):
+                    events = client.get("/readyz", headers={"Accept": "text/event-stream"}).text
+                    phases = re.findall(r'"phase": "(\w+)"', events)
+            assert "starting" in phases or "loading" in phases
+            assert phases[-1] == "ready"
+            assert client.get("/health").status_code == 200
+    finally:
+        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_unix_socket(model: Path, tmp_path: Path) -> None:

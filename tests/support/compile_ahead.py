@@ -120,6 +120,32 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
     linear_add(tensor(tokens, 1024, dtype=dtype), x, weight[:1024])
 
 
+def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torch.dtype = BF16, **more: bool) -> None:
+    """Every form of a product of x [tokens, 1024] with codes [2048, 1024]; `more`: zeros, e4m3_scales, rounds."""
+    from kernels.quantized_weight import QuantizedWeight
+    from kernels.triton.matmul import linear_add, norm_linear, norm_swiglu
+    from kernels.triton.quantized import dequantize
+
+    n, k = 2048, 1024
+    halves, code_dtype = {"e4m3": (1, E4M3), "int8": (1, torch.int8)}.get(kind, (2, torch.uint8))
+    e4m3_scales = more.get("e4m3_scales", False)
+    weight = QuantizedWeight(
+        kind=kind,  # type: ignore[arg-type]
+        codes=tensor(n, k // halves, dtype=code_dtype),
+        scale=tensor(n // rows, k // (group or k), dtype=E4M3 if e4m3_scales else F16 if group else F32),
+        group=group or k,
+        rows=rows,
+        zero=tensor(n, k // (group or k), dtype=torch.int8) if more.get("zeros") else None,
+        factor=tensor(n, dtype=F32) if e4m3_scales else None,
+        rounds_activations=more.get("rounds", False),
+    )
+    x, scale = tensor(tokens, k, dtype=dtype), tensor(k, dtype=dtype)
+    norm_linear(x, scale, 1e-6, weight, tensor(n, dtype=dtype))
+    norm_swiglu(x, scale, 1e-6, weight)
+    linear_add(tensor(tokens, n, dtype=dtype), x, weight)
+    dequantize(weight.codes, weight, dtype)
+
+
 def prepare() -> None:
     from kernels.triton.prepare import prepare_step
 
@@ -146,6 +172,18 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(matmul, 5, BF16),
     functools.partial(matmul, 11, BF16),
     functools.partial(matmul, 16, F32),
+    functools.partial(quantized, 5, "e4m3"),
+    functools.partial(quantized, 12, "e4m3", 128, 128),
+    functools.partial(quantized, 1, "int8"),
+    functools.partial(quantized, 1, "int4", 128, zeros=True),
+    functools.partial(quantized, 1, "int4", 32),
+    functools.partial(quantized, 3, "e2m1", 16, e4m3_scales=True),
+    functools.partial(quantized, 3, "e2m1", 32),
+    functools.partial(quantized, 60, "e4m3"),
+    functools.partial(quantized, 60, "int8", 64, zeros=True, dtype=F16),
+    functools.partial(quantized, 60, "int4", 128),
+    functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
+    functools.partial(quantized, 300, "int8", rounds=True),
     prepare,
 ]
 
@@ -156,6 +194,8 @@ E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi=True),
     functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
+    functools.partial(quantized, 300, "e4m3", rounds=True, dtype=F16),
+    functools.partial(quantized, 300, "e4m3", 128, 128, rounds=True),
 ]
 
 HOPPER = "kernels.hopper.attention_prefill"  # for compute capability 9.0 alone
@@ -204,6 +244,8 @@ def main(capability: int) -> int:
     for module in modules.values():  # what the kernels' launchers would find on such a device
         if capability >= 90 and hasattr(module, "pdl_options"):
             module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+        if capability >= 89 and hasattr(module, "_multiplies_e4m3"):
+            module._multiplies_e4m3 = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "_has_matrix_unit"):
             module._has_matrix_unit = lambda device: True  # type: ignore[attr-defined]
     if capability == 90 and HOPPER in modules:

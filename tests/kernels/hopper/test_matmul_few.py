@@ -1,11 +1,9 @@
 """Products for up to 16 tokens against the reference implementation: the kernel's arithmetic here, the kernel itself on a GPU.
 
-Gluon has no interpreter. But a kernel's body is Python, and layouts say where numbers lie, not what they are: so it runs here
-on torch tensors, without layouts. That they fit each other is the compiler's to check (`compile_ahead.py`).
+Gluon has no interpreter: see `gluon_on_tensors`.
 """
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,81 +14,16 @@ pytest.importorskip("triton")
 
 from kernels import reference
 from kernels.triton import matmul
+from tests.support.gluon_on_tensors import run_on_tensors
 
 few = matmul.few  # type: ignore[attr-defined]
 if few is None:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 
-class Pointers:
-    def __init__(self, tensor: Tensor, offsets: Tensor | int = 0) -> None:
-        self.tensor, self.offsets = tensor, torch.as_tensor(offsets)
-        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
-
-    def __add__(self, offsets: Tensor | int) -> "Pointers":
-        return Pointers(self.tensor, self.offsets + offsets)
-
-    def load(self, mask: Tensor | None = None, other: float = 0.0, eviction_policy: str = "") -> Tensor:
-        """Reads nothing where the mask is False, and nothing outside of the tensor's view of its memory."""
-        mask = torch.tensor(True) if mask is None else mask
-        mask, offsets = torch.broadcast_tensors(mask, self.offsets)
-        inside = offsets[mask]
-        sizes, strides = self.tensor.shape, self.tensor.stride()
-        assert int(inside.min()) >= 0
-        assert int(inside.max()) <= sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        memory = torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))
-        return torch.where(mask, memory[torch.where(mask, offsets, 0)], other).to(self.tensor.dtype)
-
-    def store(self, value: Tensor, mask: Tensor) -> None:
-        mask, offsets, value = torch.broadcast_tensors(mask, self.offsets, value)
-        inside = offsets[mask]
-        assert len(inside.unique()) == len(inside)
-        torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))[inside] = value[mask]
-
-
-class Shared:
-    def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor) -> None:
-        assert list(value.shape) == shape
-        self.value = value
-
-    def load(self, layout: object) -> Tensor:
-        return self.value
-
-
-class Kernel:
-    """Launches like a Triton kernel, one program after the other."""
-
-    def __init__(self, body: object) -> None:
-        self.body = body
-
-    def __getitem__(self, grid: tuple[int]) -> object:
-        def run(*args: object, num_warps: int, **constants: object) -> None:
-            args = tuple(Pointers(a) if isinstance(a, Tensor) else a for a in args)
-            for i in range(grid[0]):
-                few.gl.program_id = lambda axis, i=i: torch.tensor(i)
-                self.body(*args, **constants)  # type: ignore[operator]
-
-        return run
-
-
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def layout(*args: object, **options: object) -> None: ...
-
-    gluon = SimpleNamespace(
-        constexpr=object, int64=torch.int64, float32=torch.float32, static_range=range, rsqrt=torch.rsqrt, exp=torch.exp,
-        NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
-        SwizzledSharedLayout=layout, allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
-        arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout: value,
-        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), sum=torch.sum,
-        zeros=lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype),
-    )  # fmt: skip
-    monkeypatch.setattr(few, "_few_linear_kernel", Kernel(few._few_linear_kernel.fn))
-    for name in ("_warps", "_middle", "_last"):
-        monkeypatch.setattr(few, name, getattr(few, name).fn)
-    monkeypatch.setattr(few, "gl", gluon)
-    monkeypatch.setattr(few, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
-    monkeypatch.setattr(few, "_has_matrix_unit", lambda device: True)
+    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("_warps", "_middle", "_last"))
 
 
 CONFIGS = [

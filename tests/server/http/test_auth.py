@@ -14,7 +14,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
 
 Serve = Callable[..., Live]
-OPEN = ("/", "/health", "/ping", "/static/chat.js")
+OPEN = ("/", "/health", "/ping", "/static/js/app.js")
 A, B = {"Authorization": "Bearer key of a"}, {"Authorization": "Bearer key of b"}
 
 
@@ -65,6 +65,8 @@ def test_browsers_open_pages_with_the_key_as_password(serve: Serve) -> None:
         for credentials in (":wrong", ":", "sesame:wrong"):
             assert live.http.get(path, headers=basic(credentials)).status_code == 401
     assert live.http.get("/v1/models").headers["www-authenticate"] == "Bearer", "no dialog over the chat page"
+    read = live.http.get("/metrics", headers={"Sec-Fetch-Mode": "cors"})
+    assert read.headers["www-authenticate"] == "Bearer", "nor when its panel reads the metrics"
 
 
 def test_a_password_that_browsers_send_on_their_own_changes_nothing(serve: Serve) -> None:

@@ -1,0 +1,404 @@
+"""Products with matrices of few bits, in Triton.
+
+Up to a few tokens are bound by reading the weight, whose codes become floats in registers: `kernels.hopper.quantized_few`
+where it applies, else, up to `MAX_WEIGHT_ONLY` tokens, the kernel here. Beyond, a product is bound by the matrix unit: where
+the checkpoint allows it, x is rounded to e4m3 or int8, too, with a scale for each token (for each group of channels, if the
+weight has them), and the unit multiplies codes; else the matrix is written out as floats, for cuBLAS.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.quantized_weight import QuantizedWeight
+from kernels.triton.activation import silu_and_mul
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.norm import rms_norm
+
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import quantized_few as few
+else:
+    few = None  # type: ignore[assignment]
+
+MAX_WEIGHT_ONLY = 64  # tokens up to which x stays as it is
+FOUR_BITS = ("int4", "e2m1")
+LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(127.0)}
+
+
+@triton.jit
+def _values(codes, half: tl.constexpr, KIND: tl.constexpr):
+    """uint8 codes → float32. Of two codes in a byte, the low one (half 0) or the high one.
+
+    The bits of e4m3 and e2m1 are those of a float32 of a far smaller exponent, if shifted.
+    """
+    if KIND == "int8":
+        return codes.to(tl.int8, bitcast=True).to(tl.float32)
+    if KIND == "e4m3":
+        bits = codes.to(tl.uint32)
+        small = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True)
+        return small * 1.329227995784916e36  # 2^120
+    nibbles = codes.to(tl.uint32) >> 4 * half & 15
+    if KIND == "int4":
+        return nibbles.to(tl.float32) - 8.0
+    small = ((nibbles & 8) << 28 | (nibbles & 7) << 22).to(tl.float32, bitcast=True)
+    return small * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _scales(stored):
+    """Scales as float32. uint8 ones are e4m3."""
+    if stored.dtype == tl.uint8:
+        return (stored.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return stored.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _weight_only_kernel(
+    x, codes, scale, zero, factor, bias, out, num_tokens, stride_x,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
+    ZERO: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr, IN_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] from x [M, K]. The weight's rows are the rows of the matrix unit's tile, tokens its columns.
+
+    IN_GROUP: BLOCK_K channels always have one scale; else each channel is multiplied by its own.
+    """
+    BYTES: tl.constexpr = K // HALVES
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    tokens = tl.minimum(m, num_tokens - 1).to(tl.int64)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in range(0, BYTES, BLOCK_K):
+        inside = at + k < BYTES
+        packed = tl.load(codes + rows[:, None] * BYTES + (at + k)[None, :], mask=inside[None, :], other=0)
+        for half in tl.static_range(HALVES):
+            channels = half * BYTES + at + k
+            xk = tl.load(x + tokens[None, :] * stride_x + channels[:, None], mask=inside[:, None], other=0.0)
+            w = _values(packed, half, KIND)
+            if IN_GROUP:
+                group = (half * BYTES + at) // GROUP
+                if ZERO:
+                    w -= tl.load(zero + rows * GROUPS + group).to(tl.float32)[:, None]
+                products = tl.dot(w.to(xk.dtype), xk, input_precision="ieee")
+                acc += products * _scales(tl.load(scale + rows // ROWS * GROUPS + group))[:, None]
+            else:
+                groups = (rows // ROWS * GROUPS)[:, None] + (channels // GROUP)[None, :]
+                if ZERO:
+                    zeros = rows[:, None] * GROUPS + (channels // GROUP)[None, :]
+                    w -= tl.load(zero + zeros, mask=inside[None, :], other=0).to(tl.float32)
+                w *= _scales(tl.load(scale + groups, mask=inside[None, :], other=0))
+                acc += tl.dot(w.to(xk.dtype), xk, input_precision="ieee")
+    if FACTOR:
+        acc *= tl.load(factor + rows)[:, None]
+    if BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    mask = (n < N)[:, None] & (m < num_tokens)[None, :]
+    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes, scale, zero, factor, order, out,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
+    ZERO: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [N, K]: one program for a piece of a row of codes."""
+    BYTES: tl.constexpr = K // HALVES
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < BYTES
+    packed = tl.load(codes + n * BYTES + k, mask=inside, other=0)
+    for half in tl.static_range(HALVES):
+        channels = half * BYTES + k
+        w = _values(packed, half, KIND)
+        if ZERO:
+            w -= tl.load(zero + n * GROUPS + channels // GROUP, mask=inside, other=0).to(tl.float32)
+        w *= _scales(tl.load(scale + n // ROWS * GROUPS + channels // GROUP, mask=inside, other=0))
+        if FACTOR:
+            w *= tl.load(factor + n)
+        if ORDER:
+            channels = tl.load(order + channels, mask=inside, other=0)
+        tl.store(out + n * K + channels, w.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_kernel(
+    x, norm_weight, codes, scale, eps, stride_x,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """codes [M, K] and scale [M, ceil(K / GROUP)] of x [M, K], or of its norm: one program for a row. GROUP is a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
+    channels = group * GROUP + k
+    inside = channels < K
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    values = tl.load(x + row * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        g = tl.load(norm_weight + channels, mask=inside, other=0.0).to(tl.float32)
+        values = values * tl.rsqrt(tl.sum(tl.sum(values * values, 1), 0) / K + eps)
+        values = values.to(x.dtype.element_ty).to(tl.float32) * g
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), 1e-12) / LARGEST  # [GROUPS, 1]
+    rounded = values / largest
+    if codes.dtype.element_ty == tl.int8:
+        rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
+    tl.store(codes + row * K + channels, rounded.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scale + row * ((K + GROUP - 1) // GROUP) + group, largest, mask=group * GROUP < K)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _scaled_kernel(
+    x, codes, x_scale, scale, bias, out, num_tokens,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
+    TILES: tl.constexpr, SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] from codes x [M, K], scaled by x_scale [M, K / GROUP], and codes [N, K], scaled by scale [N / ROWS, K / GROUP].
+
+    Sums of a group are scaled before they are added up. TILES rows of tiles are done side by side, so that their x and
+    weight are still in L2.
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    num_m, num_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    first = pid // (TILES * num_n) * TILES
+    height = tl.minimum(num_m - first, TILES)
+    m = (first + pid % (TILES * num_n) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid % (TILES * num_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tokens, rows = tl.minimum(m, num_tokens - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
+    x_pointers = x + tokens[:, None] * K + k[None, :]
+    w_pointers = codes + rows[None, :] * K + k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], SUMS)
+    for at in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            xk, wk = tl.load(x_pointers + at), tl.load(w_pointers + at)
+        else:
+            xk = tl.load(x_pointers + at, mask=(at + k < K)[None, :], other=0.0)
+            wk = tl.load(w_pointers + at, mask=(at + k < K)[:, None], other=0.0)
+        if GROUP < K:
+            group = at // GROUP
+            both = tl.load(x_scale + tokens * GROUPS + group)[:, None]
+            both *= tl.load(scale + rows // ROWS * GROUPS + group).to(tl.float32)[None, :]
+            acc += tl.dot(xk, wk).to(tl.float32) * both
+        else:
+            total = tl.dot(xk, wk, total, out_dtype=SUMS)
+    if GROUP >= K:
+        acc = total.to(tl.float32) * tl.load(x_scale + tokens)[:, None]
+        acc *= tl.load(scale + rows // ROWS).to(tl.float32)[None, :]
+    if BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[None, :]
+    mask = (m < num_tokens)[:, None] & (n < N)[None, :]
+    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """e4m3 as bytes: not every GPU converts it, and its bits say it all."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.int8) else tensor
+
+
+def _constants(weight: QuantizedWeight) -> dict[str, Any]:
+    """What the kernels that read any kind are compiled for."""
+    return {
+        "K": weight.num_channels, "GROUP": weight.group, "ROWS": weight.rows, "KIND": weight.kind,
+        "HALVES": 2 if weight.kind in FOUR_BITS else 1, "ZERO": weight.zero is not None, "FACTOR": weight.factor is not None,
+    }  # fmt: skip
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """See `kernels.reference.dequantize`."""
+    out = torch.empty(len(weight), weight.num_channels, dtype=dtype, device=codes.device)
+    block = min(triton.next_power_of_2(codes.shape[1]), 2048)
+    scale = _bytes(weight.scale)
+    _dequantize_kernel[(len(weight), triton.cdiv(codes.shape[1], block))](
+        _bytes(codes), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(weight.order, scale), out,
+        ORDER=weight.order is not None, BLOCK=block, num_warps=4, **_constants(weight),
+    )  # fmt: skip
+    return out
+
+
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype, *, group: int = 0, norm_weight: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x."""
+    num_rows, k = x.shape
+    block = triton.next_power_of_2(k)
+    width = group or block
+    codes = torch.empty(num_rows, k, dtype=dtype, device=x.device)
+    scale = torch.empty(num_rows, triton.cdiv(k, width), dtype=torch.float32, device=x.device)
+    assert x.stride(1) == 1
+    if num_rows:
+        _quantize_kernel[(num_rows,)](
+            x, _or(norm_weight, x), codes, scale, eps, x.stride(0), K=k, GROUP=width, GROUPS=block // width,
+            LARGEST=LARGEST[dtype], NORM=norm_weight is not None, num_warps=min(max(block // 1024, 1), 16),
+            **pdl_options(x.device),
+        )  # fmt: skip
+    return codes, scale
+
+
+@functools.cache
+def _multiplies_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    num_tokens, n = len(x), len(weight)
+    out = x.new_empty(num_tokens, n)
+    block_m = min(max(triton.next_power_of_2(num_tokens), 16), 64)
+    block_n = 32 if n <= 8192 else 64
+    scale, num_bytes = _bytes(weight.scale), weight.codes.shape[1]
+    block_k = 128 if weight.group % 128 == num_bytes % 128 == 0 else 64
+    in_group = weight.scale.shape[1] == 1 or weight.group % block_k == num_bytes % block_k == 0
+    _weight_only_kernel[(triton.cdiv(n, block_n), triton.cdiv(num_tokens, block_m))](
+        x, _bytes(weight.codes), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x), out,
+        num_tokens, x.stride(0), N=n, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, IN_GROUP=in_group, num_warps=4, num_stages=4,
+        **_constants(weight), **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _scaled(x: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The product of codes x and the weight's, in `dtype`."""
+    num_tokens, n, k = len(x), len(weight), weight.num_channels
+    if _rowwise_by_cublas(x, weight, dtype):
+        return torch._scaled_mm(
+            x, weight.codes.t(), x_scale, weight.scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
+        )
+    out = torch.empty(num_tokens, n, dtype=dtype, device=x.device)
+    block_m = 64 if num_tokens <= 64 else 128
+    grid = (triton.cdiv(num_tokens, block_m) * triton.cdiv(n, 128),)
+    _scaled_kernel[grid](
+        x, weight.codes, x_scale, weight.scale, _or(bias, out), out, num_tokens, N=n, K=k, GROUP=weight.group,
+        ROWS=weight.rows, BIAS=bias is not None, TILES=8,
+        SUMS=tl.int32 if weight.kind == "int8" else tl.float32, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=128,
+        num_warps=4 if block_m == 64 else 8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _rowwise_by_cublas(x: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    return (
+        x.is_cuda
+        and weight.kind == "e4m3"
+        and weight.scale.shape == (len(weight), 1)
+        and dtype == torch.bfloat16
+        and len(weight) % 16 == weight.num_channels % 16 == 0
+    )
+
+
+def _rounds(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether x is to be rounded, too: allowed, worth it, and in a form that the kernel multiplies."""
+    return (
+        weight.rounds_activations
+        and len(x) > MAX_WEIGHT_ONLY
+        and weight.zero is None
+        and weight.factor is None
+        and (weight.scale.shape[1] == 1 or weight.group % 128 == 0)
+        and (weight.kind == "int8" or (weight.kind == "e4m3" and _multiplies_e4m3(x.device)))
+    )
+
+
+def product(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """x [M, K], or its norm where that has a weight, times the weight [N, K], plus bias -> [M, N]."""
+    if _rounds(x, weight):
+        per_row = weight.scale.shape[1] == 1
+        codes, scale = quantize_rows(
+            x, weight.codes.dtype, group=0 if per_row else weight.group, norm_weight=norm_weight, eps=eps
+        )
+        return _scaled(codes, scale, weight, bias, x.dtype)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    if len(x) > MAX_WEIGHT_ONLY:
+        return F.linear(x, dequantize(weight.codes, weight, x.dtype), bias)
+    if weight.order is not None:
+        x = x[:, weight.order]
+    return _weight_only(x, weight, bias)
+
+
+def _fused(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """All in one kernel for few tokens; None where it does not apply. The result is in `residual` or `out`, if given."""
+    config = few.config(x, weight, swiglu) if few is not None else None
+    if config is None:
+        return None
+    if out is None:
+        out = x.new_empty(len(x), len(weight) // (2 if swiglu else 1)) if residual is None else residual
+    few.launch(x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
+    return out
+
+
+def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.reference.linear`."""
+    out = _fused(x, weight, bias)
+    return product(x, weight, bias) if out is None else out
+
+
+def linear_add(residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.reference.linear_add`."""
+    if _fused(x, weight, bias, residual=residual) is not None:
+        return residual
+    return residual.add_(product(x, weight, bias))
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.norm_linear`."""
+    fused = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
+    if fused is not None:
+        return fused
+    result = product(x, weight, bias, norm_weight=norm_weight, eps=eps)
+    return result if out is None else out.copy_(result)
+
+
+def norm_swiglu(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: QuantizedWeight, bias: Tensor | None = None
+) -> Tensor:
+    """See `kernels.reference.norm_swiglu`."""
+    out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
+    return silu_and_mul(product(x, weight, bias, norm_weight=norm_weight, eps=eps)) if out is None else out

@@ -1,0 +1,112 @@
+// The server's HTTP API, for the page. Addresses are relative: the server may be mounted below a path.
+import { readEvents } from "./sse.js";
+import { load, save } from "./dom.js";
+
+const KEY = "quire.key";
+
+/** What went wrong, in words for the reader. status: the HTTP status, or 0 when no answer came at all. */
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// The key is kept until the tab is closed.
+export const apiKey = {
+  get: () => load(KEY, "", sessionStorage),
+  set: (value) => save(KEY, value || undefined, sessionStorage),
+};
+
+/** The model cards of /v1/models. */
+export async function listModels() {
+  return (await (await request("v1/models")).json()).data;
+}
+
+/** The schema of a chat completion's body: the parameters with their types, ranges and descriptions. */
+export async function chatParameters() {
+  const { components } = await (await request("openapi.json")).json();
+  return components.schemas.ChatCompletionRequest.properties;
+}
+
+/** The metrics in Prometheus' text format. */
+export async function readMetrics() {
+  return (await request("metrics")).text();
+}
+
+/** { ok, state }: whether the server can answer, and what /readyz says of the engine where there is one. */
+export async function readiness() {
+  const ready = await fetch("readyz", { headers: authorization(), cache: "no-store" });
+  if (ready.status === 200 || ready.status === 503) return { ok: ready.ok, state: await ready.json().catch(() => ({})) };
+  return { ok: (await fetch("health", { cache: "no-store" })).ok, state: {} };
+}
+
+/** The number of tokens of a conversation as the model reads it. */
+export async function countTokens(body) {
+  const response = await request("tokenize", { method: "POST", body: JSON.stringify(body) });
+  return (await response.json()).count;
+}
+
+/**
+ * One streamed chat completion. Yields { text, reasoning, calls, logprobs, finish, usage, metrics }, each empty or null
+ * when the server did not send it. Throws ApiError; an abort through `signal` throws the browser's AbortError.
+ */
+export async function* streamChat(body, signal) {
+  const streaming = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(streaming), signal });
+  try {
+    for await (const data of readEvents(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = parse(data);
+      if (chunk.error) throw new ApiError(errorText(chunk) ?? "The server reported an error.", chunk.error.code ?? 500);
+      const choice = chunk.choices?.[0];
+      yield {
+        text: choice?.delta?.content ?? "",
+        reasoning: choice?.delta?.reasoning ?? "",
+        calls: choice?.delta?.tool_calls ?? [],
+        logprobs: choice?.logprobs?.content ?? [],
+        finish: choice?.finish_reason ?? null,
+        usage: chunk.usage ?? null,
+        metrics: chunk.metrics ?? null,
+      };
+    }
+  } catch (error) {
+    if (error instanceof ApiError || signal.aborted) throw error;
+    throw new ApiError("The connection to the server was lost.", 0);
+  }
+  throw new ApiError("The connection closed before the answer was complete.", 0);
+}
+
+function authorization() {
+  return apiKey.get() ? { Authorization: `Bearer ${apiKey.get()}` } : {};
+}
+
+async function request(path, options = {}) {
+  const headers = { ...authorization(), ...(options.body ? { "Content-Type": "application/json" } : {}) };
+  let response;
+  try {
+    response = await fetch(path, { headers, ...options });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new ApiError("The server cannot be reached. Is it still running?", 0);
+  }
+  if (response.ok) return response;
+  if (response.status === 401) {
+    throw new ApiError(apiKey.get() ? "The server does not accept this API key." : "The server asks for an API key.", 401);
+  }
+  const told = errorText(await response.json().catch(() => null));
+  throw new ApiError(told ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".", response.status);
+}
+
+function errorText(body) {
+  const error = body?.error;
+  return typeof error === "string" ? error : (error?.message ?? null);
+}
+
+function parse(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw new ApiError("The server sent an event that is not JSON.", 0);
+  }
+}

@@ -1,0 +1,272 @@
+// The page: which conversation is open, and what happens when something is asked.
+import { countTokens } from "./api.js";
+import { Composer } from "./composer.js";
+import { Conversation, isBusy, newId, ROOT } from "./conversation.js";
+import { $, announce, copy } from "./dom.js";
+import { messagesFor, requestFor } from "./request.js";
+import { Run } from "./run.js";
+import { defaultSettings, Settings } from "./settings.js";
+import { listenForShortcuts } from "./shortcuts.js";
+import { Sidebar } from "./sidebar.js";
+import { Status } from "./status.js";
+import * as store from "./store.js";
+import { Thread } from "./thread.js";
+import { resultOf } from "./tools.js";
+
+const MOST_TOOL_ROUNDS = 8;
+const STALE = 10_000; // milliseconds without a sign of the tab that writes an answer
+
+let conversation = Conversation.create(defaultSettings());
+let model = ""; // chosen in the header; else the server's first
+let models = [];
+const runs = new Map(); // message id → Run, of every conversation
+const gone = new Set(); // ids of conversations that were deleted while an answer was being written
+const live = new Map(); // conversation id → the object that answers are being written into
+
+const isKept = () => conversation.messages.size > 0;
+
+// ---- opening conversations ----------------------------------------------------------------------------------------
+
+/** Show the conversation that the address names; without one a new chat. */
+async function open() {
+  const id = location.hash.match(/^#\/c\/(\w+)$/)?.[1];
+  if (id && id === conversation.id) return;
+  const found = id ? (live.get(id) ?? (await store.loadConversation(id))) : null;
+  if (id && !found) history.replaceState(null, "", "#/");
+  conversation = found ?? Conversation.create(defaultSettings());
+  if (found) {
+    gone.delete(id);
+    endStale(found);
+  }
+  composer.open(found ? found.id : "new");
+  settings.show(conversation);
+  showConversation();
+  thread.followAgain();
+  sidebar.refresh(found?.id ?? "");
+  if (!matchMedia("(pointer: coarse)").matches) composer.focus(); // a touch screen would open its keyboard
+}
+
+// What a closed page left unfinished stays as far as it came.
+function endStale(found) {
+  for (const message of found.messages.values()) {
+    if (isBusy(message) && !runs.has(message.id) && Date.now() - message.beat > STALE) message.state = "stopped";
+  }
+}
+
+function showConversation() {
+  thread.show(conversation);
+  composer.setBusy(conversation.busy);
+  $("log").setAttribute("aria-busy", String(conversation.busy));
+  const title = isKept() ? conversation.meta.title : models.length ? $("model-name").textContent : "";
+  document.title = title ? `${title} · Quire` : "Quire";
+}
+
+function newChat() {
+  sidebar.close();
+  if (location.hash === "#/" || location.hash === "") composer.focus();
+  else location.hash = "#/";
+}
+
+async function changedElsewhere(id) {
+  sidebar.refresh();
+  if (id !== conversation.id || live.has(id)) return;
+  const found = await store.loadConversation(id);
+  if (!found) return newChat();
+  conversation = found;
+  settings.show(conversation);
+  showConversation();
+}
+
+// ---- asking and answering -----------------------------------------------------------------------------------------
+
+async function ask(text, attachments) {
+  const parent = conversation.path().at(-1)?.id ?? ROOT;
+  const question = conversation.add({ role: "user", parent, content: text, attachments });
+  await begin(question);
+}
+
+/** Answer `question`, which is new: the conversation is kept and has an address from now on. */
+async function begin(question) {
+  const { id } = conversation;
+  if (location.hash !== `#/c/${id}`) history.replaceState(null, "", `#/c/${id}`);
+  composer.open(id);
+  await store.saveConversation(conversation);
+  sidebar.refresh(id);
+  thread.followAgain();
+  await answer(conversation, question.id);
+}
+
+/** Answers to the message `parent`: one, or one of each model that is to be compared. */
+async function answer(within, parent, round = 0) {
+  const chosen = (within.settings.models ?? []).filter((id) => models.includes(id));
+  const names = chosen.length > 1 ? chosen : [chosen[0] ?? model];
+  const group = names.length > 1 ? newId() : "";
+  const answers = names.map((name) => within.add({ role: "assistant", parent, model: name, group, ...EMPTY }));
+  within.select(answers[0]);
+  announce("Answering");
+  await Promise.all(answers.map((message) => write(within, message, { round })));
+}
+
+const EMPTY = { content: "", reasoning: "", calls: [], tokens: [], state: "waiting", error: null, finish: null, stats: null };
+
+async function write(within, message, { resume = false, round = 0 } = {}) {
+  const run = new Run(message, {
+    changed: () => thread.changed(message),
+    save: () => gone.has(within.id) || store.saveConversation(within, [message]),
+  });
+  runs.set(message.id, run);
+  live.set(within.id, within);
+  message.state = "waiting";
+  if (within === conversation) showConversation();
+  const error = await run.write(() => requestFor(within, message, resume), resume);
+  runs.delete(message.id);
+  if (!within.busy) live.delete(within.id);
+  if (error?.status === 401) settings.askForKey(error.message);
+  if (error?.status === 0) status.doubt();
+  if (within === conversation) {
+    thread.finished(message);
+    showConversation();
+    announce(message.state === "failed" ? "" : message.content || "No answer");
+  }
+  sidebar.refresh();
+  if (message.state === "done" && message.calls.length) await runTools(within, message, round);
+}
+
+// Calls of the demonstration tools are answered here; the others wait for the user.
+async function runTools(within, message, round) {
+  for (const call of message.calls) call.result ??= resultOf(call, within.settings);
+  await store.saveConversation(within, [message]);
+  if (within === conversation) thread.finished(message);
+  await goOn(within, message, round);
+}
+
+async function goOn(within, message, round) {
+  if (message.calls.every(({ result }) => result !== null) && round < MOST_TOOL_ROUNDS) await answer(within, message.id, round + 1);
+}
+
+function stop() {
+  for (const message of conversation.messages.values()) runs.get(message.id)?.stop();
+}
+
+// ---- what messages offer ------------------------------------------------------------------------------------------
+
+const actions = {
+  manyModels: () => models.length > 1,
+
+  select(message) {
+    conversation.select(message);
+    store.saveConversation(conversation, []);
+    showConversation();
+  },
+
+  regenerate(message) {
+    if (!conversation.busy) answer(conversation, message.parent);
+  },
+
+  resume(message) {
+    if (!conversation.busy) write(conversation, message, { resume: true });
+  },
+
+  /** The message with another text: an alternative to it, which for a question is answered. */
+  edit(message, content) {
+    if (conversation.busy) return;
+    const { role, parent, attachments } = message;
+    if (role === "user") {
+      begin(conversation.add({ role, parent, attachments, content }));
+      return;
+    }
+    const edited = conversation.add({ role, parent, model: message.model, ...EMPTY, content, state: "done", finish: "stop" });
+    store.saveConversation(conversation, [edited]);
+    showConversation();
+  },
+
+  async giveResult(message, call, result) {
+    call.result = result;
+    await store.saveConversation(conversation, [message]);
+    showConversation();
+    if (!conversation.busy) await goOn(conversation, message, 0);
+  },
+};
+
+// ---- the parts of the page ----------------------------------------------------------------------------------------
+
+const thread = new Thread(actions);
+const composer = new Composer({ send: ask, editLast: () => thread.editLastQuestion() });
+const sidebar = new Sidebar({
+  async renamed(id, title) {
+    const found = id === conversation.id ? conversation : await store.loadConversation(id);
+    Object.assign(found.meta, { title, named: true });
+    await store.saveConversation(found, []);
+    if (found === conversation) showConversation();
+  },
+  async deleted(id) {
+    gone.add(id);
+    for (const message of live.get(id)?.messages.values() ?? []) runs.get(message.id)?.stop();
+    await store.deleteConversation(id);
+    composer.forget(id);
+    if (id === conversation.id) newChat();
+  },
+});
+const settings = new Settings({
+  changed() {
+    if (isKept()) store.saveConversation(conversation, []);
+    thread.show(conversation);
+  },
+  keyChanged: () => status.doubt(),
+});
+const status = new Status({
+  connected(cards) {
+    models = cards.map(({ id }) => id);
+    if (!models.includes(model)) model = models[0] ?? "";
+    const options = models.map((id) => new Option(id, id, false, id === model));
+    $("model-select").replaceChildren(...options);
+    settings.showModels(cards);
+    showConversation();
+  },
+  locked: (reason) => settings.askForKey(reason),
+  async context() {
+    const messages = messagesFor(conversation.path(), conversation.settings);
+    return messages.length ? countTokens({ messages, ...(model ? { model } : {}) }).catch(() => null) : 0;
+  },
+});
+
+$("model-select").addEventListener("change", () => (model = $("model-select").value));
+$("stop").addEventListener("click", stop);
+$("new-chat").addEventListener("click", newChat);
+$("open-settings").addEventListener("click", () => settings.open());
+$("system-strip").addEventListener("click", () => settings.open("system"));
+$("log").addEventListener("click", (event) => {
+  const button = event.target.closest(".copy-code");
+  if (button) copy(button.closest(".code").querySelector("code").textContent, button);
+  const link = event.target.closest('a[href^="#"]'); // a footnote: the address names the conversation
+  if (link) {
+    event.preventDefault();
+    document.getElementById(link.getAttribute("href").slice(1))?.scrollIntoView({ block: "center" });
+  }
+});
+for (const button of document.querySelectorAll(".suggestion")) {
+  button.addEventListener("click", () => conversation.busy || ask(button.textContent, []));
+}
+addEventListener("hashchange", open);
+addEventListener("pagehide", () => runs.forEach((run) => run.save()));
+store.onChangeElsewhere(changedElsewhere);
+listenForShortcuts({
+  stop: () => conversation.busy && stop(),
+  newChat,
+  search: () => sidebar.search(),
+  toggleSidebar: () => sidebar.toggle(),
+  openSettings: () => settings.open(),
+  openStatus: () => status.open(),
+  copyLast: () => {
+    const last = conversation.path().findLast(({ role }) => role === "assistant");
+    if (last) copy(last.content, $(`m-${last.id}`).querySelector(".copy"));
+  },
+  focusPrompt: () => composer.focus(),
+});
+
+composer.open("new");
+settings.show(conversation);
+showConversation();
+await open();
+sidebar.refresh();
+status.look();

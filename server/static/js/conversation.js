@@ -1,0 +1,101 @@
+// A conversation: a tree of messages, of which one branch is shown. Plain data: no page, no storage.
+//
+// A message: { conversation, id, index, parent, role: "user" | "assistant", content, created }, and
+//   of a user: attachments: [{ name, text }];
+//   of an assistant: model, state: "waiting" | "streaming" | "done" | "stopped" | "failed", error, reasoning, thoughtSeconds,
+//   calls: [{ id, name, arguments, result }], tokens: [[text, logprob, [[text, logprob], …]], …], finish, stats, and
+//   group: answers of several models side by side have the same.
+
+export const ROOT = ""; // the parent of first messages
+
+export function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(12)); // randomUUID exists only on https and localhost
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function isBusy(message) {
+  return message.state === "waiting" || message.state === "streaming";
+}
+
+export class Conversation {
+  /** `meta`: { id, title, named: by the user, created, updated, settings, selected: parent → child }. */
+  constructor(meta, messages = []) {
+    this.meta = meta;
+    this.messages = new Map(messages.map((message) => [message.id, message]));
+  }
+
+  static create(settings) {
+    const now = Date.now();
+    const meta = { id: newId(), title: "", named: false, created: now, updated: now, selected: {} };
+    return new Conversation({ ...meta, settings: structuredClone(settings) });
+  }
+
+  get id() {
+    return this.meta.id;
+  }
+
+  get settings() {
+    return this.meta.settings;
+  }
+
+  /** The messages after `parent`, oldest first: alternatives to each other. */
+  children(parent) {
+    return [...this.messages.values()].filter((message) => message.parent === parent).sort((a, b) => a.index - b.index);
+  }
+
+  /** The branch that is shown, or with `end` the branch that leads to this message, it included. */
+  path(end = null) {
+    if (end !== null) {
+      const path = [];
+      for (let at = this.messages.get(end); at; at = this.messages.get(at.parent)) path.unshift(at);
+      return path;
+    }
+    const children = Map.groupBy(this.messages.values(), (message) => message.parent);
+    const path = [];
+    for (let parent = ROOT; children.has(parent); parent = path.at(-1).id) {
+      const alternatives = children.get(parent);
+      const newest = alternatives.reduce((a, b) => (b.index > a.index ? b : a));
+      path.push(alternatives.find(({ id }) => id === this.meta.selected[parent]) ?? newest);
+    }
+    return path;
+  }
+
+  /** The answers that are shown side by side with `message`, it included. */
+  group(message) {
+    if (!message.group) return [message];
+    return this.children(message.parent).filter(({ group }) => group === message.group);
+  }
+
+  /** `message` and what may stand in its place: of answers side by side, others count as one. */
+  alternatives(message) {
+    const others = new Set([message.group || message.id]);
+    return this.children(message.parent).filter((each) => {
+      const key = each.group || each.id;
+      return each === message || (!others.has(key) && others.add(key));
+    });
+  }
+
+  /** Add a message; it is the one shown after its parent. */
+  add(fields) {
+    const index = 1 + Math.max(-1, ...Array.from(this.messages.values(), (message) => message.index));
+    const message = { conversation: this.id, id: newId(), index, created: Date.now(), ...fields };
+    this.messages.set(message.id, message);
+    this.select(message);
+    if (!this.meta.named && !this.meta.title && message.role === "user") this.meta.title = titleOf(message);
+    return message;
+  }
+
+  select(message) {
+    this.meta.selected[message.parent] = message.id;
+    this.meta.updated = Date.now();
+  }
+
+  get busy() {
+    return [...this.messages.values()].some(isBusy);
+  }
+}
+
+function titleOf({ content, attachments }) {
+  const line = content.trim().split("\n")[0] || attachments?.[0]?.name || "Conversation";
+  return line.length > 80 ? `${line.slice(0, 79)}…` : line;
+}

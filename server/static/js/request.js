@@ -1,0 +1,50 @@
+// From a conversation to the body of a chat completion.
+import { toolsOf } from "./tools.js";
+
+const NO_RESULT = "No result was given.";
+
+/** The body that asks for `answer`, a message of the conversation. `resume`: go on with what it already says. */
+export function requestFor(conversation, answer, resume) {
+  const { settings } = conversation;
+  const path = conversation.path(answer.parent);
+  const body = { messages: messagesFor(resume ? [...path, answer] : path, settings), ...settings.parameters };
+  if (answer.model) body.model = answer.model; // else the server's only one
+  if (resume) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  const tools = toolsOf(settings);
+  if (tools.length) body.tools = tools;
+  if (settings.schema?.trim()) {
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(settings.schema) } };
+  }
+  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5 });
+  return body;
+}
+
+/** The API's messages for a branch. */
+export function messagesFor(path, settings) {
+  const messages = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
+  for (const message of path) {
+    if (message.role === "user") {
+      messages.push({ role: "user", content: withAttachments(message) });
+    } else if (message.content !== "" || message.calls?.length) {
+      messages.push(...answered(message));
+    } else if (messages.at(-1)?.role === "user") {
+      messages.pop(); // templates want user and assistant to alternate: a question that got no answer is left out
+    }
+  }
+  return messages;
+}
+
+function answered({ content, calls = [] }) {
+  if (!calls.length) return [{ role: "assistant", content }];
+  const made = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  const results = calls.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result ?? NO_RESULT }));
+  return [{ role: "assistant", content, tool_calls: made }, ...results];
+}
+
+function withAttachments({ content, attachments = [] }) {
+  const files = attachments.map(({ name, text }) => {
+    const fence = "`".repeat(Math.max(3, 1 + Math.max(0, ...[...text.matchAll(/`+/g)].map(([run]) => run.length))));
+    return `${name}:\n${fence}\n${text}\n${fence}`;
+  });
+  return [...files, content].filter(Boolean).join("\n\n");
+}

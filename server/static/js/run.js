@@ -1,0 +1,139 @@
+// One answer being written: the stream into a message, its times, what it ended with.
+import { ApiError, streamChat } from "./api.js";
+
+const SAVE_EVERY = 1000; // milliseconds: what a closed page may lose
+
+/** Fills `message` from the server. `changed()` is called for each piece, `save()` now and then and at the end. */
+export class Run {
+  #controller = new AbortController();
+  #clock = { start: performance.now(), first: 0, last: 0, thought: 0 };
+  #usage = null;
+  #metrics = null;
+  #saved = performance.now();
+  #thinking = false;
+
+  constructor(message, { changed, save }) {
+    this.message = message;
+    this.changed = changed;
+    this.save = save;
+  }
+
+  stop() {
+    this.#controller.abort();
+  }
+
+  /** Never throws: a failure is the message's. Returns the error that the page may have to act on, or null. */
+  async write(body, resume = false) {
+    const { message } = this;
+    const fresh = resume ? {} : { content: "", reasoning: "", calls: [], tokens: [], thoughtSeconds: null };
+    Object.assign(message, { ...fresh, state: "waiting", error: null, finish: null, stats: null, beat: Date.now() });
+    this.changed();
+    let failure = null;
+    try {
+      this.save();
+      for await (const piece of streamChat(body(), this.#controller.signal)) this.#add(piece);
+      this.#checkEnd();
+      message.state = "done";
+    } catch (error) {
+      message.state = this.#controller.signal.aborted ? "stopped" : "failed";
+      if (message.state === "failed") failure = this.#fail(error);
+    }
+    message.stats = this.#statistics();
+    this.#tidy();
+    this.changed();
+    await this.save();
+    return failure;
+  }
+
+  #add({ text, reasoning, calls, logprobs, finish, usage, metrics }) {
+    const { message } = this;
+    message.content += text;
+    message.reasoning += reasoning;
+    message.finish = finish ?? message.finish;
+    this.#usage = usage ?? this.#usage;
+    this.#metrics = metrics ?? this.#metrics;
+    for (const call of calls) this.#addCall(call);
+    for (const { token, logprob, top_logprobs: top } of logprobs) {
+      message.tokens.push([token, logprob, top.map((each) => [each.token, each.logprob])]);
+    }
+    if (!text && !reasoning && !calls.length) return;
+    this.#tick(reasoning !== "" || this.#thinksInText());
+    message.state = "streaming";
+    this.changed();
+  }
+
+  // Only the newest text is looked at: this is done for every piece.
+  #thinksInText() {
+    const { content } = this.message;
+    if (content.length < 100) this.#thinking = /^\s*<think>/.test(content) && !content.includes("</think>");
+    else if (this.#thinking) this.#thinking = !content.slice(-100).includes("</think>");
+    return this.#thinking;
+  }
+
+  // The first piece of a call has its id and name; the arguments come in pieces.
+  #addCall({ index, id, function: { name, arguments: text } }) {
+    const call = (this.message.calls[index] ??= { id, name, arguments: "", result: null });
+    call.arguments += text ?? "";
+  }
+
+  #tick(thinking) {
+    const now = performance.now();
+    this.#clock.first ||= now;
+    this.#clock.last = now;
+    if (thinking) this.message.thoughtSeconds = (now - this.#clock.first) / 1000;
+    if (now - this.#saved < SAVE_EVERY) return;
+    this.#saved = now;
+    this.message.beat = Date.now();
+    this.save();
+  }
+
+  #checkEnd() {
+    const { finish } = this.message;
+    if (finish === null) throw new ApiError("The answer ended before it was complete.", 500);
+    if (finish === "abort") throw new ApiError("The server ended this request early.", 500);
+    if (finish === "error") throw new ApiError("The server failed while it wrote this answer.", 500);
+  }
+
+  #fail(error) {
+    this.message.error = error instanceof SyntaxError ? `The settings are not valid JSON: ${error.message}` : error.message;
+    return error;
+  }
+
+  #tidy() {
+    const { message } = this;
+    const parts = splitThoughts(message);
+    Object.assign(message, { content: parts.content, reasoning: parts.reasoning });
+    message.calls = message.calls?.filter(Boolean);
+    if (!message.tokens?.length) delete message.tokens;
+  }
+
+  // What the server measured, else what the page saw. Times are milliseconds.
+  #statistics() {
+    const usage = this.#usage;
+    if (!usage?.completion_tokens) return null;
+    const { start, first, last } = this.#clock;
+    const measured = this.#metrics ?? {};
+    const prompt = usage.prompt_tokens;
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    const decoding = (last - first) / 1000;
+    return {
+      tokens: usage.completion_tokens,
+      reasoning: usage.completion_tokens_details?.reasoning_tokens ?? 0,
+      prompt,
+      cached,
+      firstToken: measured.time_to_first_token_ms ?? first - start,
+      queued: measured.queue_time_ms ?? null,
+      prefillRate: measured.prefill_time_ms ? (1000 * (prompt - cached)) / measured.prefill_time_ms : null,
+      decodeRate: measured.tokens_per_second || (decoding > 0 ? (usage.completion_tokens - 1) / decoding : 0),
+    };
+  }
+}
+
+/** Text and reasoning. Models whose reasoning the server does not parse write it into the text, as <think>…</think>. */
+export function splitThoughts({ content, reasoning = "" }) {
+  const opened = content.match(/^\s*<think>/);
+  if (!opened) return { content, reasoning };
+  const close = content.indexOf("</think>");
+  const inner = content.slice(opened[0].length, close < 0 ? undefined : close).trim();
+  return { content: close < 0 ? "" : content.slice(close + 8).trimStart(), reasoning: reasoning + inner };
+}

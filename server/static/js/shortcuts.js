@@ -1,0 +1,31 @@
+// Keys for the whole page; the sheet that lists them is part of index.html.
+import { $ } from "./dom.js";
+
+export function listenForShortcuts(actions) {
+  const commands = {
+    "ctrl+k": actions.search,
+    "ctrl+b": actions.toggleSidebar,
+    "ctrl+,": actions.openSettings,
+    "ctrl+.": actions.openStatus,
+    "ctrl+shift+o": actions.newChat,
+    "ctrl+shift+c": actions.copyLast,
+    "ctrl+/": () => $("shortcuts").showModal(),
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.defaultPrevented || document.querySelector("dialog[open]")) return;
+    if (event.key === "Escape") return actions.stop();
+    const typing = event.target.matches("input, textarea, select");
+    if (!typing && event.key === "?") return $("shortcuts").showModal();
+    if (!typing && event.key === "/") {
+      event.preventDefault();
+      return actions.focusPrompt();
+    }
+    if (!event.ctrlKey && !event.metaKey) return;
+    const command = commands[`ctrl+${event.shiftKey ? "shift+" : ""}${event.key.toLowerCase()}`];
+    if (!command) return;
+    event.preventDefault();
+    command();
+  });
+  $("shortcuts").addEventListener("click", (event) => event.target === $("shortcuts") && $("shortcuts").close());
+  $("open-shortcuts").addEventListener("click", () => $("shortcuts").showModal());
+}

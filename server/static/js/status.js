@@ -1,0 +1,158 @@
+// What the server is doing: the dot in the header, and the panel behind it.
+import { listModels, readiness, readMetrics } from "./api.js";
+import { $, element, shortName } from "./dom.js";
+
+const LOOK = { ready: 15_000, waiting: 2_000 }; // milliseconds between looks at the server's health
+const SAMPLE = 2_000; // milliseconds between looks at its metrics, while the panel is open
+const KEPT = 120; // samples in the plot
+
+const WORDS = { offline: "server not reachable", locked: "needs an API key", dead: "engine not running" };
+
+export class Status {
+  kind = "connecting";
+  #timer = 0;
+  #samples = []; // { at, generated, prompt }: counters
+  #sampling = 0;
+  #cards = [];
+
+  /** `connected(cards)`: the models, when they are known anew; `locked(reason)`: a key is wanted. `context()`: tokens, or null. */
+  constructor({ connected, locked, context }) {
+    Object.assign(this, { connected, locked, context });
+    document.addEventListener("visibilitychange", () => document.hidden || this.look());
+    $("open-status").addEventListener("click", () => this.open());
+    $("status").addEventListener("close", () => clearTimeout(this.#sampling));
+    $("status").addEventListener("click", (event) => event.target === $("status") && $("status").close());
+  }
+
+  get maxLength() {
+    return this.#cards[0]?.max_model_len ?? null;
+  }
+
+  /** Look at the server now, and then again and again while the page is seen. */
+  async look() {
+    clearTimeout(this.#timer);
+    try {
+      const { ok, state } = await readiness();
+      if (!ok) this.#set("waiting", phaseText(state));
+      else if (this.kind !== "ready") await this.#connect();
+      else this.#set("ready", this.#name());
+    } catch (error) {
+      this.#set(error.status === 401 ? "locked" : "offline", error.status === 401 ? WORDS.locked : WORDS.offline);
+      if (error.status === 401) this.locked(error.message);
+    }
+    if (document.hidden || this.kind === "locked") return;
+    this.#timer = setTimeout(() => this.look(), this.kind === "ready" ? LOOK.ready : LOOK.waiting);
+  }
+
+  /** The server did not answer, or the key has changed: what was known holds no more. */
+  doubt() {
+    this.kind = "connecting";
+    return this.look();
+  }
+
+  async #connect() {
+    this.#cards = await listModels();
+    this.connected(this.#cards);
+    this.#set("ready", this.#name());
+  }
+
+  #name() {
+    return shortName(this.#cards[0]?.id ?? "");
+  }
+
+  #set(kind, text) {
+    this.kind = kind;
+    $("status-dot").dataset.status = kind;
+    $("status-text").textContent = kind === "ready" ? "ready" : text;
+    $("model-name").textContent = text;
+    const several = kind === "ready" && this.#cards.length > 1;
+    $("model-name").hidden = several;
+    $("model-select").hidden = !several;
+    $("phase").textContent = kind === "ready" ? "Ready" : text;
+  }
+
+  // ---- the panel ----
+
+  open() {
+    $("status").showModal();
+    this.#sample();
+  }
+
+  async #sample() {
+    clearTimeout(this.#sampling);
+    try {
+      const read = parseMetrics(await readMetrics());
+      this.#samples = [...this.#samples.slice(-KEPT), { at: performance.now(), ...read }];
+      this.#draw(read);
+    } catch (error) {
+      $("status-note").textContent = error.message;
+    }
+    if ($("status").open) this.#sampling = setTimeout(() => this.#sample(), SAMPLE);
+  }
+
+  async #draw(read) {
+    const rates = ratesOf(this.#samples);
+    const context = await this.context();
+    const most = this.maxLength;
+    const of = (value) => (value === undefined ? "–" : value.toLocaleString("en"));
+    const percent = (value) => (Number.isFinite(value) ? `${(100 * value).toFixed(1)} %` : "–");
+    const rows = [
+      ["Running", of(read.running)],
+      ["Waiting", of(read.waiting)],
+      ["KV cache in use", percent(read.kvUse)],
+      ["Prefix cache hits", percent(read.hits / read.queries)],
+      ["Generated", `${of(Math.round(rates.at(-1)?.generated ?? 0))} tokens/s`],
+      ["Prefilled", `${of(Math.round(rates.at(-1)?.prompt ?? 0))} tokens/s`],
+      ["Context of this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)} tokens` : " tokens"}`],
+    ];
+    $("status-figures").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+    $("status-note").textContent = "";
+    drawPlot(rates);
+  }
+}
+
+// What /readyz says of an engine that is not ready.
+function phaseText({ phase, fraction, seconds_left: left, reason }) {
+  if (!phase || phase === "ready") return WORDS.dead;
+  const part = typeof fraction === "number" ? ` ${Math.round(100 * fraction)} %` : "";
+  const rest = typeof left === "number" ? `, about ${Math.ceil(left)} s left` : "";
+  return `${phase}${part}${rest}${phase === "dead" && reason ? `: ${reason}` : ""}`;
+}
+
+const NAMES = {
+  running: "vllm:num_requests_running",
+  waiting: "vllm:num_requests_waiting",
+  kvUse: "vllm:kv_cache_usage_perc",
+  queries: "vllm:prefix_cache_queries_total",
+  hits: "vllm:prefix_cache_hits_total",
+  generated: "vllm:generation_tokens_total",
+  prompt: "vllm:prompt_tokens_total",
+};
+
+/** The wanted metrics of Prometheus' text format, each summed over its labels. */
+export function parseMetrics(text) {
+  const read = {};
+  for (const [key, name] of Object.entries(NAMES)) {
+    for (const [, value] of text.matchAll(new RegExp(`^${name}(?:\\{.*\\})? (\\S+)`, "gm"))) read[key] = (read[key] ?? 0) + Number(value);
+  }
+  return read;
+}
+
+/** Tokens per second between the samples. A counter that has fallen belongs to a new server. */
+export function ratesOf(samples) {
+  return samples.slice(1).map((sample, index) => {
+    const before = samples[index];
+    const seconds = (sample.at - before.at) / 1000;
+    const rate = (name) => Math.max(0, ((sample[name] ?? 0) - (before[name] ?? 0)) / seconds);
+    return { generated: rate("generated"), prompt: rate("prompt") };
+  });
+}
+
+function drawPlot(rates) {
+  const most = Math.max(1, ...rates.map(({ generated }) => generated));
+  const points = rates.map(({ generated }, index) => `${(240 * (index + KEPT - rates.length)) / (KEPT - 1)},${58 - (54 * generated) / most}`);
+  $("plot-line").setAttribute("points", points.join(" "));
+  const first = points[0]?.split(",")[0] ?? 240;
+  $("plot-area").setAttribute("points", points.length ? `${first},60 ${points.join(" ")} 240,60` : "");
+  $("plot-most").textContent = `${Math.round(most).toLocaleString("en")} tokens/s`;
+}

@@ -1,0 +1,50 @@
+// The tokens of an answer with their probabilities, and at each the likeliest alternatives.
+import { $, element } from "./dom.js";
+
+const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -0.01 ? 0 : 1)} %`;
+const visible = (text) => text.replace(/\n/g, "⏎\n").replace(/^ | $/g, "·");
+
+/** An element that shows `tokens`: [text, logprob, alternatives]. Pointer or arrow keys choose one. */
+export function tokensView(tokens) {
+  const spans = tokens.map(([text, logprob], index) => {
+    const certainty = Math.min(4, Math.floor(Math.exp(logprob) * 5)); // 0: unlikely … 4: nearly certain
+    return element("span", { class: `token certainty-${certainty}`, "data-index": String(index) }, text);
+  });
+  const view = element("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Token probabilities" }, ...spans);
+  let chosen = -1;
+  const choose = (index) => {
+    spans[chosen]?.classList.remove("chosen");
+    chosen = Math.max(0, Math.min(spans.length - 1, index));
+    spans[chosen].classList.add("chosen");
+    showAlternatives(spans[chosen], tokens[chosen]);
+  };
+  view.addEventListener("pointerover", ({ target }) => target.dataset.index && choose(Number(target.dataset.index)));
+  view.addEventListener("pointerleave", hideAlternatives);
+  view.addEventListener("blur", hideAlternatives);
+  view.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    choose(chosen + step);
+  });
+  return view;
+}
+
+function showAlternatives(span, [text, logprob, alternatives]) {
+  const row = (name, value, chosen) =>
+    element("tr", chosen ? { class: "chosen" } : {}, element("td", {}, visible(name)), element("td", {}, percent(value)));
+  const rows = alternatives.map(([name, value]) => row(name, value, name === text));
+  if (!alternatives.some(([name]) => name === text)) rows.unshift(row(text, logprob, true));
+  const panel = $("alternatives");
+  panel.querySelector("tbody").replaceChildren(...rows);
+  panel.hidden = false;
+  const box = span.getBoundingClientRect();
+  const left = Math.min(box.left, innerWidth - panel.offsetWidth - 8);
+  const below = box.bottom + 6 + panel.offsetHeight < innerHeight;
+  panel.style.left = `${Math.max(8, left)}px`;
+  panel.style.top = `${below ? box.bottom + 6 : box.top - panel.offsetHeight - 6}px`;
+}
+
+export function hideAlternatives() {
+  $("alternatives").hidden = true;
+}

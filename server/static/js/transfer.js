@@ -1,0 +1,76 @@
+// Conversations as files: JSON to take elsewhere and back, Markdown to read.
+import { Conversation, isBusy, newId } from "./conversation.js";
+
+const FORMAT = "quire-conversations";
+
+export function toJSON(conversations) {
+  const written = conversations.map(({ meta, messages }) => ({ ...meta, messages: [...messages.values()] }));
+  return JSON.stringify({ format: FORMAT, version: 1, conversations: written }, null, 1);
+}
+
+/** The branch that is shown, as Markdown. */
+export function toMarkdown(conversation) {
+  const parts = [`# ${conversation.meta.title}`];
+  if (conversation.settings.system?.trim()) parts.push(`> **System:** ${conversation.settings.system.replace(/\n/g, "\n> ")}`);
+  for (const { role, content, model, attachments = [], calls = [] } of conversation.path()) {
+    parts.push(role === "user" ? "## You" : `## ${model || "Answer"}`);
+    for (const { name, text } of attachments) parts.push(`${name}:\n\n\`\`\`\`\n${text}\n\`\`\`\``);
+    if (content) parts.push(content);
+    for (const call of calls) parts.push(`Calls \`${call.name}(${call.arguments})\`: ${call.result ?? "no result"}`);
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+/** Conversations of an exported file, under new ids: nothing that exists is replaced. Throws when it is another file. */
+export function fromJSON(text) {
+  const given = JSON.parse(text);
+  if (given?.format !== FORMAT || !Array.isArray(given.conversations)) throw new Error("not a file of exported conversations");
+  return given.conversations.map(readConversation);
+}
+
+const string = (value) => (typeof value === "string" ? value : "");
+const object = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
+const list = (value) => (Array.isArray(value) ? value : []);
+
+// Only what the page knows is taken, each of the type that it has.
+function readConversation({ title, named, created, updated, settings, selected, messages }) {
+  const conversation = Conversation.create(object(settings));
+  const kept = { title: string(title), named: Boolean(named), created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };
+  Object.assign(conversation.meta, kept);
+  const ids = new Map(list(messages).map(({ id }) => [id, newId()]));
+  ids.set("", "");
+  for (const message of list(messages)) {
+    if (!ids.has(message.parent)) continue;
+    const read = { ...readMessage(message), id: ids.get(message.id), parent: ids.get(message.parent), conversation: conversation.id };
+    conversation.messages.set(read.id, read);
+  }
+  conversation.meta.selected = Object.fromEntries(
+    Object.entries(object(selected)).map(([parent, child]) => [ids.get(parent) ?? "", ids.get(child)]),
+  );
+  return conversation;
+}
+
+function readMessage(message) {
+  const base = { index: Number(message.index) || 0, created: Number(message.created) || 0, content: string(message.content) };
+  const name = ({ name, text }) => ({ name: string(name), text: string(text) });
+  if (message.role === "user") return { ...base, role: "user", attachments: list(message.attachments).map(name) };
+  const call = (each) => ({
+    id: string(each.id),
+    name: string(each.name),
+    arguments: string(each.arguments),
+    result: each.result === null ? null : string(each.result),
+  });
+  return {
+    ...base,
+    role: "assistant",
+    model: string(message.model),
+    group: string(message.group),
+    state: isBusy(message) ? "stopped" : string(message.state) || "done",
+    error: message.error ? string(message.error) : null,
+    reasoning: string(message.reasoning),
+    thoughtSeconds: Number(message.thoughtSeconds) || null,
+    finish: message.finish ? string(message.finish) : null,
+    calls: list(message.calls).map(call),
+    stats: null,
+  };
+}

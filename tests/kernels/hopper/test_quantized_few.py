@@ -1,0 +1,158 @@
+"""Products of up to 16 tokens with matrices of few bits: the kernel's arithmetic here, the kernel itself on a GPU."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels import QuantizedWeight, reference
+from kernels.triton import matmul, quantized
+from tests.oracles.random_weights import FORMS, random_weight
+from tests.support.gluon_on_tensors import run_on_tensors
+
+few = quantized.few  # type: ignore[attr-defined]
+if few is None:
+    pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
+
+
+def decode(codes: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """What the kernel's PTX does: see `test_bits`."""
+    shape = codes.shape
+    one = QuantizedWeight(kind, codes.reshape(-1, 1), torch.ones(codes.numel(), 1), 2)  # type: ignore[arg-type]
+    if kind in ("e4m3", "int8"):
+        dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.int8
+        values = codes.view(dtype).to(torch.bfloat16)
+        return values, values
+    values = reference.dequantize(one.codes, one, torch.bfloat16)
+    return values[:, 0].reshape(shape), values[:, 1].reshape(shape)
+
+
+def scale_of(loaded: Tensor) -> Tensor:
+    return loaded.view(torch.float8_e4m3fn).float() if loaded.dtype == torch.uint8 else loaded.float()
+
+
+@pytest.fixture
+def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = ("_warps", "_middle", "_last", "_add_products", "_load_step")
+    run_on_tensors(monkeypatch, few, "_few_quantized_kernel", helpers)
+    monkeypatch.setattr(few, "_decode", decode)
+    monkeypatch.setattr(few, "_scale_of", scale_of)
+
+
+def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
+    """All four operations, through the package's own dispatch, on rows of a larger tensor and with a bias."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
+
+    one, two = random_weight(form, n, k, device), random_weight(form, 2 * n, k, device)
+    x, scale, bias, residual = (
+        random(num_tokens, 2 * k)[:, :k],
+        1 + random(k) / 10,
+        random(2 * n),
+        random(num_tokens, n),
+    )
+    assert few.config(x, one, False) is not None
+    assert few.config(x, two, True) is not None
+    exact, wide = (reference.dequantize(each.codes, each, torch.float64) for each in (one, two))
+    xd, bias_d = x.double(), bias.double()
+    normed = reference.rms_norm(xd, scale.double(), 1e-6)
+    cases = [
+        (matmul.linear(x, one), xd @ exact.T),
+        (matmul.linear(x, one, bias[:n]), xd @ exact.T + bias_d[:n]),
+        (matmul.norm_linear(x, scale, 1e-6, one, bias[:n]), normed @ exact.T + bias_d[:n]),
+        (matmul.norm_swiglu(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
+        (matmul.norm_swiglu(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
+        (matmul.linear_add(residual.clone(), x, one, bias[:n]), residual.double() + xd @ exact.T + bias_d[:n]),
+    ]
+    for i, (got, want) in enumerate(cases):
+        assert got.shape == want.shape
+        assert (got.double() - want).norm() < 8e-3 * want.norm(), i
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name not in ("int4 desc_act", "nvfp4")])
+@pytest.mark.parametrize(("num_tokens", "n"), [(1, 128), (11, 200)])
+def test_every_form(form: str, num_tokens: int, n: int, without_layouts: Any) -> None:
+    if form == "fp8 blocks":
+        n = 128 * num_tokens
+    check(form, num_tokens, n, 768, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 14336), (6144, 4096), (28672, 4096), (1024, 896), (640, 192), (5120, 25600)]
+)
+def test_chosen_configurations_divide_the_channels(n: int, k: int) -> None:
+    for form in FORMS:
+        weight = random_weight(form, 128, k)
+        for swiglu in (False, True):
+            config = few._choose(weight.codes.shape[1], weight.group, weight.scale.shape[1], swiglu)
+            if config is not None:
+                assert weight.codes.shape[1] % (config.chunk * config.warps) == 0
+                assert weight.scale.shape[1] == 1 or weight.group % config.chunk == 0
+
+
+def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
+    weight, x = random_weight("int4", 128, 512), torch.zeros(8, 512, dtype=torch.bfloat16)
+    assert few.config(x, weight, False) is not None
+    assert few.config(x.float(), weight, False) is None
+    assert few.config(torch.zeros(17, 512, dtype=torch.bfloat16), weight, False) is None
+    assert few.config(x, random_weight("int4 desc_act", 128, 512), False) is None
+    assert few.config(x, random_weight("nvfp4", 128, 512), False) is None  # groups of 16: the other kernel's
+
+
+def prmt(low: int, high: int, selector: int) -> int:
+    taken = [low >> 8 * i & 255 for i in range(4)] + [high >> 8 * i & 255 for i in range(4)]
+    return sum(taken[selector >> 4 * i & 7] << 8 * i for i in range(4))
+
+
+def bf16(bits: int) -> float:
+    return float(torch.tensor([bits - (bits >> 15 << 16)], dtype=torch.int16).view(torch.bfloat16).double())
+
+
+def halves(register: int) -> list[int]:
+    return [register & 0xFFFF, register >> 16]
+
+
+@pytest.mark.parametrize("first", range(0, 256, 4))
+def test_bits(first: int) -> None:
+    """The arithmetic of the kernel's PTX, on integers: every byte's values, in order."""
+    codes = torch.arange(first, first + 4, dtype=torch.uint8)
+    word = sum(int(code) << 8 * i for i, code in enumerate(codes))
+    spread = [prmt(0, word, 0x5040), prmt(0, word, 0x7060)]
+    got = [bf16(h) * 2.0**120 for each in spread for h in halves(each & 0x80008000 | each >> 4 & 0x07F007F0)]
+    want = codes.view(torch.float8_e4m3fn).double()
+    assert torch.tensor(got).double().where(want.isfinite(), 0).tolist() == want.nan_to_num().tolist()
+    spread = [prmt(word, 0, 0x4140), prmt(word, 0, 0x4342)]
+    for kind, decoded in {
+        "int4": [
+            [bf16(h) - 136 for each in spread for h in halves(each >> shift & 0x000F000F | 0x43004300)]
+            for shift in (0, 4)
+        ],
+        "e2m1": [
+            [
+                bf16(h) * 2.0**126
+                for each in spread
+                for h in halves(each << at & 0x01C001C0 | each << at + 6 & 0x80008000)
+            ]
+            for at in (6, 2)
+        ],
+    }.items():
+        assert [each.tolist() for each in decode(codes, kind)] == decoded
+    word ^= 0x80808080
+    floats = [prmt(word, 0x4B000000, selector) for selector in (0x7440, 0x7441, 0x7442, 0x7443)]
+    values = torch.tensor(floats, dtype=torch.int32).view(torch.float32) - (2**23 + 128)
+    assert values.tolist() == codes.view(torch.int8).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon")
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 13, 16])
+@pytest.mark.parametrize("form", [name for name in FORMS if name not in ("int4 desc_act", "nvfp4")])
+def test_on_a_gpu(form: str, num_tokens: int) -> None:
+    check(form, num_tokens, 1024, 2048, "cuda")

@@ -1,0 +1,114 @@
+"""The products with matrices of few bits, in Triton's interpreter, against the reference implementation in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels import QuantizedWeight, reference
+from kernels.triton import matmul, quantized
+from tests.oracles.random_weights import FORMS, random_weight
+
+F64 = torch.float64
+
+
+def exact(weight: QuantizedWeight) -> Tensor:
+    return reference.dequantize(weight.codes, weight, F64)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.fixture(autouse=True)
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "few", None)
+
+
+def test_the_values_of_codes() -> None:
+    """One by one, as the formats say: sign, exponent and mantissa."""
+    two = QuantizedWeight("e2m1", torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256, 1), 2)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table += [-value for value in table]
+    want = torch.tensor([[table[code & 15], table[code >> 4]] for code in range(256)])
+    assert torch.equal(quantized.dequantize(two.codes, two, torch.float32), want)
+    assert torch.equal(exact(two).float(), want)
+    codes = torch.arange(256, dtype=torch.uint8)[:, None]
+    for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8)):
+        weight = QuantizedWeight(kind, codes.view(dtype), torch.ones(256, 1), 1)  # type: ignore[arg-type]
+        got, want = quantized.dequantize(weight.codes, weight, torch.float32), codes.view(dtype).float()
+        finite = want.isfinite()
+        assert torch.equal(got[finite], want[finite])
+        assert finite.sum() >= 254
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dequantize(form: str) -> None:
+    weight = random_weight(form, 130, 320 if FORMS[form][1] != 128 else 384)
+    assert error(quantized.dequantize(weight.codes, weight, torch.float32), exact(weight)) < 1e-6
+    assert error(quantized.dequantize(weight.codes, weight, torch.float16), exact(weight)) < 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(5, torch.float32), (33, torch.float16)])
+def test_weight_only(form: str, num_tokens: int, dtype: torch.dtype) -> None:
+    """Also of rows that lie in a larger tensor, a number of rows that tiles do not divide, and a last group that is short."""
+    weight = random_weight(form, 130, 448 if FORMS[form][0] == "e4m3" else 384)
+    x, bias = torch.randn(num_tokens, 1000).to(dtype)[:, : weight.num_channels], torch.randn(130).to(dtype)
+    want = x.double() @ exact(weight).T + bias.double()
+    assert error(matmul.linear(x, weight, bias), want) < {torch.float32: 1e-5}.get(dtype, 8e-3)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4 asymmetric", "int4 desc_act"])
+@pytest.mark.parametrize("num_tokens", [3, 70])
+def test_what_stands_around_them(form: str, num_tokens: int) -> None:
+    """The norm, the residual sum and SwiGLU, for few tokens and for many."""
+    weight, k = random_weight(form, 128, 256), 256
+    x, norm, residual = torch.randn(num_tokens, k), torch.randn(k), torch.randn(num_tokens, 128)
+    wide, wx = exact(weight), x.double()
+    normed = reference.rms_norm(wx, norm.double(), 1e-6)
+    limit = 0.06 if quantized._rounds(x, weight) else 1e-5
+    assert error(matmul.norm_linear(x, norm, 1e-6, weight), normed @ wide.T) < limit
+    assert error(matmul.norm_swiglu(x, norm, 1e-6, weight), reference.silu_and_mul(normed @ wide.T)) < limit
+    out = torch.empty(num_tokens, 128)
+    assert matmul.norm_linear(x, norm, 1e-6, weight, None, out) is out
+    assert matmul.linear_add(residual, x, weight) is residual
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "fp8 rows of blocks", "int8"])
+def test_codes_times_codes(form: str, monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
+    """With many tokens x is rounded as well: the product is exact but for that."""
+    monkeypatch.setattr(quantized, "_multiplies_e4m3", lambda device: True)
+    weight = random_weight(form, 200, 256)
+    x, norm, bias = torch.randn(130, 256), torch.randn(256), torch.randn(200)
+    assert quantized._rounds(x, weight)
+    group = 0 if weight.scale.shape[1] == 1 else 128
+    normed = reference.rms_norm(x, norm, 1e-6)
+    codes, scale = quantized.quantize_rows(normed, weight.codes.dtype, group=group)
+    rounded = codes.double() * scale.double().repeat_interleave(group or 256, 1)
+    assert error(rounded, normed.double()) < (0.015 if form == "int8" else 0.04)
+    want = rounded @ exact(weight).T + bias.double()
+    assert error(matmul.norm_linear(x, norm, 1e-6, weight, bias), want) < 2e-3  # the norm's rounding decides some codes
+    assert error(matmul.linear(normed, weight, bias), want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (0, 64), (2, 5000)])
+def test_quantize_rows(dtype: torch.dtype, shape: Any, exact_float8: None) -> None:
+    x = torch.randn(shape)
+    x[:1] = 0
+    got, want = quantized.quantize_rows(x, dtype), reference.quantize_rows(x, dtype)
+    torch.testing.assert_close(got[1], want[1])
+    step = 1 if dtype == torch.int8 else 32  # where a division is rounded otherwise, the next code
+    assert ((got[0].float() - want[0].float()).abs() <= step).all()
+    assert (got[0].float() != want[0].float()).float().mean().nan_to_num() < 0.01
+
+
+def test_a_gpu_that_cannot_multiply_e4m3_keeps_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = random_weight("fp8", 64, 64), torch.randn(100, 64)
+    monkeypatch.setattr(quantized, "_multiplies_e4m3", lambda device: False)
+    assert error(matmul.linear(x, weight), x.double() @ exact(weight).T) < 1e-5

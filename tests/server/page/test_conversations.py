@@ -1,0 +1,146 @@
+"""Conversations on the chat page: kept, listed, searched, exported, in several tabs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chat_page import ChatPage
+from tests.support.page_stub import Stub
+
+pytestmark = pytest.mark.heavy
+
+
+def titles(page: ChatPage) -> list[str]:
+    return page.texts("#conversations a")
+
+
+def menu(page: ChatPage, title: str, action: str) -> None:
+    item = page.tab.locator("#conversations li").filter(has_text=title)
+    item.hover()
+    item.locator(".more").click()
+    page.tab.click(f"#menu-{action}")
+
+
+def test_a_new_chat_destroys_nothing(page: ChatPage) -> None:
+    page.ask("1 and 2")
+    first = page.tab.url
+    page.tab.click("#new-chat")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    page.ask("3 and 4")
+    page.see("#conversations a", "1 and 2")
+    assert titles(page) == ["3 and 4", "1 and 2"]
+    page.tab.click("#conversations a >> nth=1")
+    page.see(".question-text", "1 and 2")
+    assert page.tab.url == first
+    page.tab.reload()
+    page.see(".prose", "1 plus 2 is 3.")
+    page.tab.go_back()
+    page.see(".question-text", "3 and 4")
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(page: ChatPage, stub: Stub) -> None:
+    stub.delay = 0.003
+    page.ask("a long one", until="streaming")
+    page.tab.click("#new-chat")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    assert not page.tab.is_visible("#stop")
+    stub.delay = 0
+    page.ask("1 and 2")
+    page.tab.click("#conversations a >> text=a long one")
+    page.see(".question-text", "a long one")
+    page.wait("done")
+    assert page.texts(".prose")[0].endswith("still awake.”")
+
+
+def test_drafts_are_kept(page: ChatPage) -> None:
+    page.ask("1 and 2")
+    page.tab.fill("#prompt", "half a thou")
+    page.tab.click("#new-chat")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    assert page.run("document.querySelector('#prompt').value") == ""
+    page.tab.fill("#prompt", "another")
+    page.tab.click("#conversations a")
+    page.see(".question-text", "1 and 2")
+    assert page.run("document.querySelector('#prompt').value") == "half a thou"
+    page.tab.reload()
+    page.see(".question-text", "1 and 2")
+    assert page.run("document.querySelector('#prompt').value") == "half a thou"
+    page.tab.goto(page.tab.url.partition("#")[0] + "#/")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    assert page.run("document.querySelector('#prompt').value") == "another"
+
+
+def test_search_rename_delete_and_undo(page: ChatPage) -> None:
+    page.ask("1 and 2")
+    page.tab.click("#new-chat")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    page.ask("a story")
+    page.tab.keyboard.press("Control+k")
+    page.tab.keyboard.type("LIGHTHOUSE")  # of the answer
+    page.until("document.querySelectorAll('#conversations li').length === 1")
+    assert titles(page) == ["a story"]
+    page.tab.fill("#search", "")
+    page.until("document.querySelectorAll('#conversations li').length === 2")
+    menu(page, "1 and 2", "rename")
+    page.tab.keyboard.type("Sums")
+    page.tab.keyboard.press("Enter")
+    page.see("#conversations a", "Sums")
+    menu(page, "a story", "delete")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    assert titles(page) == ["Sums"]
+    page.tab.click("#toast-action")
+    page.see(".question-text", "a story")
+    page.see("#conversations a", "a story")
+
+
+def test_export_and_import(page: ChatPage, tmp_path: Path, stub: Stub) -> None:
+    page.set(system="Be kind.")
+    stub.answers["hm?"] = "First."
+    page.ask("hm?")
+    stub.answers["hm?"] = "Second."
+    page.tab.click(".answer .again")
+    page.see(".prose", "Second.")
+    with page.tab.expect_download() as markdown:
+        menu(page, "hm?", "markdown")
+    text = Path(markdown.value.path()).read_text()
+    assert text == "# hm?\n\n> **System:** Be kind.\n\n## You\n\nhm?\n\n## quire-demo\n\nSecond.\n"
+    with page.tab.expect_download() as exported:
+        page.tab.click("#export-all")
+    page.tab.set_input_files("#import-file", exported.value.path())
+    page.see("#toast-text", "Imported 1 conversation.")
+    page.until("document.querySelectorAll('#conversations li').length === 2")
+    page.tab.click("#conversations a:not([aria-current])")
+    page.until("!document.querySelector('#conversations a:not([aria-current])')?.matches(':hover')")
+    page.see(".prose", "Second.")
+    assert page.texts(".answer .branches") == ["2/2"]
+    assert page.texts("#system-text") == ["Be kind."]
+
+
+def test_a_file_of_something_else_is_refused(page: ChatPage) -> None:
+    for content in ("not JSON", "[]", json.dumps({"format": "quire-conversations", "conversations": 3})):
+        page.tab.set_input_files("#import-file", {"name": "x.json", "mimeType": "", "buffer": content.encode()})
+        page.see("#toast-text", "x.json cannot be imported")
+        page.run("document.querySelector('#toast').hidden = true")
+    assert page.tab.locator("#conversations li").count() == 0
+
+
+def test_several_tabs_agree(page: ChatPage, context: Any) -> None:
+    page.ask("1 and 2")
+    other = ChatPage(context.new_page()).open(page.tab.url)
+    other.see(".prose", "1 plus 2 is 3.")
+    other.ask("3 and 4")
+    page.see(".prose", "3 plus 4 is 7.")
+    page.ask("5 and 6")
+    other.see(".prose", "5 plus 6 is 11.")
+    menu(other, "1 and 2", "delete")
+    page.tab.wait_for_selector("#welcome", state="visible")
+
+
+def test_an_address_of_no_conversation_is_a_new_chat(page: ChatPage, url: str) -> None:
+    page.tab.goto(f"{url}#/c/0123456789abcdef01234567")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    assert page.tab.url == f"{url}#/"

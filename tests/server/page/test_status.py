@@ -1,0 +1,62 @@
+"""What the page says of the server: the dot in the header, and the panel behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.chat_page import ChatPage
+from tests.support.page_stub import Stub
+
+pytestmark = pytest.mark.heavy
+
+
+def test_the_dot_says_what_the_engine_is_doing(context: Any, stub: Stub, url: str) -> None:
+    stub.ready = {"phase": "loading", "fraction": 0.42, "seconds_left": 12.3}
+    page = ChatPage(context.new_page()).open(url, until="waiting")
+    assert page.texts("#model-name") == ["loading 42 %, about 13 s left"]
+    stub.ready = {"phase": "ready"}
+    page.wait_for_status("ready")
+    assert page.texts("#model-name") == ["quire-demo"]
+    stub.ready = {"phase": "dead", "reason": "CUDA error"}
+    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_status("waiting")
+    assert page.texts("#model-name") == ["dead: CUDA error"]
+
+
+def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
+    page.ask("1 and 2")
+    page.tab.click("#open-status")
+    page.until("document.querySelector('#plot-line').getAttribute('points').includes(' ')")
+    shown = page.texts("#status-figures")[0].split("\n")
+    figures = dict(zip(shown[::2], shown[1::2], strict=True))
+    assert (figures["Running"], figures["Waiting"]) == ("3", "2")
+    assert (figures["KV cache in use"], figures["Prefix cache hits"]) == ("25.0 %", "75.0 %")
+    assert figures["Generated"] != "0 tokens/s"
+    assert figures["Context of this chat"].endswith(" of 2,048 tokens")
+    assert page.run("[...document.querySelectorAll('.links a')].map((each) => each.getAttribute('href'))") == [
+        "docs",
+        "metrics",
+    ]
+
+
+def test_metrics_are_summed_over_engines_and_a_restart_is_no_negative_rate(page: ChatPage) -> None:
+    script = """async () => {
+        const { parseMetrics, ratesOf } = await import("/static/js/status.js");
+        const text = 'vllm:num_requests_running{engine="0"} 3.0\\nvllm:num_requests_running{engine="1"} 4.0\\n' +
+          'vllm:num_requests_running_other 9\\n# HELP vllm:prompt_tokens_total x\\nvllm:prompt_tokens_total 1e3\\n';
+        const rates = ratesOf([{ at: 0, generated: 10 }, { at: 2000, generated: 50 }, { at: 4000, generated: 8 }]);
+        return [parseMetrics(text), rates.map(({ generated }) => generated)];
+      }"""
+    assert page.run(script) == [{"running": 7, "prompt": 1000}, [20, 0]]
+
+
+def test_the_page_can_be_installed(page: ChatPage) -> None:
+    script = """async () => {
+        const manifest = await (await fetch(document.querySelector("link[rel=manifest]").href)).json();
+        const base = document.querySelector("link[rel=manifest]").href;
+        const icons = await Promise.all(manifest.icons.map(async ({ src }) => (await fetch(new URL(src, base))).status));
+        return [manifest.display, new URL(manifest.start_url, base).pathname, icons];
+      }"""
+    assert page.run(script) == ["standalone", "/", [200, 200, 200]]

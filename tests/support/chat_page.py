@@ -1,0 +1,58 @@
+"""The chat page as tests use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ChatPage:
+    """A tab with the chat page. `tab`: Playwright's page."""
+
+    def __init__(self, tab: Any) -> None:
+        self.tab = tab
+
+    def open(self, url: str, until: str = "ready") -> ChatPage:
+        self.tab.goto(url)
+        self.wait_for_status(until)
+        return self
+
+    def wait_for_status(self, status: str) -> None:
+        self.tab.wait_for_selector(f"#status-dot[data-status={status}]", state="attached")
+
+    def ask(self, question: str, until: str = "done") -> ChatPage:
+        before = self.tab.locator(".turn.question").count()
+        self.tab.fill("#prompt", question)
+        self.tab.press("#prompt", "Enter")
+        self.tab.locator(".turn.question").nth(before).wait_for()
+        return self.wait(until)
+
+    def wait(self, state: str) -> ChatPage:
+        """Until the newest answer is in this state."""
+        script = "(state) => [...document.querySelectorAll('.answer')].at(-1)?.dataset.state === state"
+        self.tab.wait_for_function(script, arg=state)
+        return self
+
+    def run(self, script: str, argument: Any = None) -> Any:
+        return self.tab.evaluate(script, argument)
+
+    def until(self, condition: str) -> None:
+        self.tab.wait_for_function(f"() => {condition}")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.tab.locator(selector).all_inner_texts()
+
+    def last(self, selector: str) -> Any:
+        return self.tab.locator(f".answer {selector}").last
+
+    def see(self, selector: str, text: str) -> None:
+        """Wait until an element of this kind with this text is seen."""
+        self.tab.locator(selector).filter(has_text=text).first.wait_for()
+
+    def set(self, **values: Any) -> None:
+        """Fill in settings by the ids of their controls."""
+        self.tab.click("#open-settings")
+        self.tab.evaluate("document.querySelectorAll('.more-settings').forEach((each) => (each.open = true))")
+        for name, value in values.items():
+            control = self.tab.locator(f"#{name.replace('_', '-')}")
+            control.set_checked(value) if isinstance(value, bool) else control.fill(value)
+        self.tab.keyboard.press("Escape")
