@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from server.observability.logs import RequestFields
 
     os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process writes in the same form
-    configure_logging(RequestFields())
+    configure_logging(RequestFields(settings.disable_access_log_for_endpoints))
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
 
