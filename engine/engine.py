@@ -14,7 +14,16 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, ScheduledBatch, SchedulerOutput, SchedulerStats, StepOutputs, StepResult
+from engine.core.batch import (
+    FAULTS,
+    NOT_FINITE,
+    EngineOutput,
+    ScheduledBatch,
+    SchedulerOutput,
+    SchedulerStats,
+    StepOutputs,
+    StepResult,
+)
 from engine.core.cache_groups import CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
@@ -188,7 +197,10 @@ class Engine:
             failed += expired
             for each in expired:
                 self._grammars.remove(each.request_id)
+        num_corrupted = self.scheduler.num_corrupted
         outputs = self.scheduler.update(*read) if read is not None else StepOutputs()
+        if self.scheduler.num_corrupted > num_corrupted:
+            _log_corrupted(outputs)
         if self._grammars.num_followed:
             failed += self._advance_grammars(outputs.outputs)
         outputs.outputs += failed
@@ -280,6 +292,12 @@ class Engine:
         self.in_flight = None
         self._grammars.close()
         self.runner.close()
+
+
+def _log_corrupted(outputs: StepOutputs) -> None:
+    for output in outputs.outputs:
+        if output.error == FAULTS[NOT_FINITE]:
+            _log.error("request %s: %s", output.request_id, output.error)
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

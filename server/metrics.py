@@ -267,6 +267,7 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("corrupted_requests", "Requests ended by NaN or infinity in their logits", stats.num_corrupted),
         ]
         for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, help, value in rows:

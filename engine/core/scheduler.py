@@ -17,6 +17,8 @@ from itertools import islice
 from time import monotonic
 
 from engine.core.batch import (
+    FAULTS,
+    NOT_FINITE,
     EngineOutput,
     NewRequest,
     ScheduledBatch,
@@ -106,6 +108,7 @@ class Scheduler:
         self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
         self._step = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prompt_tokens = self._generation_tokens = 0
+        self.num_corrupted = 0  # requests that ended because the model computed NaN or infinity
 
     def check_new(self, request: Request) -> None:
         """ValueError when its id is in use, or when it can never be run. Limits its length to what the model and cache hold."""
@@ -356,7 +359,9 @@ class Scheduler:
             self._learn_pace(request)
         new_token_ids = request.append(token_ids)
         num_tokens = len(request.token_ids)
-        if num_tokens >= request.next_commit:
+        if request.finish_reason == "error":
+            self._fail(request)
+        elif num_tokens >= request.next_commit:
             self.blocks.commit(request)
         if request.finish_reason is not None:
             self._forget(request)
@@ -366,14 +371,23 @@ class Scheduler:
                 return None
         return request.output(new_token_ids, logprobs)
 
+    def _fail(self, request: Request) -> None:
+        """It ends with an error. NaN may stand in its KV, where no other request may find it."""
+        if request.error == FAULTS[NOT_FINITE]:
+            self.num_corrupted += 1
+            self.blocks.unpublish(request)
+
     def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
         outputs = []
         for index, embedding in embeddings.items():
             request = requests[index]
             if request.finish_reason is None:
                 request.finish_reason = "stop"
+                if not embedding:
+                    request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
+                    self._fail(request)
                 self._forget(request)
-                outputs.append(request.output([], embedding=embedding))
+                outputs.append(request.output([], embedding=embedding or None))
         return outputs
 
     def reset_prefix_cache(self) -> bool:
@@ -393,6 +407,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_deferred=num_deferred,
+            num_corrupted=self.num_corrupted,
         )
 
     def _admit(self, request: Request) -> NewRequest | None:

@@ -28,7 +28,7 @@ from tests.gpu.formats import check_formats
 from tests.gpu.models import check_families, check_story, check_windows
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_ranks
-from tests.gpu.sampling import check_distribution, check_sampling
+from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "formats": (check_formats,),
     "norms": (check_norms, check_activation),
     "rotary": (check_rotary,),
-    "sampling": (check_sampling, check_distribution),
+    "sampling": (check_sampling, check_faults, check_distribution),
     "families": (check_families,),
     "windows": (check_windows,),
     "story": (check_story,),

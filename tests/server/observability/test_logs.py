@@ -32,9 +32,9 @@ def configure(*filters: logging.Filter) -> None:
     configure_logging(*filters)
 
 
-def access_line(name: str = "uvicorn.access") -> None:
-    arguments = ("127.0.0.1:5000", "POST", "/v1/completions?key=secret", "1.1", 200)
-    logging.getLogger(name).warning('%s - "%s %s HTTP/%s" %d', *arguments)
+def access_line(path: str = "/v1/completions?key=secret") -> None:
+    arguments = ("127.0.0.1:5000", "POST", path, "1.1", 200)
+    logging.getLogger("uvicorn.access").warning('%s - "%s %s HTTP/%s" %d', *arguments)
 
 
 def test_json_lines_say_which_request_they_are_about(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,8 @@ def test_json_lines_say_which_request_they_are_about(log: Log, monkeypatch: pyte
 
 
 def test_lines_of_text_end_with_the_request(log: Log) -> None:
-    configure(RequestFields())
+    configure(RequestFields(["/metrics"]))
+    access_line("/metrics?name=any")
     logging.getLogger("server").warning("no request")
     CURRENT.set(new_context({"type": "http", "headers": [(b"x-request-id", b"mine")]}))
     access_line()
