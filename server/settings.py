@@ -26,8 +26,8 @@ class ServerConfig:
     `ConfigError` when a value is out of range or a file is missing.
     """
 
-    host: str = flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only", metavar="ADDRESS")
-    port: int = flag(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
+    host: str = flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only", metavar="ADDRESS", common=True)
+    port: int = flag(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535, common=True)
     uds: str | None = flag(None, "Unix socket to listen on instead of host and port", metavar="PATH")
     root_path: str = flag("", "path under which a proxy publishes the server", metavar="PATH")
     ssl_keyfile: str | None = flag(None, "private key, to serve HTTPS", metavar="FILE")
@@ -41,11 +41,13 @@ class ServerConfig:
         "VLLM_API_KEY), or a file",
         metavar="KEY",
         secret=True,
+        common=True,
     )
     api_key_file: str | None = flag(
         None,
         "file of named keys, made by `quire keys new NAME --file FILE`; read again when it changes",
         metavar="FILE",
+        common=True,
     )
     open_metrics: bool = flag(False, "/metrics needs no key")
     allowed_hosts: tuple[str, ...] = flag(
@@ -72,11 +74,13 @@ class ServerConfig:
         "auto",
         "how the model writes tool calls; auto: as its chat template does",
         choices=("auto", "none", *TOOL_FORMATS),
+        common=True,
     )
     reasoning_parser: str = flag(
         "auto",
         "how the model marks its reasoning, which is told apart from the answer; auto: as its chat template does",
         choices=("auto", "none", *REASONING_FORMATS),
+        common=True,
     )
     strict: bool = flag(False, "refuse requests with fields that are unknown or have no effect, instead of saying so")
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
-from engine.log import configure_logging, debugging
+from engine.log import configure_logging, debugging, traceback_without_text
 from server.commands.common import load_with_model, model_argument
+from server.commands.vllm_options import ADVICE
 from server.exposure import exposure_warning
-from server.http.errors import traceback_without_text
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def add_parser(commands: Any) -> None:
     )
     model_argument(parser)
     add_flags(parser, EngineConfig, ServerConfig)
+    parser.advice = ADVICE
     parser.set_defaults(run=run)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import reprlib
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from engine.log import traceback_without_text
 from server.http.context import CURRENT
 
 _log = logging.getLogger(__name__)
@@ -98,11 +98,6 @@ def unexpected(error: BaseException) -> APIError:
     _log.error("a request failed: %s", traceback_without_text(error))
     _log.debug("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)
-
-
-def traceback_without_text(error: BaseException) -> str:
-    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
-    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
 # ---- the answers ----

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from server import cli
+from server.commands.vllm_options import ADVICE
 from tests.support.live_server import Live
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,16 +161,53 @@ def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) 
     assert ("--max-model-len" in shown) or command in ("bench", "check", "top")
 
 
+def test_help_shows_what_is_common_and_help_all_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(option: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["serve", option])
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    brief, full = shown("--help"), shown("--help-all")
+    for option in ("--port", "--max-model-len", "--api-key-file"):
+        assert option in brief
+    for option in ("--debug-checks", "--root-path"):
+        assert option not in brief
+        assert option in full
+    assert len(brief.splitlines()) < 70
+    assert re.search(r"\d+ more options: quire serve --help-all\n$", brief)
+
+
+def test_advice_is_about_options_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help-all"])
+    words = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert not words & ADVICE.keys()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "serve" in script
+    assert "max-model-len" in script
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["sreve"], 2, "invalid choice: 'sreve'"),
+        (["sreve"], 2, "unknown command 'sreve' (did you mean serve?); there are serve, chat, generate"),
+        (
+            ["serve", "m", "--trust_remote_code"],
+            2,
+            "there is no --trust-remote-code: code that comes with models is never",
+        ),
         (
             ["serve", "m", "--max-model-length", "3"],
             2,
             "unknown option --max-model-length (did you mean --max-model-len?)",
         ),
-        (["bench", "nothing"], 2, "invalid choice: 'nothing'"),
+        (["bench", "nothing"], 2, "unknown benchmark 'nothing'; there are serve, throughput"),
         (["serve", "m", "--port", "70000"], 1, "--port must be an integer at least 0 and at most 65535, got '70000'"),
         (["serve", "m", "--model", "n"], 1, "the model is named twice: 'm' and --model 'n'"),
         (["serve", "m", "--config", "/nowhere.yaml"], 1, "/nowhere.yaml: No such file or directory"),
@@ -496,3 +534,10 @@ def test_bench_refuses_before_it_runs(
         in_folder("prompts.jsonl", content)
     assert cli.main(["bench", "throughput", "--model", str(model), "--dataset-path", "prompts.jsonl", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_commands_begin_without_the_web_framework() -> None:
+    """It takes a quarter of a second to import, and most commands never need it."""
+    code = "import sys; from server.commands import bench, chat, generate, serve; print({'fastapi', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
