@@ -19,6 +19,7 @@ DEMO_NAME = "quire-demo"
 
 
 # Parameters without an option: a terminal shows one answer and no log-probabilities, and --seed is the engine's.
+_COMMON = frozenset(["temperature", "top_p", "max_tokens"])
 _WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs"])
 
 
@@ -42,7 +43,8 @@ def _flag_of(parameter: Parameter) -> tuple[str, Any, Any]:
     help, is_size = declared.help, parameter.name == "max_tokens"
     limits = {"above": declared.above, "at_least": declared.at_least, "at_most": declared.at_most}
     help += " (else as many as fit)" if is_size else ""
-    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, **limits)
+    common = parameter.name in _COMMON
+    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, common=common, **limits)
 
 
 SAMPLING_FLAGS = dataclasses.make_dataclass(

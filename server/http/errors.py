@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import reprlib
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+
+from engine.log import traceback_without_text
 
 _log = logging.getLogger(__name__)
 _INTERNAL = "The server failed at this request; its log says why."
@@ -96,11 +97,6 @@ def unexpected(error: BaseException) -> APIError:
     _log.error("a request failed: %s", traceback_without_text(error))
     _log.debug("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)
-
-
-def traceback_without_text(error: BaseException) -> str:
-    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
-    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
 # ---- the answers ----
