@@ -94,11 +94,22 @@ class ServerConfig:
         None, "most bytes of a request's body (else 4 MiB, and 32 for each token of the context)", at_least=1, size=True
     )
     body_timeout: float = flag(60.0, "seconds in which a request's body must arrive", above=0)
+    max_header_bytes: int = flag(65_536, "most bytes of a request's headers", at_least=1, size=True)
+    header_timeout: float = flag(10.0, "seconds in which a request's headers must arrive", above=0)
+    keep_alive_timeout: float = flag(75.0, "seconds after which an idle connection is closed", above=0)
+    send_timeout: float = flag(30.0, "seconds after which a client that reads nothing of its answer loses it", above=0)
+    max_connections: int | None = flag(
+        None,
+        "most connections; idle ones are closed for new ones (else what the limit of open files allows, at most 16,384)",
+        at_least=1,
+    )
     sse_keep_alive_interval: float = flag(
         15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
     )
     shutdown_timeout: float = flag(
-        0.0, "seconds that running requests may take to finish when the server stops", at_least=0
+        20.0,
+        "seconds that running requests may take to finish when the server stops; a second signal ends them",
+        at_least=0,
     )
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"

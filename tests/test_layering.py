@@ -40,7 +40,7 @@ ALLOWED = {
     "engine.structured": {"engine.structured", "engine.core.structured_outputs"},
     "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
     "server": SERVER,
-    "server.http": {"server.http", "server.metrics"},
+    "server.http": {"server.http", "server.metrics", "engine.log"},
     "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
     "server.parsing": {"server.parsing", "engine.core.structured_outputs"},
     "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,

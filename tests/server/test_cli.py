@@ -292,7 +292,7 @@ def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_streams_and_exits_with_0(model: Path, number: signal.Signals) -> None:
-    with serving(model) as server:
+    with serving(model, "--shutdown-timeout", "0") as server:
         finished: list[str] = []
         threads = [stream(server.url, finished) for _ in range(3)]
         start = time.monotonic()
@@ -315,6 +315,36 @@ def test_second_signal_ends_the_patience(model: Path) -> None:
         assert server.stop(signal.SIGINT) == 0
         thread.join(10)
         assert json.loads(finished[0])["choices"][0]["finish_reason"] == "abort"
+        assert "Traceback" not in "".join(server.errors)
+
+
+def test_running_requests_finish_before_the_server_stops(model: Path) -> None:
+    with serving(model, "--shutdown-timeout", "100") as server:
+        finished: list[str] = []
+        thread = stream(server.url, finished, max_tokens=20)
+        assert server.stop(signal.SIGTERM) == 0
+        thread.join(10)
+        assert json.loads(finished[0])["choices"][0]["finish_reason"] == "length"
+
+
+def test_clients_that_do_nothing_cannot_keep_the_server(model: Path) -> None:
+    """Uploads that do not go on, answers that are not read, connections without a request."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    body = b'{"prompt": "a", "ignore_eos": true, "max_tokens": 1000, "stream": true, "logprobs": 5}'
+    with serving(model, "--shutdown-timeout", "0.1") as server, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for data in (
+            b"",
+            b"POST",
+            head + b"Content-Length: 100\r\n\r\n{",
+            head + b"Transfer-Encoding: chunked\r\n\r\n",
+        ):
+            stack.enter_context(socket.create_connection(address)).sendall(data)
+        for _ in range(3):
+            unread = stack.enter_context(socket.create_connection(address))
+            unread.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert unread.recv(10)
+        assert server.stop(signal.SIGTERM) == 0
         assert "Traceback" not in "".join(server.errors)
 
 
@@ -534,3 +564,10 @@ def test_bench_refuses_before_it_runs(
         in_folder("prompts.jsonl", content)
     assert cli.main(["bench", "throughput", "--model", str(model), "--dataset-path", "prompts.jsonl", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_commands_begin_without_the_web_framework() -> None:
+    """It takes a quarter of a second to import, and most commands never need it."""
+    code = "import sys; from server.commands import bench, chat, generate, serve; print({'fastapi', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
