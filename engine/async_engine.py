@@ -22,6 +22,7 @@ from engine.messages import Abort, Add, Ready, Start, Step
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
 from engine.outstanding import Outstanding
+from engine.start_times import expected_seconds, remember
 from engine.state import EngineState, StateHolder
 from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
@@ -53,7 +54,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Use `start` or `launch`."""
         self._config = config
-        self._states = StateHolder()
+        self._states = StateHolder(expected_seconds=expected_seconds(config))
         self._processor: InputProcessor | None = None  # None until it is loaded
         self._streams: dict[str, _Stream] = {}
         self.outstanding = Outstanding()
@@ -264,6 +265,7 @@ class AsyncEngine:
         if not self._ready.done():
             self.summary = f"{ready.summary} · ready in {time.perf_counter() - self._launched:.1f} s"
             self._ready.set_result(None)
+            remember(self._config, self._states.start_seconds or 0.0)
 
     def stepped(self, step: Step) -> None:
         """A step's outputs, for those who wait for them."""

@@ -18,7 +18,7 @@ EPILOG = """examples:
   quire top http://127.0.0.1:8000    watch a running server
   quire keys new alice --file keys.yaml   a key for a server that asks for keys
 
-QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
+`quire completion bash` makes TAB complete commands and options. QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
 """
 
 
@@ -34,10 +34,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    from server.environment import foreign_package
+
+    if (found := foreign_package()) is not None:
+        print(f"quire: error: {found}", file=sys.stderr)
+        return 1
     from engine import __version__
     from engine.flags import Parser
     from engine.log import configure_logging, debugging
-    from server.commands import bench, chat, check, generate, keys, serve, top
+    from server.commands import bench, chat, check, completion, generate, keys, serve, top
 
     parser = Parser(
         prog="quire",
@@ -48,6 +53,7 @@ def _run(words: list[str]) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     for module in (serve, chat, generate, check, bench, top, keys):
         module.add_parser(commands)
+    completion.add_parser(commands, parser)
     if not words:
         parser.print_help(sys.stderr)
         return 2

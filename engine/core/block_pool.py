@@ -91,15 +91,13 @@ class BlockPool:
                 self._names[block_id] = None
 
     def published(self) -> Iterator[tuple[int, Name]]:
-        """The published blocks, the one that would be evicted last first. The pool must not change meanwhile."""
-        if len(self._free) < self.num_blocks:
-            for block_id, name in enumerate(self._names):
-                if name is not None and self._num_holders[block_id]:
-                    yield block_id, name
-        for block_id in reversed(self._free):
-            if (name := self._names[block_id]) is None:
-                return
-            yield block_id, name
+        """The published blocks, the one that would be evicted last first. The order is that of the first one's time."""
+        held = range(self.num_blocks) if len(self._free) < self.num_blocks else ()
+        order = [block_id for block_id in held if self._num_holders[block_id]]
+        order += reversed(self._free)
+        for block_id in order:
+            if (name := self._names[block_id]) is not None:
+                yield block_id, name
 
     def restore(self, blocks: Sequence[tuple[int, Name]]) -> None:
         """These free and empty blocks have the content of these names, which no other block has; the first is evicted last."""

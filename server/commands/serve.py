@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
-from engine.log import configure_logging, debugging
+from engine.log import configure_logging, debugging, traceback_without_text
 from server.commands.common import load_with_model, model_argument
+from server.commands.vllm_options import ADVICE
 from server.exposure import exposure_warning
-from server.http.errors import traceback_without_text
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from engine.async_engine import AsyncEngine
+    from server.http.connections import Connections
     from server.observability.readiness import Readiness
 
 _log = logging.getLogger(__name__)
 UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
-FORCE_SECONDS = 2.0  # after a second Ctrl-C, for connections to end
+CLOSE_SECONDS = 2.0  # for clients to read the end of their answers when the server stops
 
 EPILOG = """examples:
   quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
@@ -58,6 +59,7 @@ def add_parser(commands: Any) -> None:
     )
     model_argument(parser)
     add_flags(parser, EngineConfig, ServerConfig)
+    parser.advice = ADVICE
     parser.set_defaults(run=run)
 
 
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from server.observability.logs import RequestFields
 
     os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process writes in the same form
-    configure_logging(RequestFields())
+    configure_logging(RequestFields(settings.disable_access_log_for_endpoints))
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
 
@@ -150,7 +152,21 @@ def _spare_what_stays() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-def _uvicorn(app: ASGIApp, settings: ServerConfig) -> uvicorn.Server:
+def connections_of(settings: ServerConfig) -> Connections:
+    """The limits and time-outs of `settings`. Raises the limit of open files."""
+    from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
+
+    max_connections = default_max_connections(raise_open_files())
+    limits = ConnectionLimits(
+        max_connections=settings.max_connections or max_connections,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout=settings.header_timeout,
+        send_timeout=settings.send_timeout,
+    )
+    return Connections(limits)
+
+
+def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> uvicorn.Server:
     import uvicorn
 
     from server.http.browsers import HEADERS
@@ -160,6 +176,9 @@ def _uvicorn(app: ASGIApp, settings: ServerConfig) -> uvicorn.Server:
     logging.getLogger("uvicorn.error").addFilter(without_text)
     config = uvicorn.Config(
         app,
+        http=connections.protocol,  # type: ignore[arg-type]  # makes one
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # handed to `call_later`
         log_config=None,
         log_level=settings.uvicorn_log_level,
         access_log=not settings.disable_uvicorn_access_log,
@@ -189,6 +208,7 @@ class _Service:
         self._readiness: Readiness | None = None
         self._engine: AsyncEngine | None = None  # once it is ready
         self._stopping: asyncio.Task[None] | None = None
+        self._connections: Connections | None = None
         self._deadline = 0.0  # when requests that still run are ended; monotonic seconds
         self._patience = 0.0
 
@@ -216,7 +236,9 @@ class _Service:
 
         readiness, metrics = Readiness(engine), ServerMetrics(engine)
         switch = Switch(create_starting_app(settings, readiness, metrics), readiness)
-        self._readiness, self._server, self._patience = readiness, _uvicorn(switch, settings), settings.shutdown_timeout
+        self._connections = connections_of(settings)
+        self._server = _uvicorn(switch, settings, self._connections)
+        self._readiness, self._patience = readiness, settings.shutdown_timeout
         serving = asyncio.create_task(self._run(settings, listener))
         ready = asyncio.create_task(engine.ready())
         try:
@@ -243,6 +265,7 @@ class _Service:
             ready.cancel()
             self._server.should_exit = True
             self._force()
+            self._connections.abort()
             await asyncio.wait([serving])
 
     async def _run(self, settings: ServerConfig, listener: socket.socket) -> None:
@@ -270,7 +293,8 @@ class _Service:
         state = engine.state
         while state.phase != "dead":
             state = await engine.state_change(state)
-        self._server.should_exit = True
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._close())
 
     def _signalled(self, number: int) -> None:
         self.received.append(number)
@@ -284,7 +308,6 @@ class _Service:
             self._stopping = asyncio.create_task(self._stop())
         elif len(self.received) == 2:
             self._deadline = 0.0
-            asyncio.get_running_loop().call_later(FORCE_SECONDS, self._force)
         else:
             self._force()
 
@@ -293,13 +316,31 @@ class _Service:
         self._server.force_exit = True
 
     async def _stop(self) -> None:
-        """Give the requests their time, while new ones are told that the server stops; then end them."""
-        assert self._engine is not None
-        while self._engine.num_requests and time.monotonic() < self._deadline:
+        """Give the requests their time, while new ones are told that the server stops; then end them.
+
+        Uploads that have not arrived and answers that are not read do not keep it longer.
+        """
+        assert self._connections is not None
+        if num_working := self._connections.num_working:
+            _log.info(
+                "stopping: %d requests may take up to %g s to finish; another signal ends them",
+                num_working,
+                self._patience,
+            )
+        while self._connections.num_working and time.monotonic() < self._deadline:
             await asyncio.sleep(0.05)
+        await self._close()
+
+    async def _close(self) -> None:
+        """End all requests, those that still trickle in as well, until this is cancelled."""
+        assert self._engine is not None
+        assert self._connections is not None
         self._server.should_exit = True
+        close = time.monotonic() + CLOSE_SECONDS
         while True:
             self._engine.abort_all()
+            if time.monotonic() > close:
+                self._connections.abort()
             await asyncio.sleep(0.05)
 
 

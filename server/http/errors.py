@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import reprlib
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+
+from engine.log import traceback_without_text
+from server.http.context import CURRENT
 
 _log = logging.getLogger(__name__)
 _INTERNAL = "The server failed at this request; its log says why."
@@ -98,11 +100,6 @@ def unexpected(error: BaseException) -> APIError:
     return APIError(500, _INTERNAL)
 
 
-def traceback_without_text(error: BaseException) -> str:
-    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
-    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
-
-
 # ---- the answers ----
 
 ErrorBody = Callable[[APIError], bytes]  # the JSON object of an error
@@ -156,7 +153,10 @@ def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return response(request, APIError(500, _INTERNAL))  # starlette logs it
+        answer = response(request, APIError(500, _INTERNAL))  # uvicorn logs it
+        if (context := CURRENT.get()) is not None:  # no middleware sees this response
+            answer.raw_headers.extend(context.headers)
+        return answer
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:

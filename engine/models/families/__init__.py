@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense
+from engine.models.families.common import attention, decoder, dense, num_layers
 from engine.models.families.fields import Config, flag, integer
 from engine.models.files import read_json
 from engine.models.generation_config import read_eos_token_ids
@@ -79,14 +79,14 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
 
 def _qwen_windows(config: Config) -> tuple[int, ...]:
     """The window of each layer: by `layer_types`, else for the layers from `max_window_layers` on."""
-    num_layers = integer(config, "num_hidden_layers")
+    count = num_layers(config)
     types = config.get("layer_types")
     if types is None:
         slides_at_all = flag(config, "use_sliding_window")
-        first = integer(config, "max_window_layers", 28, minimum=0) if slides_at_all else num_layers
-        slides = [layer >= first for layer in range(num_layers)]
-    elif not isinstance(types, list) or len(types) != num_layers:
-        raise ModelError(f"'layer_types' must be a list of num_hidden_layers={num_layers} names, got {types!r}")
+        first = integer(config, "max_window_layers", 28, minimum=0) if slides_at_all else count
+        slides = [layer >= first for layer in range(count)]
+    elif not isinstance(types, list) or len(types) != count:
+        raise ModelError(f"'layer_types' must be a list of num_hidden_layers={count} names, got {types!r}")
     elif unknown := sorted({str(name) for name in types} - {"full_attention", "sliding_attention"}):
         raise ModelError(f"'layer_types' may name full_attention and sliding_attention, got {', '.join(unknown)}")
     else:

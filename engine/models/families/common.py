@@ -12,6 +12,9 @@ from engine.models.generation_config import token_ids
 from engine.models.quantization import read_quantization
 from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec
 
+MAX_LAYERS = 1024  # a description of each is made before the weights are looked at
+MAX_HEAD_DIM = 1024
+
 
 def attention(
     config: Config, *, window: int = 0, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False
@@ -27,7 +30,7 @@ def attention(
         )
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise ModelError(f"'hidden_size' ({hidden_size}) must be a multiple of 'num_attention_heads' ({num_heads})")
-    head_dim = integer(config, "head_dim", hidden_size // num_heads)
+    head_dim = integer(config, "head_dim", hidden_size // num_heads, maximum=MAX_HEAD_DIM)
     if head_dim % 2:
         raise ModelError(f"'head_dim' must be even, got {head_dim}")
     return AttentionSpec(
@@ -50,10 +53,14 @@ def dense(config: Config, *, bias: bool = False) -> DenseSpec:
     return DenseSpec(intermediate_size=integer(config, "intermediate_size"), bias=bias)
 
 
+def num_layers(config: Config) -> int:
+    return integer(config, "num_hidden_layers", maximum=MAX_LAYERS)
+
+
 def decoder(config: Config, mixer: AttentionSpec, mlp: DenseSpec, *, windows: Sequence[int] | None = None) -> ModelSpec:
     """A decoder whose layers are alike but for their windows, where those are given."""
     if windows is None:
-        windows = (mixer.window,) * integer(config, "num_hidden_layers")
+        windows = (mixer.window,) * num_layers(config)
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ModelError(f"'dtype' must be bfloat16, float16 or float32, got {dtype!r}")

@@ -203,7 +203,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
     for _ in clients:
         assert busy.acquire(timeout=60)
     with pytest.raises(httpx.ReadTimeout):
-        live.http.post(COMPLETIONS, json={"prompt": "gone", "user": large}, timeout=0.2)
+        live.http.post(COMPLETIONS, json={"prompt": "gone", "user": large}, timeout=httpx.Timeout(20, read=0.2))
     while 'handler="/v1/completions",method="POST",status="4xx"' not in live.http.get("/metrics").text:
         assert live.complete("small").status_code == 200
     go_on.set()
