@@ -63,7 +63,7 @@ def decoder(config: Config, mixer: AttentionSpec, mlp: DenseSpec, *, windows: Se
         hidden_size=integer(config, "hidden_size"),
         vocab_size=integer(config, "vocab_size"),
         layers=tuple(LayerSpec(mixer=replace(mixer, window=window), mlp=mlp) for window in windows),
-        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
         context_length=context_length(config, mixer.rope),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         dtype=dtype,
