@@ -22,6 +22,7 @@ from engine.messages import Abort, Add, Ready, Start, Step
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate, deliver
 from engine.outstanding import Outstanding
+from engine.start_times import expected_seconds, remember
 from engine.state import EngineState, StateHolder
 from engine.step_tokens import StepTokens
 from engine.structured.grammar import make_executor
@@ -31,6 +32,7 @@ from engine.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
+FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
 UPDATES_PER_SECOND = (
     20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
 )
@@ -52,7 +54,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Use `start` or `launch`."""
         self._config = config
-        self._states = StateHolder()
+        self._states = StateHolder(expected_seconds=expected_seconds(config))
         self._processor: InputProcessor | None = None  # None until it is loaded
         self._streams: dict[str, _Stream] = {}
         self.outstanding = Outstanding()
@@ -156,16 +158,17 @@ class AsyncEngine:
         return len(self._streams)
 
     async def prepare(self, sampling: SamplingParams) -> SamplingParams:
-        """The parameters with their grammar checked, for `generate`: the one thing in it that may take a while.
+        """The parameters checked, for `generate`: what in it may take a while, once for all answers to a request.
 
-        `ValueError` when the grammar cannot be used. Others go on meanwhile.
+        `ValueError` when they cannot be used. Others go on meanwhile.
         """
-        if sampling.structured_outputs is None or sampling.structured_outputs.compiled is not None:
-            return sampling
+        structured, prepare = sampling.structured_outputs, self._input_processor.prepare
+        texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
+        if (structured is None or structured.compiled is not None) and sum(map(len, texts)) <= FEW_TEXTS:
+            return prepare(sampling)
         if self._compile_threads is None:
             self._compile_threads = make_executor(COMPILE_THREADS)
-        work = self._compile_threads.submit(self._input_processor.with_grammar, sampling)
-        return await asyncio.wrap_future(work)
+        return await asyncio.wrap_future(self._compile_threads.submit(prepare, sampling))
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
@@ -262,6 +265,7 @@ class AsyncEngine:
         if not self._ready.done():
             self.summary = f"{ready.summary} · ready in {time.perf_counter() - self._launched:.1f} s"
             self._ready.set_result(None)
+            remember(self._config, self._states.start_seconds or 0.0)
 
     def stepped(self, step: Step) -> None:
         """A step's outputs, for those who wait for them."""

@@ -17,7 +17,7 @@ class EngineConfig:
     `ConfigError` when a value is out of range. A setting of `None` is chosen from the model and the device at start-up.
     """
 
-    model: str = flag("", "folder with the model's files, or a Hugging Face id", metavar="MODEL")
+    model: str = flag("", "folder with the model's files, or a Hugging Face id", metavar="MODEL", common=True)
     tokenizer: str | None = flag(
         None, "folder or Hugging Face id of the tokenizer, when not the model's", metavar="MODEL"
     )
@@ -29,7 +29,7 @@ class EngineConfig:
         "auto and safetensors: read the weights; dummy: random weights, for benchmarks",
         choices=("auto", "safetensors", "dummy"),
     )
-    served_model_name: tuple[str, ...] = flag((), "names that clients call the model by", metavar="NAME")
+    served_model_name: tuple[str, ...] = flag((), "names that clients call the model by", metavar="NAME", common=True)
     generation_config: str = flag(
         "auto",
         "sampling defaults: auto takes the model's generation_config.json, vllm takes none, else a folder that has one",
@@ -39,12 +39,14 @@ class EngineConfig:
         "auto",
         "of weights and activations; auto: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU",
         choices=("auto", "float32", "float16", "bfloat16", "float", "half"),
+        common=True,
     )
     quantization: str | None = flag(
         None,
         "of the weights: fp8 and int8 round those of a float checkpoint while loading; a quantised one says itself",
         short="-q",
         choices=QUANTIZATIONS,
+        common=True,
     )
     device: str = flag("auto", "auto: a GPU when there is one", choices=("auto", "cpu", "cuda"))
     seed: int = flag(
@@ -52,13 +54,18 @@ class EngineConfig:
     )
 
     max_model_len: int | None = flag(
-        None, "most tokens of prompt and answer together; 32k is 32,000 (else the model's own)", size=True, at_least=2
+        None,
+        "most tokens of prompt and answer together; 32k is 32,000 (else the model's own)",
+        size=True,
+        at_least=2,
+        common=True,
     )
     max_num_seqs: int | None = flag(
         None,
         "most requests that run at once (else 1024 on a GPU of 64 GiB or more, 256 elsewhere)",
         at_least=1,
         at_most=65536,
+        common=True,
     )
     max_num_batched_tokens: int | None = flag(
         None,
@@ -77,9 +84,9 @@ class EngineConfig:
     )
 
     tensor_parallel_size: int = flag(
-        1, "GPUs of this machine that hold the model together; on a CPU, processes", at_least=1, at_most=64
+        1, "GPUs of this machine that hold the model together; on a CPU, processes", at_least=1, at_most=64, common=True
     )
-    gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", above=0, at_most=1)
+    gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", above=0, at_most=1, common=True)
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
     block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
@@ -87,6 +94,7 @@ class EngineConfig:
         "auto",
         "of the KV cache; fp8 (float8_e4m3) holds twice the tokens of bfloat16 in the same memory; auto: as dtype",
         choices=("auto", "fp8", "fp8_e4m3"),
+        common=True,
     )
     calculate_kv_scales: bool = flag(
         False,

@@ -14,13 +14,23 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, ScheduledBatch, SchedulerOutput, SchedulerStats, StepOutputs, StepResult
+from engine.core.batch import (
+    FAULTS,
+    NOT_FINITE,
+    EngineOutput,
+    ScheduledBatch,
+    SchedulerOutput,
+    SchedulerStats,
+    StepOutputs,
+    StepResult,
+)
 from engine.core.cache_groups import CacheGroup
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
 from engine.input_processor import load_tokenizer, vocabulary_of
+from engine.isolation import Recovery, client_reason, failed_output
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.progress import Progress, silent
@@ -66,6 +76,7 @@ class Runner(Protocol):
     @property
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
+    def reset(self) -> None: ...
     def block_copier(self, max_bytes: int) -> BlockCopier: ...
     def close(self) -> None: ...
 
@@ -76,7 +87,8 @@ BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as 
 class Engine:
     """A model, its scheduler and its runner. `add_request`, then `step` until `has_work` is false.
 
-    An engine whose `step` has raised an exception is of no further use.
+    An engine whose `step` has raised an exception is of no further use. A request that fails alone ends with the finish reason
+    "error", and the others go on.
     """
 
     def __init__(
@@ -114,7 +126,8 @@ class Engine:
             self.runner.cache_groups,
         )
         self.in_flight: Handle | None = None
-        self._step_failed = False
+        self._recovery = Recovery(self.scheduler, self.runner.reset)
+        self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
         self._store: PrefixCacheStore | None = None
         if config.prefix_cache_file is not None:
             copier = self.runner.block_copier(BUFFER_BYTES)
@@ -142,12 +155,12 @@ class Engine:
     def add_request(self, engine_request: EngineRequest) -> None:
         """Queue a request; `ValueError` when its id is in use or it can never run."""
         request_id, sampling = engine_request.request_id, engine_request.sampling
-        if self._grammars.holds(request_id):
+        if self._grammars.holds(request_id) or self._recovery.holds(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         request = Request(engine_request, self._eos_token_ids, seed)
         if (structured := sampling.structured_outputs) is None:
-            self.scheduler.add(request)
+            self._recovery.queue(request)
         else:
             self.scheduler.check_new(request)
             assert structured.compiled is not None, "the input processor checks grammars"
@@ -155,47 +168,97 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output. False when there is none of this id."""
-        return self._grammars.remove(request_id) or self.scheduler.abort(request_id)
+        held = self._grammars.remove(request_id)
+        return self._recovery.remove(request_id) or held or self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or self._grammars.num_held > 0
+        return self.scheduler.has_work() or self._grammars.num_held > 0 or self._recovery.is_active
 
     def step(self) -> StepOutputs:
-        """Launch the next step, then read the one before it, so that the device never waits for the CPU."""
-        self._step_failed = True  # unless this one ends
+        """Launch the next step, then read the one before it, so that the device never waits for the CPU.
+
+        When that fails, the requests of these steps are run again, fewer at a time, and those that fail alone end with an
+        error. Raises only what is of no request.
+        """
+        self._in_doubt = True
+        outputs = self._step()
+        self._in_doubt = False
+        return outputs
+
+    def _step(self) -> StepOutputs:
         failed = self._add_compiled() if self._grammars.num_held else []
         output = self.scheduler.schedule()
-        launched = self.runner.launch(output) if output else None
-        outputs = self.scheduler.update(*self.in_flight.read()) if self.in_flight else StepOutputs()
+        try:
+            launched = self.runner.launch(output) if output else None
+            read = self.in_flight.read() if self.in_flight else None
+        except Exception as error:
+            return self._step_failed(error, StepOutputs(outputs=failed))
+        if expired := self.scheduler.expire():
+            failed += expired
+            for each in expired:
+                self._grammars.remove(each.request_id)
+        num_corrupted = self.scheduler.num_corrupted
+        outputs = self.scheduler.update(*read) if read is not None else StepOutputs()
+        if self.scheduler.num_corrupted > num_corrupted:
+            _log_corrupted(outputs)
         if self._grammars.num_followed:
-            self._advance_grammars(outputs.outputs)
-        if launched is not None and launched.guided:
-            failed += self._sample_guided(launched, output.batch)
+            failed += self._advance_grammars(outputs.outputs)
         outputs.outputs += failed
+        if launched is not None and launched.guided:
+            try:
+                outputs.outputs += self._sample_guided(launched, output.batch)
+            except Exception as error:
+                return self._step_failed(error, outputs)
         self.in_flight = launched
+        if self._recovery.is_active and self._recovery.see(outputs):
+            self.in_flight = None
         if self._debug_checks:
             self.scheduler.check()
-        self._step_failed = False
         return outputs
 
     def idle(self) -> bool:
         """There is no work: do a little of what can wait. True when more of it can be done soon."""
         return self._store is not None and self._store.idle()
 
+    def _step_failed(self, error: Exception, outputs: StepOutputs) -> StepOutputs:
+        """The steps in flight are lost. `outputs`: of the steps before, to be completed."""
+        self.in_flight = None
+        for output in self._recovery.step_failed(error):
+            self._grammars.remove(output.request_id)
+            outputs.outputs.append(output)
+        return outputs
+
     def _add_compiled(self) -> list[EngineOutput]:
         """Queue the requests whose grammars are compiled. Returns the outputs of those whose grammars cannot be."""
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
+        outputs = [
+            failed_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
+        ]
         for request in ready:
-            self.scheduler.add(request)
-        return [_failed(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()]
+            try:
+                self._recovery.queue(request)
+            except Exception as error:
+                self.abort(request.request_id)
+                outputs.append(failed_output(request.request_id, client_reason(error), exc_info=True))
+        return outputs
 
-    def _advance_grammars(self, outputs: list[EngineOutput]) -> None:
-        """`outputs` tell of all tokens of requests with grammars."""
+    def _advance_grammars(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """`outputs` tell of all tokens of requests with grammars. Returns the outputs of requests whose grammars failed."""
+        errors = {}
         for output in outputs:
-            if output.finish_reason is None:
-                self._grammars.advance(output.request_id, output.new_token_ids)
-            else:
+            if output.finish_reason is not None:
                 self._grammars.remove(output.request_id)
+            elif error := self._grammars.advance(output.request_id, output.new_token_ids):
+                errors[output.request_id] = error
+        return self._grammar_failed(errors)
+
+    def _grammar_failed(self, errors: dict[str, str]) -> list[EngineOutput]:
+        for request_id in errors:
+            self.abort(request_id)
+        return [
+            failed_output(request_id, "its grammar cannot be followed any further", error)
+            for request_id, error in errors.items()
+        ]
 
     def _sample_guided(self, launched: Handle, batch: ScheduledBatch) -> list[EngineOutput]:
         """Sample the requests that wait for masks, and defer those whose masks miss the deadline: there is one if other
@@ -209,15 +272,10 @@ class Engine:
         deferred = [guided[i] for i in late]
         launched.sample(deferred)
         self.scheduler.defer(deferred)
-        for request_id in errors:
-            self.abort(request_id)
-        return [
-            _failed(request_id, "its grammar cannot be followed any further", error)
-            for request_id, error in errors.items()
-        ]
+        return self._grammar_failed(errors)
 
     def stats(self) -> SchedulerStats:
-        return self.scheduler.stats(self._grammars.num_held)
+        return self.scheduler.stats(self._grammars.num_held + len(self._recovery))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""
@@ -229,18 +287,17 @@ class Engine:
     def close(self) -> None:
         """Save the prefix cache, and release the device's memory."""
         if self._store is not None:
-            self._store.close(save=not self._step_failed)
+            self._store.close(save=not self._in_doubt)
             self._store = None
         self.in_flight = None
         self._grammars.close()
         self.runner.close()
 
 
-def _failed(request_id: str, reason: str, details: str) -> EngineOutput:
-    """`details` may quote the request, so they are for debugging only."""
-    _log.error("request %s: %s", request_id, reason)
-    _log.debug("request %s: %s", request_id, details)
-    return EngineOutput(request_id, [], "error")
+def _log_corrupted(outputs: StepOutputs) -> None:
+    for output in outputs.outputs:
+        if output.error == FAULTS[NOT_FINITE]:
+            _log.error("request %s: %s", output.request_id, output.error)
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

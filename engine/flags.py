@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,6 +59,7 @@ class Flag:
     at_least: float | None = None
     at_most: float | None = None
     size: bool = False  # an integer that may be written 32k (32,000), 32K (32,768), 4GiB
+    common: bool = False  # listed by --help; where a class has such flags, its others only by --help-all
     secret: bool = False  # never shown in errors, nor by `repr` of the settings
 
 
@@ -198,13 +200,47 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, actions, groups, prefix)
 
 
+class _HelpAllAction(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        sys.stdout.write(parser.format_help())
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse with vLLM's habits: --a_b means --a-b; an unknown option is answered with the nearest one."""
+    """argparse with vLLM's habits: --a_b means --a-b; an unknown option or command is answered with the nearest one.
+
+    `advice`: what to do instead of an option that there is not, by its name.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
+        self.advice: Mapping[str, str] = {}
+        self._rare: list[argparse.Action] = []
+
+    def hide(self, action: argparse.Action) -> None:
+        """Leave an option to --help-all."""
+        if not self._rare:
+            self.add_argument("--help-all", action=_HelpAllAction, nargs=0, help="show every option and exit")
+        self._rare.append(action)
+
+    def print_help(self, file: Any = None) -> None:
+        """What --help shows: without the options that are hidden."""
+        texts = [action.help for action in self._rare]
+        for action in self._rare:
+            action.help = argparse.SUPPRESS
+        more = f"\n{len(texts)} more options: {self.prog} --help-all\n" if texts else ""
+        self._print_message(self.format_help() + more, file or sys.stdout)
+        for action, text in zip(self._rare, texts, strict=True):
+            action.help = text
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if not action.option_strings and action.choices is not None and value not in action.choices:
+            known = list(action.choices)
+            kind = str(action.metavar or action.dest).lower()
+            self.error(f"unknown {kind} {value!r}{nearest(value, known)}; there are {', '.join(known)}")
+        super()._check_value(action, value)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(args) if args is not None else None
@@ -215,6 +251,8 @@ class Parser(argparse.ArgumentParser):
         unknown = [word for word in rest if word.startswith("-") and word != "--"]
         if unknown:
             name = unknown[0].partition("=")[0]
+            if name in self.advice:
+                self.error(f"there is no {name}: {self.advice[name]}")
             self.error(f"unknown option {name}{nearest(name, self._option_string_actions)}")
         return parsed, rest
 
@@ -227,24 +265,32 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def add_flags(parser: argparse.ArgumentParser, *classes: type) -> None:
+def add_flags(parser: Parser, *classes: type) -> None:
     """One option for each flag of the settings classes, grouped by class, and `--config FILE`."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, named as the options here")
     for cls in classes:
         title = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
-        for setting in settings_of(cls).values():
+        settings = settings_of(cls).values()
+        has_common = any(setting.flag.common for setting in settings)
+        for setting in settings:
             names = [setting.option, *filter(None, [setting.flag.short])]
             common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": _help(setting)}
             if setting.kind is bool:
-                group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
-                continue
-            metavar = setting.flag.metavar or "{" + ",".join(setting.flag.choices) + "}"
-            if metavar == "{}":
-                metavar = {int: "N", float: "X", dict: "JSON"}.get(setting.kind, "TEXT")
+                common["action"] = argparse.BooleanOptionalAction
+            else:
+                common["metavar"] = _metavar(setting)
             if setting.kind in (list, tuple):
                 common["nargs"] = "+"
-            group.add_argument(*names, metavar=metavar, **common)
+            action = group.add_argument(*names, **common)
+            if has_common and not setting.flag.common:
+                parser.hide(action)
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.flag.metavar or setting.flag.choices:
+        return setting.flag.metavar or "{" + ",".join(setting.flag.choices) + "}"
+    return {int: "N", float: "X", dict: "JSON"}.get(setting.kind, "TEXT")
 
 
 def _help(setting: Setting) -> str:

@@ -94,35 +94,31 @@ class InputProcessor:
         return self.tokenizer.encode(prompt)
 
     def check(self, request: EngineRequest) -> EngineRequest:
-        """The request as the engine takes it: texts that are meant for the sampler become token ids.
+        """The request as the engine takes it.
 
-        `ValueError` when the engine could not run it; says what would be right. A grammar that is not compiled yet may
-        take a second.
+        `ValueError` when the engine could not run it; says what would be right. Sampling parameters that are not
+        prepared yet may take a second.
         """
         if request.pooling is not None:
             self._check_pooling(request.prompt_token_ids, request.pooling)
             return request
-        return replace(request, sampling=self._check_sampling(request.prompt_token_ids, request.sampling))
-
-    def _check_sampling(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
         if not self.spec.has_head:
             raise ValueError(f"the model {self.model_name} is published for embeddings: it generates nothing")
-        vocab_size = self.spec.vocab_size
-        self._check_prompt(prompt_token_ids, 1)
+        self._check_prompt(request.prompt_token_ids, 1)
+        sampling = self.prepare(request.sampling)
+        return request if sampling is request.sampling else replace(request, sampling=sampling)
+
+    def prepare(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters as the engine takes them: texts that are meant for the sampler become token ids, the grammar is
+        checked. Once for all answers of a request. Thread-safe. `ValueError` as of `check`, `TagsError` as of `_with_grammar`.
+        """
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(sampling, name) or 0) > self.max_logprobs:
                 got = getattr(sampling, name)
                 raise ValueError(f"{name} must be at most max_logprobs={self.max_logprobs}, got {got}")
         if sampling.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
-        sampling = self.with_grammar(self._with_tokens(sampling))
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "dry_sequence_breakers"):
-            if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
-                raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
-        for word in sampling.bad_words or ():
-            if (highest := max(word)) >= vocab_size:  # type: ignore[operator]
-                raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
-        return sampling
+        return self._with_grammar(sampling if sampling.checked else self._with_tokens(sampling))
 
     def _check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
         self._check_prompt(prompt_token_ids, 0)
@@ -144,18 +140,29 @@ class InputProcessor:
             raise ValueError(f"prompt token ids must be from 0 to {vocab_size - 1}, got {wrong}")
 
     def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
-        changes: dict[str, Any] = {}
+        breakers = sampling.dry_sequence_breakers
+        given = (sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, breakers)
+        if not any(given) and sampling.dry_multiplier == 0:
+            return sampling
+        changes: dict[str, Any] = {"checked": True}
         if words := sampling.bad_words:
             ids = [each for word in words for each in ([word] if isinstance(word, list) else self._spellings(word))]
             changes["bad_words"] = [list(each) for each in dict.fromkeys(map(tuple, ids))]
-        breakers = sampling.dry_sequence_breakers
         if sampling.dry_multiplier == 0:
             changes |= {"dry_sequence_breakers": None} if breakers else {}
         elif breakers is not None or self.tokenizer is not None:
             each = DRY_SEQUENCE_BREAKERS if breakers is None else breakers
             last = [b if isinstance(b, int) else self._encode_part("dry_sequence_breakers", "a" + b)[-1] for b in each]
             changes["dry_sequence_breakers"] = list(dict.fromkeys(last))
-        return sampling.clone(**changes) if changes else sampling
+        sampling = sampling.clone(**changes)
+        vocab_size = self.spec.vocab_size
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "dry_sequence_breakers"):
+            if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
+                raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
+        for word in sampling.bad_words or ():
+            if (highest := max(word)) >= vocab_size:  # type: ignore[operator]
+                raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
+        return sampling
 
     @cached_property
     def _compiler(self) -> Compiler:
@@ -163,8 +170,8 @@ class InputProcessor:
             raise ValueError("structured_outputs need a tokenizer, and there is none (skip_tokenizer_init)")
         return Compiler(partial(vocabulary_of, self.tokenizer, self.spec.vocab_size, self.eos_token_ids))
 
-    def with_grammar(self, sampling: SamplingParams) -> SamplingParams:
-        """Check the grammar that is asked for, if it is not yet. `ValueError` names what cannot be done. Thread-safe.
+    def _with_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """Check the grammar that is asked for, if it is not yet. `ValueError` names what cannot be done.
 
         `TagsError` when it is only the schemas of tags.
         """

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+import traceback
 from typing import TextIO
 
 from engine.errors import ConfigError
@@ -40,6 +41,11 @@ def configure_logging(*filters: logging.Filter) -> None:
 def debugging() -> bool:
     """Whether errors should show their tracebacks."""
     return os.environ.get("QUIRE_LOG_LEVEL", "").lower() == "debug"
+
+
+def traceback_without_text(error: BaseException) -> str:
+    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
 def _variable(name: str, default: str, choices: tuple[str, ...]) -> str:
@@ -76,6 +82,8 @@ class _JSON(logging.Formatter):
             **getattr(record, "fields", {}),
             **getattr(record, "details", {}),
         }
-        if record.exc_info:
+        if record.exc_text:
+            line["exception"] = record.exc_text
+        elif record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -39,12 +39,13 @@ class RequestUpdate:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None  # one for each of `token_ids`, when asked
-    finish_reason: str | None  # "stop", "length", "abort", "error"; None: more will come
+    finish_reason: str | None  # "stop", "length", "abort", "timeout", "error"; None: more will come
     stop_reason: int | str | None  # the stop token id or stop string that ended it
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: RequestMetrics  # goes on changing with the request
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, when asked: of the prompt from its second
     embedding: bytes | None = None  # float32 values, when that was asked for instead of an answer
+    error: str = ""  # with "error": what went wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ class OutputCollector:
         else:
             pending.new_token_ids += output.new_token_ids
             pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
+            pending.error = output.error
             if output.logprobs is not None:
                 pending.logprobs = (pending.logprobs or []) + output.logprobs
         if output.finish_reason is not None:
@@ -219,7 +221,7 @@ class OutputCollector:
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
         return RequestUpdate(
             text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics,
-            pending.prompt_logprobs, pending.embedding,
+            pending.prompt_logprobs, pending.embedding, pending.error,
         )  # fmt: skip
 
 

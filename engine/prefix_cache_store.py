@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from itertools import islice
@@ -30,6 +30,7 @@ LOAD_SECONDS = 5.0  # that the start may take longer for the file
 IDLE_SECONDS = 1.0  # without new blocks, after which they are saved
 CLOSE_SECONDS = 5.0  # for what is not saved yet when the engine stops
 NUM_BUFFERS = 4  # as many threads read at the start; one writes
+MAX_LOOKED_AT = 1000  # blocks at a time, and
 BUFFER_BYTES = 8 << 20  # copied at a time: a request that comes meanwhile waits a millisecond or two
 
 
@@ -49,8 +50,8 @@ class PrefixCacheStore:
         self._buffers: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(NUM_BUFFERS):
             self._buffers.put(copier.new_buffer())
-        self._pending: deque[Save] = deque()
-        self._num_seen = self._num_planned = pool.num_publications  # when last called; when last planned
+        self._sweep: Iterator[Save | None] = iter(())  # over what is published
+        self._num_seen = self._num_swept = pool.num_publications  # when last called; when the last sweep began
         self._quiet_since = clock()
         self._failed = False  # the file cannot be written any more
 
@@ -89,7 +90,7 @@ class PrefixCacheStore:
             self._file.num_slots,
             ((entry.name, entry.slot, entry.heat) for entry in entries if entry.slot not in invalid),
         )
-        self._num_seen = self._num_planned = self._pool.num_publications
+        self._num_seen = self._num_swept = self._pool.num_publications
         return len(loaded)
 
     def _read(self, part: Sequence[Entry], buffer: Tensor) -> tuple[Sequence[Entry], list[bool], Tensor]:
@@ -106,33 +107,33 @@ class PrefixCacheStore:
             self._num_seen, self._quiet_since = num_publications, now
         if self._failed or now < self._quiet_since + IDLE_SECONDS:
             return False
-        if self._num_planned != num_publications:
-            self._plan()
-        self._save_some(0)
-        return bool(self._pending)
+        if self._num_swept != num_publications:
+            self._begin_sweep()
+        return self._save_some(0)
 
-    def _plan(self) -> None:
-        self._num_planned = self._pool.num_publications
-        self._pending = deque(self._saved.plan(list(islice(self._pool.published(), self._file.num_slots))))
+    def _begin_sweep(self) -> None:
+        self._num_swept = self._pool.num_publications
+        self._sweep = self._saved.sweep(self._pool.published())
 
-    def _save_some(self, wait: float) -> None:
-        """Save a buffer full of what is pending and still in the pool. Waits for so many seconds for a buffer."""
-        saves: list[Save] = []
-        while self._pending and len(saves) < self._copier.max_blocks:
-            save = self._pending.popleft()
-            if self._pool.name_of(save.block_id) == save.name:
-                saves.append(save)
-        if not saves:
-            return
+    def _save_some(self, wait: float) -> bool:
+        """Save up to a buffer full of blocks. Waits for so many seconds for a buffer. False: the sweep is over."""
         try:
             buffer = self._buffers.get(timeout=wait)
         except Empty:
-            self._pending.extendleft(reversed(saves))
-            return
-        event = self._copier.read([save.block_id for save in saves], buffer)
-        for save in saves:
-            self._saved.put(save)
-        self._io.submit(self._write, saves, buffer, event)
+            return True
+        num_seen, saves = 0, list[Save]()
+        for save in islice(self._sweep, MAX_LOOKED_AT):
+            num_seen += 1
+            if save is not None:
+                saves.append(save)
+                if len(saves) == self._copier.max_blocks:
+                    break
+        if saves:
+            event = self._copier.read([save.block_id for save in saves], buffer)
+            self._io.submit(self._write, saves, buffer, event)
+        else:
+            self._buffers.put(buffer)
+        return num_seen > 0
 
     def _write(self, saves: Sequence[Save], buffer: Tensor, event: Event) -> None:
         try:
@@ -152,7 +153,7 @@ class PrefixCacheStore:
 
     def clear(self) -> None:
         """The pool was emptied: so is the file."""
-        self._pending.clear()
+        self._sweep = iter(())
         self._saved = SavedBlocks(self._file.num_slots)
         self._io.submit(self._file.clear).result()
 
@@ -160,9 +161,9 @@ class PrefixCacheStore:
         """Save what is not saved yet, the hottest first, for at most `CLOSE_SECONDS`. `save=False`: the content is in doubt."""
         if save and not self._failed:
             deadline = self._clock() + CLOSE_SECONDS
-            self._plan()
-            while self._pending and not self._failed and (left := deadline - self._clock()) > 0:
-                self._save_some(left)
+            self._begin_sweep()
+            while not self._failed and (left := deadline - self._clock()) > 0 and self._save_some(left):
+                pass
             self._io.submit(self._write_heats)
         self._io.shutdown()
         self._file.close()

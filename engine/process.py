@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import torch
 import zmq
 
-from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
+from engine.core.batch import SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.heartbeat import Heartbeat
+from engine.isolation import client_reason, failed_output
 from engine.log import configure_logging, debugging
 from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Starting, Step, decode_command, encode
 from engine.models.errors import ModelError
@@ -96,9 +97,13 @@ class EngineLoop:
         request_id = request.request_id
         try:
             self._engine.add_request(request)
-        except ValueError as error:  # the API process checks first, so this is about this engine's memory
-            _log.error("request %s: %s", request_id, error)
-            self._publish(StepOutputs(outputs=[EngineOutput(request_id, [], "error")]))
+        except Exception as error:
+            # The API process checks first, so a `ValueError` is about this engine's memory; others are bugs.
+            expected = isinstance(error, ValueError)
+            if not expected:
+                self._engine.abort(request_id)
+            reason = str(error) if expected else client_reason(error)
+            self._publish(StepOutputs(outputs=[failed_output(request_id, reason, exc_info=not expected)]))
 
     def _publish(self, outputs: StepOutputs) -> None:
         stats = self._engine.stats()

@@ -17,9 +17,8 @@ class EngineState:
 
     phase: str = "starting"  # one of PHASES
     fraction: float | None = None  # of the phase that is done, from 0 to 1; None: not known
-    seconds_left: float | None = (
-        None  # estimated: in a restart until "ready", else until the phase ends; None: not known
-    )
+    # Estimated: until "ready" where a start of the same settings is remembered, else until the phase ends. None: not known.
+    seconds_left: float | None = None
     num_restarts: int = 0  # of the engine process, so far
     reason: str = ""  # why the engine process was lost last
 
@@ -32,24 +31,28 @@ class EngineState:
 class StateHolder:
     """Holds the present state for its one owner to change, and for anyone to wait for. Belongs to an event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, expected_seconds: float | None = None) -> None:
+        """`expected_seconds`: that the first start takes, without download; None: not known."""
         self.state = EngineState()
+        self._expected_seconds = expected_seconds
         self._clock = clock
         self._start_began = self._phase_began = clock()
-        self._start_seconds: float | None = None  # that the last start took
+        self.start_seconds: float | None = None  # that the last start took, without download; None: there was none
         self._waiters: set[asyncio.Future[None]] = set()
 
     @property
     def has_been_ready(self) -> bool:
-        return self._start_seconds is not None
+        return self.start_seconds is not None
 
     def enter(self, phase: str, *, reason: str | None = None) -> None:
         """Another phase. `reason`: why the process was lost."""
         now, num_restarts = self._clock(), self.state.num_restarts
+        if self.state.phase == "downloading":
+            self._start_began += now - self._phase_began
         if phase == "restarting":
             self._start_began, num_restarts = now, num_restarts + 1
         elif phase == "ready" and self.state.phase != "unresponsive":
-            self._start_seconds = now - self._start_began
+            self.start_seconds = now - self._start_began
         self._phase_began = now
         reason = self.state.reason if reason is None else reason
         self._set(EngineState(phase, None, self._seconds_left(phase, None), num_restarts, reason))
@@ -65,8 +68,12 @@ class StateHolder:
         if phase not in STARTING and phase != "restarting":
             return None
         now = self._clock()
-        if self._start_seconds is not None:
-            return max(self._start_seconds - (now - self._start_began), 0.0)
+        if self.start_seconds is not None:
+            return max(self.start_seconds - (now - self._start_began), 0.0)
+        if phase != "downloading" and self._expected_seconds is not None:
+            left = self._expected_seconds - (now - self._start_began)
+            if left > 0:  # else it takes longer this time
+                return left
         if not fraction:
             return None
         return (now - self._phase_began) * (1 - fraction) / fraction

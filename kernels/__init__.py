@@ -1,4 +1,4 @@
-"""The operations that a decoder is made of: tensors in, tensors out.
+"""Quire's operations, of which a decoder is made: tensors in, tensors out.
 
 The docstrings and reference implementations are in `kernels.reference`. The first argument's device picks the backend; an
 operation that a backend does not name is the reference implementation. To support another kind of device, add it to
@@ -21,6 +21,8 @@ from kernels.plan import prefill_tile_queries as prefill_tile_queries
 from kernels.quantized_weight import Kind as Kind
 from kernels.quantized_weight import QuantizedWeight as QuantizedWeight
 from kernels.quantized_weight import Weight as Weight
+from kernels.reference import NOT_FINITE as NOT_FINITE
+from kernels.reference import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.reference import Part as Part
 from kernels.reference import pack_nibbles as pack_nibbles
 
@@ -99,6 +101,7 @@ rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
 paged_attention_decode = _dispatched(reference.paged_attention_decode)
 paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
+mark_faults = _dispatched(reference.mark_faults)
 mask_logits = _dispatched(reference.mask_logits)
 sample = _dispatched(reference.sample)
 sampling_thresholds = _dispatched(reference.sampling_thresholds)

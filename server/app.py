@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -19,15 +18,19 @@ from server import anthropic, service
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
-from server.http.bodies import StrictJSONRoute
+from server.http.bodies import Bodies, StrictJSONRoute
 from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
+from server.http.limits import default_body_bytes
 from server.http.middleware import RequestMiddleware
+from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
-from server.observability.processes import EventLoopLag, ProcessesCollector
+from server.observability.readiness import Readiness
+from server.observability.server_metrics import ServerMetrics
 from server.openai import chat, completions, embeddings, models, responses
 from server.openai.errors import error_body
 from server.settings import ServerConfig
+from server.starting import add_starting_routes
 
 if TYPE_CHECKING:
     from server.observability.tracing import Traces
@@ -44,6 +47,15 @@ APIS = (
 )
 
 
+class PageFiles(StaticFiles):
+    """The page's files. Browsers ask each time whether theirs are still right: after an upgrade, all modules are new."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
 def create_app(
     engine: EngineClient,
     settings: ServerConfig,
@@ -51,15 +63,21 @@ def create_app(
     served_model_names: Sequence[str] = (),
     log_stats: bool = True,
     kv_cache_dtype: str = "auto",
+    readiness: Readiness | None = None,
+    server_metrics: ServerMetrics | None = None,
 ) -> FastAPI:
     """The app that serves a running `engine`; it neither starts nor closes it.
 
     `served_model_names`: all names that clients may use, else the engine's; answers bear the one that was asked for.
-    `log_stats`: write a line of statistics now and then. `kv_cache_dtype`: as the metrics name it. `ConfigError` when the
-    chat template in `settings` is broken.
+    `log_stats`: write a line of statistics now and then. `kv_cache_dtype`: as the metrics name it.
+    `readiness`, `server_metrics`: those of `create_starting_app`, if there was one. `ConfigError` when the chat template in
+    `settings` is broken.
     """
     names = list(served_model_names) or [engine.model_name]
+    readiness = readiness or Readiness(engine)
+    server_metrics = server_metrics or ServerMetrics(engine)
     metrics = Metrics(
+        server_metrics.registry,
         names[0],
         lambda: engine.stats,
         engine.step_tokens,
@@ -68,14 +86,13 @@ def create_app(
         num_blocks=engine.num_blocks,
         cache_dtype=kv_cache_dtype,
     )
-    metrics.registry.register(ProcessesCollector(lambda: {"api": os.getpid(), "engine": engine.pid}))
-    lag = EventLoopLag(metrics.registry)
-    model = ServedModel(engine, settings, names, metrics)
+    workers = Workers()
+    model = ServedModel(engine, settings, names, metrics, workers, readiness)
     traces = _traces(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(lag.watch())]
+        tasks = [asyncio.create_task(server_metrics.lag.watch())]
         if log_stats:
             log = log_statistics(lambda: engine.stats, settings.log_stats_interval)
             tasks.append(asyncio.create_task(log))
@@ -84,25 +101,33 @@ def create_app(
         finally:
             for task in tasks:
                 task.cancel()
+            workers.close()
             model.close()
             if traces is not None:
                 await traces.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
-    own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
-    formats = ErrorFormats(error_body, own_errors)
-    add_error_handlers(app, formats)
-    _add_middleware(app, settings, formats, metrics, traces)
+    max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.max_model_len)
+    app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers)
+    _add_middleware(app, settings, server_metrics, traces)
     for api in APIS:
         api.add_routes(app, model)
     add_reference(app, APIS, names[0])
 
     @app.get("/", response_model=None, include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html")
+        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
 
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.mount("/static", PageFiles(directory=STATIC), name="static")
+    return app
+
+
+def create_starting_app(settings: ServerConfig, readiness: Readiness, server_metrics: ServerMetrics) -> FastAPI:
+    """The app for as long as no engine is ready."""
+    app = FastAPI(title="Quire", openapi_url=None)
+    _add_middleware(app, settings, server_metrics)
+    add_starting_routes(app, readiness, server_metrics.registry)
     return app
 
 
@@ -115,9 +140,12 @@ def _traces(settings: ServerConfig) -> Traces | None:
 
 
 def _add_middleware(
-    app: FastAPI, settings: ServerConfig, formats: ErrorFormats, metrics: Metrics, traces: Traces | None
+    app: FastAPI, settings: ServerConfig, server_metrics: ServerMetrics, traces: Traces | None = None
 ) -> None:
-    """From the innermost to the outermost."""
+    """From the innermost to the outermost, and what makes responses of errors."""
+    own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
+    formats = ErrorFormats(error_body, own_errors)
+    add_error_handlers(app, formats)
     if (keys := settings.read_keys()) is not None:
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
     else:
@@ -132,4 +160,4 @@ def _add_middleware(
         )
     if traces is not None:
         app.add_middleware(traces.middleware)
-    app.add_middleware(RequestMiddleware, metrics=metrics, answers_id=settings.enable_request_id_headers)
+    app.add_middleware(RequestMiddleware, metrics=server_metrics.http, answers_id=settings.enable_request_id_headers)

@@ -15,9 +15,10 @@ EPILOG = """examples:
   quire generate "Once upon a time"  continue a text
   quire check http://127.0.0.1:8000  test what a server of the OpenAI API can do
   quire bench throughput --help      measure speed
+  quire top http://127.0.0.1:8000    watch a running server
   quire keys new alice --file keys.yaml   a key for a server that asks for keys
 
-QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
+`quire completion bash` makes TAB complete commands and options. QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
 """
 
 
@@ -33,10 +34,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    from server.environment import foreign_package
+
+    if (found := foreign_package()) is not None:
+        print(f"quire: error: {found}", file=sys.stderr)
+        return 1
     from engine import __version__
     from engine.flags import Parser
     from engine.log import configure_logging, debugging
-    from server.commands import bench, chat, check, generate, keys, serve
+    from server.commands import bench, chat, check, completion, generate, keys, serve, top
 
     parser = Parser(
         prog="quire",
@@ -45,8 +51,9 @@ def _run(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for module in (serve, chat, generate, check, bench, keys):
+    for module in (serve, chat, generate, check, bench, top, keys):
         module.add_parser(commands)
+    completion.add_parser(commands, parser)
     if not words:
         parser.print_help(sys.stderr)
         return 2

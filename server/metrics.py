@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -32,7 +32,7 @@ _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 2
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
                 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_FINISH_REASONS = ("stop", "length", "abort", "error")
+_FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
@@ -42,11 +42,32 @@ _ENGINE = "0"  # there is one
 Stats = Callable[[], SchedulerStats | None]
 
 
+class HTTPMetrics:
+    """Of HTTP requests, by the route that took them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("method", "status", "handler")
+        self._requests = Counter("http_requests", "HTTP requests", labels, registry=registry)
+        self._seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time of an HTTP request, streams to their end",
+            ("method", "handler"),
+            buckets=(0.1, 0.5, 1),
+            registry=registry,
+        )
+
+    def see(self, method: str, status: int, handler: str, seconds: float) -> None:
+        """One request has been answered."""
+        self._requests.labels(method, f"{status // 100}xx", handler).inc()
+        self._seconds.labels(method, handler).observe(seconds)
+
+
 class Metrics:
-    """All metrics of one server, in a registry of their own."""
+    """All metrics of the model that is served."""
 
     def __init__(
         self,
+        registry: CollectorRegistry,
         model_name: str,
         stats: Stats,
         step_tokens: StepTokens,
@@ -57,10 +78,8 @@ class Metrics:
         cache_dtype: str = "auto",
     ) -> None:
         """`stats`: the engine's newest statistics; None before its first step. `step_tokens`: of its steps."""
-        self.registry = CollectorRegistry()
+        self.registry = registry
         self._labels = (model_name, _ENGINE)
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self.registry)
         cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": cache_dtype}
         self.registry.register(_EngineCollector(stats, step_tokens, self._labels, cache))
 
@@ -80,16 +99,6 @@ class Metrics:
         )
         self._rejected.labels(model_name, "queue_full")
         self._add_histograms(_one_two_five(max_model_len))
-        self.http_requests = Counter(
-            "http_requests", "HTTP requests", ("method", "status", "handler"), registry=self.registry
-        )
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Time of an HTTP request, streams to their end",
-            ("method", "handler"),
-            buckets=(0.1, 0.5, 1),
-            registry=self.registry,
-        )
 
     def _add_histograms(self, tokens: Sequence[float]) -> None:
         """`tokens`: the buckets of token counts."""
@@ -258,6 +267,7 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("corrupted_requests", "Requests ended by NaN or infinity in their logits", stats.num_corrupted),
         ]
         for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, help, value in rows:

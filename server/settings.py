@@ -26,8 +26,8 @@ class ServerConfig:
     `ConfigError` when a value is out of range or a file is missing.
     """
 
-    host: str = flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only", metavar="ADDRESS")
-    port: int = flag(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
+    host: str = flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only", metavar="ADDRESS", common=True)
+    port: int = flag(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535, common=True)
     uds: str | None = flag(None, "Unix socket to listen on instead of host and port", metavar="PATH")
     root_path: str = flag("", "path under which a proxy publishes the server", metavar="PATH")
     ssl_keyfile: str | None = flag(None, "private key, to serve HTTPS", metavar="FILE")
@@ -41,11 +41,13 @@ class ServerConfig:
         "VLLM_API_KEY), or a file",
         metavar="KEY",
         secret=True,
+        common=True,
     )
     api_key_file: str | None = flag(
         None,
         "file of named keys, made by `quire keys new NAME --file FILE`; read again when it changes",
         metavar="FILE",
+        common=True,
     )
     open_metrics: bool = flag(False, "/metrics needs no key")
     allowed_hosts: tuple[str, ...] = flag(
@@ -72,11 +74,13 @@ class ServerConfig:
         "auto",
         "how the model writes tool calls; auto: as its chat template does",
         choices=("auto", "none", *TOOL_FORMATS),
+        common=True,
     )
     reasoning_parser: str = flag(
         "auto",
         "how the model marks its reasoning, which is told apart from the answer; auto: as its chat template does",
         choices=("auto", "none", *REASONING_FORMATS),
+        common=True,
     )
     strict: bool = flag(False, "refuse requests with fields that are unknown or have no effect, instead of saying so")
 
@@ -86,11 +90,26 @@ class ServerConfig:
     max_num_queued_reqs: int = flag(
         4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
     )
+    max_body_bytes: int | None = flag(
+        None, "most bytes of a request's body (else 4 MiB, and 32 for each token of the context)", at_least=1, size=True
+    )
+    body_timeout: float = flag(60.0, "seconds in which a request's body must arrive", above=0)
+    max_header_bytes: int = flag(65_536, "most bytes of a request's headers", at_least=1, size=True)
+    header_timeout: float = flag(10.0, "seconds in which a request's headers must arrive", above=0)
+    keep_alive_timeout: float = flag(75.0, "seconds after which an idle connection is closed", above=0)
+    send_timeout: float = flag(30.0, "seconds after which a client that reads nothing of its answer loses it", above=0)
+    max_connections: int | None = flag(
+        None,
+        "most connections; idle ones are closed for new ones (else what the limit of open files allows, at most 16,384)",
+        at_least=1,
+    )
     sse_keep_alive_interval: float = flag(
         15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
     )
     shutdown_timeout: float = flag(
-        0.0, "seconds that running requests may take to finish when the server stops", at_least=0
+        20.0,
+        "seconds that running requests may take to finish when the server stops; a second signal ends them",
+        at_least=0,
     )
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
@@ -98,10 +117,18 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = flag(
         None, "OpenTelemetry collector to send traces to, OTLP over HTTP (needs the extra otel)", metavar="URL"
     )
+    record_trace: str | None = flag(
+        None,
+        "record the traffic for `quire bench serve --replay`: times, lengths and equal prefixes, nothing else",
+        metavar="FILE",
+    )
     log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")
+    disable_access_log_for_endpoints: tuple[str, ...] = flag(
+        ("/health", "/livez", "/metrics", "/ping", "/readyz"), "paths without such lines", metavar="PATH"
+    )
 
     def __post_init__(self) -> None:
         check(self)

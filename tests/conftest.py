@@ -2,11 +2,13 @@
 
 import os
 import signal
+import tempfile
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores with each other
+os.environ.setdefault("QUIRE_CACHE_DIR", os.path.join(tempfile.gettempdir(), "quire-tests"))  # not the user's own
 
 from collections.abc import Callable
 from pathlib import Path

@@ -33,14 +33,14 @@ NEUTRAL = {
 SERVER = {"server", "server.cli", "server.commands.bench", "server.openai", "server.anthropic"} | NEUTRAL | ENGINE_FACE
 ALLOWED = {
     "kernels": {"kernels"},
-    "engine.models": {"engine.models", "kernels"},
+    "engine.models": {"engine.models", "engine.one_line", "kernels"},
     "engine.worker": {"engine.worker", "engine.models", "kernels"} | CONTRACT,
     "engine.core": {"engine.core"},
-    "engine.text": {"engine.text"},
+    "engine.text": {"engine.text", "engine.one_line"},
     "engine.structured": {"engine.structured", "engine.core.structured_outputs"},
     "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
     "server": SERVER,
-    "server.http": {"server.http", "server.metrics"},
+    "server.http": {"server.http", "server.metrics", "engine.log"},
     "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
     "server.parsing": {"server.parsing", "engine.core.structured_outputs"},
     "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,

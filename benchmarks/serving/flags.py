@@ -99,7 +99,7 @@ class DatasetFlags:
         metavar="NAME",
     )
     dataset_path: str | None = flag(None, "file of a custom or sharegpt dataset", metavar="FILE")
-    num_prompts: int | None = flag(None, "how many (else 1000, or all of a file)", at_least=1)
+    num_prompts: int | None = flag(None, "how many (else 1000, or all of a file or trace)", at_least=1)
     seed: int = flag(0, "of random prompts, order and arrival times", at_least=0)
     input_len: int | None = flag(None, "short for --random-input-len", at_least=1)
     output_len: int | None = flag(None, "tokens of each answer, whatever the dataset", at_least=1)
@@ -117,9 +117,16 @@ class DatasetFlags:
     custom_output_len: int = flag(256, "answer tokens of custom prompts that do not say", at_least=1)
     sharegpt_output_len: int | None = flag(None, "answer tokens (else as many as the dataset's answer)", at_least=1)
     disable_shuffle: bool = flag(False, "keep the order of a file")
+    replay: str | None = flag(
+        None,
+        "a trace (`quire serve --record-trace`, or Mooncake's): its arrivals, lengths and shared prefixes, random tokens",
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.replay is not None and (self.dataset_name != "random" or self.input_len or self.output_len):
+            raise ConfigError("replay says all about the prompts: leave dataset_name, input_len and output_len out")
         if self.dataset_name in FILES and self.dataset_path is None:
             raise ConfigError(f"dataset_name {self.dataset_name} needs --dataset-path")
         if self.dataset_name not in FILES and self.dataset_path is not None:
@@ -144,6 +151,7 @@ class TrafficFlags:
     """Traffic."""
 
     request_rate: str = flag("inf", "requests a second; inf: all at once", metavar="X")
+    replay_speed: float = flag(1.0, "2: the arrivals of a trace come twice as fast", above=0)
     burstiness: float = flag(
         1.0, "1: Poisson arrivals; below: in bursts; above: more regular (needs --request-rate)", above=0
     )

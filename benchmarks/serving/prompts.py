@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import workloads
 from benchmarks.serving.client import Client, Failure
 from benchmarks.serving.flags import DatasetFlags, TargetFlags
+from benchmarks.serving.trace import read_trace, synthesize
 from benchmarks.workloads import Request
 from engine.errors import ConfigError
 from engine.models.hub import resolve_model
@@ -23,10 +24,19 @@ class Prompts:
         self.model = target.served_model_name or target.model or ""
         self.vocab_size = dataset.random_vocab_size or workloads.MAX_TOKEN_ID
         self._file = self._read_file()
+        self._trace = read_trace(Path(dataset.replay)) if dataset.replay is not None else None
+        if self._trace is not None and target.chat:
+            raise ConfigError("replay sends token ids: they need --endpoint /v1/completions")
 
     def __len__(self) -> int:
         """How many are sent in one pass."""
+        if self._trace is not None:
+            return min(self._dataset.num_prompts or len(self._trace), len(self._trace))
         return self._dataset.num_prompts or (len(self._file) if self._file else 1000)
+
+    def arrivals(self) -> list[float] | None:
+        """Seconds after the start at which a trace's requests came; None: there is no trace."""
+        return None if self._trace is None else [traced.seconds for traced in self._trace[: len(self)]]
 
     def _read_file(self) -> list[Request] | None:
         """The prompts of the dataset's file."""
@@ -59,6 +69,8 @@ class Prompts:
         """The prompts of one pass; others for another seed, but for those of files and named workloads."""
         data = self._dataset
         count = count or data.num_prompts
+        if self._trace is not None:
+            return synthesize(self._trace[:count], self.vocab_size, seed)
         if self._file is not None:
             order = list(self._file)
             if not data.disable_shuffle:

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.serving import metrics
 from benchmarks.serving.client import UNREACHABLE, Answer, Client, Failure
 from benchmarks.serving.flags import DatasetFlags, ReportFlags, Target, TargetFlags, TrafficFlags
 from benchmarks.serving.prompts import Prompts
+from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, load
 
 TEST_SEED, WARMUP_SEED = 2**40, 2**41  # far from the seeds of measured prompts; `random` ignores signs
@@ -36,6 +37,7 @@ EPILOG = """examples:
   quire bench serve --request-rate 8 --goodput ttft:500 tpot:50 --metric-percentiles 50,90,99 --save-result
   quire bench serve --find-max-rate p99_ttft:500 p99_tpot:50 --num-prompts 300
   quire bench serve --dataset-name custom --dataset-path prompts.jsonl --endpoint /v1/chat/completions
+  quire bench serve --replay trace.jsonl               what `quire serve --record-trace trace.jsonl` saw, at its times
 
 Flags, labels and JSON keys are those of `vllm bench serve`; any OpenAI-compatible server will do. Random prompts are sent
 as token ids, so no tokenizer is needed. A custom dataset is a text file with one prompt on each line, or .jsonl with
@@ -75,6 +77,8 @@ class Benchmark:
 
     def __init__(self, target: TargetFlags, dataset: DatasetFlags, traffic: TrafficFlags, report: ReportFlags) -> None:
         self.target, self.dataset, self.traffic, self.report = target, dataset, traffic, report
+        if dataset.replay is not None and (traffic.rate != math.inf or traffic.find_max_rate):
+            raise ConfigError("replay has times of its own: leave request_rate and find_max_rate out")
         self.notes: list[str] = []
         self.clients: list[dict[str, float]] = []  # how busy we were ourselves, in each pass
         self.server: dict[str, Any] = {"url": target.url}
@@ -108,7 +112,7 @@ class Benchmark:
             warmups = await self._prompts.encode(
                 self._prompts.requests(seed=WARMUP_SEED, count=self.traffic.num_warmups)
             )
-            await self._pass(warmups, math.inf, seed=0, title="warming up")
+            await self._pass(warmups, [0.0] * len(warmups), "warming up")
         print("Starting main benchmark run...")
         result = await (self._find_max_rate if self.traffic.find_max_rate else self._repeat)(requests)
         if not result["completed"]:
@@ -117,6 +121,9 @@ class Benchmark:
 
     async def _repeat(self, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
         traffic = self.traffic
+        arrivals = self._prompts.arrivals()
+        if arrivals is not None:
+            print(f"Replaying {len(arrivals)} requests of {arrivals[-1]:.1f} s, {traffic.replay_speed:g} times as fast")
         print(f"Traffic request rate: {traffic.request_rate}")
         kind = "Poisson process" if traffic.burstiness == 1 else "Gamma distribution"
         print(f"Burstiness factor: {traffic.burstiness} ({kind})")
@@ -126,7 +133,11 @@ class Benchmark:
             if number:
                 requests = await self._prompts.encode(self._prompts.requests(self.dataset.seed + number))
             title = f"run {number + 1}/{traffic.repeat}" if traffic.repeat > 1 else "requests"
-            run = await self._pass(requests, traffic.rate, self.dataset.seed + number, title)
+            if arrivals is None:
+                delays = arrival_times(len(requests), traffic.rate, traffic.burstiness, self.dataset.seed + number)
+            else:
+                delays = [seconds / traffic.replay_speed for seconds in arrivals]
+            run = await self._pass(requests, delays, title)
             results.append(self._measure(run))
         return self._result(results)
 
@@ -139,7 +150,8 @@ class Benchmark:
             nonlocal requests
             if probes:
                 requests = await self._prompts.encode(self._prompts.requests(self.dataset.seed + len(probes)))
-            run = await self._pass(requests, rate, self.dataset.seed + len(probes), f"rate {rate:.4g}")
+            delays = arrival_times(len(requests), rate, self.traffic.burstiness, self.dataset.seed + len(probes))
+            run = await self._pass(requests, delays, f"rate {rate:.4g}")
             found = {target.name: target.measured(run.answers) for target in targets}
             holds = all(a.ok for a in run.answers) and all(found[t.name] <= t.limit_ms for t in targets)
             shown = ", ".join(f"{t.name} {found[t.name]:.1f} of {t.limit_ms:g}" for t in targets)
@@ -227,9 +239,8 @@ class Benchmark:
             except (LookupError, TypeError):
                 raise Failure("no model", "the server lists none: give --model") from None
 
-    async def _pass(self, requests: list[tuple[bytes, int]], rate: float, seed: int, title: str) -> Run:
-        """Send all requests at their times and wait for the answers."""
-        delays = arrival_times(len(requests), rate, self.traffic.burstiness, seed)
+    async def _pass(self, requests: list[tuple[bytes, int]], delays: Sequence[float], title: str) -> Run:
+        """Send all requests so many seconds after the start and wait for the answers."""
         limit = asyncio.Semaphore(self.traffic.max_concurrency or len(requests))
         bar = tqdm(total=len(requests), desc=title, unit="req", disable=self.report.disable_tqdm, mininterval=0.5)
         late: list[float] = []
@@ -255,7 +266,7 @@ class Benchmark:
         num_events = sum(len(answer.times) for answer in answers)
         client["events_per_second"] = num_events / duration
         client["max_events_per_second"] = num_events / max(client.pop("cpu_seconds"), 1e-9)
-        if rate != math.inf:
+        if any(delays):
             client["send_lateness_p99_ms"] = float(np.percentile(late, 99)) * 1e3
         return Run(answers, duration, client)
 

@@ -14,6 +14,13 @@ from dataclasses import dataclass, field
 
 from engine.core.engine_request import EngineRequest
 
+# In place of a sampled token: why there is none. As `kernels.NOT_FINITE` and `kernels.NOTHING_ALLOWED`.
+NOT_FINITE, NOTHING_ALLOWED = -1, -2
+FAULTS = {
+    NOT_FINITE: "the logits are not finite: the model computed NaN or infinity",
+    NOTHING_ALLOWED: "no token is left to sample: all are excluded, or the model gives none a chance",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -95,11 +102,11 @@ class StepResult:
     token, when its sampling was deferred or when it is pooled; one as a rule; more when drafts were accepted.
     """
 
-    token_ids: list[int]
+    token_ids: list[int]  # or FAULTS
     num_sampled: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each of its tokens
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # index → of the tokens after its own
-    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; none: they are not finite
 
 
 @dataclass(slots=True)
@@ -108,7 +115,7 @@ class EngineOutput:
 
     request_id: str
     new_token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    finish_reason: str | None = None  # "stop", "length", "abort", "timeout", "error"
     stop_reason: int | None = None  # the stop token id that ended it, when not the model's end of text
     logprobs: list[TokenLogprobs] | None = None  # one for each new token, when asked
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
@@ -120,6 +127,7 @@ class EngineOutput:
     )
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
     prefix_miss: str = ""  # why no more of the prompt was in the prefix cache
+    error: str = ""  # with "error": what went wrong, for the request's client
 
 
 @dataclass(slots=True)
@@ -158,6 +166,7 @@ class SchedulerStats:
     prompt_tokens: int  # prompt tokens computed
     generation_tokens: int
     num_deferred: int = 0  # requests whose grammars are being compiled
+    num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
 
     @property
     def kv_cache_usage(self) -> float:

@@ -197,6 +197,11 @@ class BlockManager:
                     self.pool.publish(g, block_hash, table[index])
             request.next_commit = end + size
 
+    def unpublish(self, request: Request) -> None:
+        """Let no request find its blocks any more: their content is in doubt."""
+        for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
+            self.pool.unpublish(table[num_passed:])
+
     def release(self, request: Request) -> None:
         """Take its blocks back, the last one first: the head of a prefix, shared most, is evicted last."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):

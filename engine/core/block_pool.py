@@ -25,6 +25,7 @@ class BlockPool:
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.num_groups = num_groups
         self.num_publications = 0  # in all
+        self.num_releases = 0  # calls of `release`
         self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes, of lately and of before that
 
     @property
@@ -67,6 +68,7 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """One holder less of each, in this order. Published blocks without holders are evicted after all free ones."""
         num_holders, free, names = self._num_holders, self._free, self._names
+        self.num_releases += 1
         for block_id in block_ids:
             num_holders[block_id] -= 1
             if not num_holders[block_id]:
@@ -80,16 +82,22 @@ class BlockPool:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
 
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Forget the names of these held blocks."""
+        for block_id in block_ids:
+            if (name := self._names[block_id]) is not None:
+                group, block_hash = name
+                del self._published[group][block_hash]
+                self._names[block_id] = None
+
     def published(self) -> Iterator[tuple[int, Name]]:
-        """The published blocks, the one that would be evicted last first. The pool must not change meanwhile."""
-        if len(self._free) < self.num_blocks:
-            for block_id, name in enumerate(self._names):
-                if name is not None and self._num_holders[block_id]:
-                    yield block_id, name
-        for block_id in reversed(self._free):
-            if (name := self._names[block_id]) is None:
-                return
-            yield block_id, name
+        """The published blocks, the one that would be evicted last first. The order is that of the first one's time."""
+        held = range(self.num_blocks) if len(self._free) < self.num_blocks else ()
+        order = [block_id for block_id in held if self._num_holders[block_id]]
+        order += reversed(self._free)
+        for block_id in order:
+            if (name := self._names[block_id]) is not None:
+                yield block_id, name
 
     def restore(self, blocks: Sequence[tuple[int, Name]]) -> None:
         """These free and empty blocks have the content of these names, which no other block has; the first is evicted last."""

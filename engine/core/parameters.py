@@ -25,6 +25,7 @@ class Declaration:
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
+    max_length: int | None = None  # entries of a list or an object
     wanted: str = ""  # what an error asks for, where the range alone does not say it well
     unset: str = ""  # what the default means, where its value does not say it
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.core.batch import EngineOutput, PromptScores, TokenLogprobs
+from engine.core.batch import FAULTS, EngineOutput, PromptScores, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 
 
@@ -37,10 +37,11 @@ class Request:
         # The request ends at this many tokens; the last one is never computed.
         self.max_num_tokens = sys.maxsize if sampling.max_tokens is None else self.num_tokens + sampling.max_tokens
         ends_of_text = frozenset() if sampling.ignore_eos else eos_token_ids
-        self.stop_ids = ends_of_text.union(sampling.stop_token_ids or ())
+        self.stop_ids = ends_of_text.union(sampling.stop_token_ids or (), FAULTS)
         # Each of its tokens is reported as an `EngineOutput`: with log-probabilities, or to its grammar.
         self.needs_full_output = sampling.logprobs is not None or sampling.structured_outputs is not None
-        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.finish_reason: str | None = None  # "stop", "length", "abort", "timeout" or "error"
+        self.error = ""  # with "error": what went wrong
         self.stop_reason: int | None = None  # the stop token id that ended it, when not an end of text
 
         self.block_tables: list[
@@ -56,6 +57,7 @@ class Request:
         # Scheduler: below this many tokens, the next one changes nothing but the tokens themselves.
         self.steady_until = 0
         self.order = (engine_request.priority, 0)  # scheduler: priority, then the number of its arrival
+        self.num_charged = 0  # scheduler: tokens that were counted as service to its owner
 
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
         self.prefix_miss = ""  # why not more of them were, as of `BlockManager.miss_reason`
@@ -87,6 +89,9 @@ class Request:
         Returns those that count.
         """
         for count, token_id in enumerate(token_ids, 1):
+            if token_id in FAULTS:
+                self.finish_reason, self.error = "error", FAULTS[token_id]
+                return token_ids[: count - 1]
             self.token_ids.append(token_id)
             num_tokens = len(self.token_ids)
             if token_id in self.stop_ids and num_tokens >= self.min_num_tokens:
@@ -120,6 +125,7 @@ class Request:
             self.prompt_logprobs if is_first else None,
             embedding,
             self.prefix_miss,
+            self.error,
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:

@@ -1,77 +1,253 @@
-"""The queues of the scheduler: the requests that run, the requests that wait, and the order among them."""
+"""The queues of the scheduler: the requests that run, the requests that wait, and the order among them and their owners."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from engine.core.request import Request
 
+OUTPUT_WEIGHT = 2  # how many prompt tokens one token of an answer counts as
+
+_Key = tuple[int, bool, int, int, int, str]
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One that has unfinished requests."""
+
+    name: str
+    service: int  # tokens computed for it, weighted, since it came; it began with the service of those that were there
+    favoured_until: int  # a service: up to there others give way to it
+    is_favoured: bool = True
+    waiting: OrderedDict[str, Request] = field(default_factory=OrderedDict)  # in queue order
+    num_running: int = 0
+    key: _Key | None = None  # its position among the owners that have requests waiting
+
 
 class RequestQueues:
-    """`running` holds the requests that have a device row and blocks, `waiting` all others.
+    """`running` holds the requests that have a device row and blocks; all others wait, in a queue of each owner.
 
-    Both are in queue order: by priority, then the oldest first. Of one priority, every running request is older than
-    every waiting one.
+    Of one owner all is in queue order: by priority, then the oldest first; of one priority, every running request is
+    older than every waiting one. Between owners a virtual token counter decides (Sheng et al., 2024): the next request
+    to run is of the best priority that waits and, among those, of the owner that had the least service. An owner that
+    comes begins with the service of the others, so it can neither save up nor lag behind, and for a few tokens it is
+    favoured: a short request of an owner that asks seldom is hardly delayed by those that ask much.
+
+    `running` has favoured owners first, then each owner's oldest request, then each one's second, and so on. The last one
+    is therefore the youngest of the owner that has most, and the first one stays first until it ends or a favoured owner
+    comes. With one owner that is queue order, and nothing is counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, favour: int) -> None:
+        """`favour`: weighted tokens for which an owner that comes is favoured."""
         self.running: list[Request] = []
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.num_waiting = 0
+        self._favour = favour
+        self._owners: dict[str, Owner] = {}
+        self._heads: list[_Key] = []  # of owners that have requests waiting, the next one to run first
         self._by_id: dict[str, Request] = {}
-        self._num_arrivals = 0
+        self._num_arrivals = self._newest_service = 0
+        self._num_favoured = 0  # owners
+        self._num_first = 0  # requests of favoured owners at the beginning of `running`, when that was last sorted
+        self._is_sorted = True  # `running`
 
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, in the order of their arrival."""
+        return iter(self._by_id.values())
+
     def find(self, request_id: str) -> Request | None:
         return self._by_id.get(request_id)
+
+    def owner_of(self, request: Request) -> Owner:
+        return self._owners[request.engine_request.owner]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """All of them, by owner."""
+        return [request for owner in self._owners.values() for request in owner.waiting.values()]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are requests of more than one owner."""
+        return len(self._owners) > 1
+
+    @property
+    def has_favoured(self) -> bool:
+        """Whether some owners are favoured over others."""
+        return 0 < self._num_favoured < len(self._owners)
 
     def add(self, request: Request) -> None:
         """A new request waits."""
         self._num_arrivals += 1
         request.order = (request.engine_request.priority, self._num_arrivals)
-        last = next(reversed(self.waiting.values()), request)
-        self._by_id[request.request_id] = self.waiting[request.request_id] = request
+        self._by_id[request.request_id] = request
+        name = request.engine_request.owner
+        owner = self._owners.get(name) or self._new_owner(name)
+        last = next(reversed(owner.waiting.values()), request)
+        owner.waiting[request.request_id] = request
+        self.num_waiting += 1
         if request.order < last.order:
-            self._sort_waiting()
+            _sort(owner)
+        self._place(owner)
 
     def first_waiting(self) -> Request:
-        return next(iter(self.waiting.values()))
+        return next(iter(self._owners[self._heads[0][-1]].waiting.values()))
+
+    def should_give_way(self) -> bool:
+        """Whether the last running request should wait again for the sake of the first waiting one: its owner has more
+        than twice as many running, and would itself wait behind it. So no owner loses its only one, and none in vain.
+        """
+        if not self.running:
+            return False
+        last, first = self.running[-1], self.first_waiting()
+        having, lacking = self.owner_of(last), self.owner_of(first)
+        behind = last.order[0], not having.is_favoured, having.service
+        ahead = first.order[0], not lacking.is_favoured, lacking.service
+        return having.num_running > 2 * lacking.num_running + 1 and behind >= ahead
 
     def start(self, request: Request) -> None:
         """A waiting request runs."""
-        del self.waiting[request.request_id]
-        last = self.running[-1] if self.running else request
+        owner = self.owner_of(request)
+        del owner.waiting[request.request_id]
+        self.num_waiting -= 1
+        owner.num_running += 1
+        self._place(owner)
+        if self.running and (self.is_shared or request.order < self.running[-1].order):
+            self._is_sorted = False
         self.running.append(request)
-        if request.order < last.order:
-            self.running.sort(key=lambda each: each.order)
 
     def stop_last(self) -> Request:
-        """The last running request waits again, before all that are younger or of lower priority."""
+        """The last running request waits again, before all of its owner that are younger or of lower priority."""
         request = self.running.pop()
-        first = next(iter(self.waiting.values()), request)
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        owner = self.owner_of(request)
+        first = next(iter(owner.waiting.values()), request)
+        owner.waiting[request.request_id] = request
+        owner.waiting.move_to_end(request.request_id, last=False)
+        self.num_waiting += 1
+        owner.num_running -= 1
+        self._is_sorted = self._is_sorted and not self.is_shared
         if first.order < request.order:
-            self._sort_waiting()
+            _sort(owner)
+        self._place(owner)
         return request
 
     def remove(self, request: Request) -> None:
         """A request has ended."""
         del self._by_id[request.request_id]
-        if self.waiting.pop(request.request_id, None) is None:
+        owner = self.owner_of(request)
+        if owner.waiting.pop(request.request_id, None) is not None:
+            self.num_waiting -= 1
+        else:
             self.running.remove(request)
+            owner.num_running -= 1
+            self._is_sorted = self._is_sorted and not self.is_shared
+        self._place(owner)
+        if not (owner.waiting or owner.num_running):
+            del self._owners[owner.name]
+            self._num_favoured -= owner.is_favoured
 
-    def _sort_waiting(self) -> None:
-        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].order))
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Its first `num_tokens` tokens are computed now or were before. What was charged once is not charged again."""
+        start, end, num_prompt = request.num_charged, num_tokens, request.num_prompt_tokens
+        if end <= start:
+            return
+        request.num_charged = end
+        owner = self.owner_of(request)
+        owner.service += end - start + (OUTPUT_WEIGHT - 1) * (max(end, num_prompt) - max(start, num_prompt))
+        self._newest_service = owner.service
+        if owner.service >= owner.favoured_until:
+            self._stop_favouring(owner)
+        self._place(owner)
+
+    def _stop_favouring(self, owner: Owner) -> None:
+        if owner.is_favoured:
+            owner.is_favoured = self._is_sorted = False
+            self._num_favoured -= 1
+
+    def sort_running(self) -> int:
+        """Order `running`. Returns how many requests of favoured owners are at its beginning."""
+        if not self._is_sorted:
+            self._is_sorted = True
+            self.running.sort(key=lambda each: each.order)
+            self._num_first = 0
+            if self.is_shared:
+                keys = self._running_keys()
+                self.running.sort(key=keys.__getitem__)
+                self._num_first = sum(owner.num_running for owner in self._owners.values() if owner.is_favoured)
+        return self._num_first if self.is_shared else 0
+
+    def _running_keys(self) -> dict[Request, tuple[bool, int, tuple[int, int]]]:
+        """Of each running request; they are in queue order."""
+        ranks: Counter[str] = Counter()
+        keys = {}
+        for request in self.running:
+            owner = self.owner_of(request)
+            keys[request] = not owner.is_favoured, ranks[owner.name], request.order
+            ranks[owner.name] += 1
+        return keys
+
+    def _new_owner(self, name: str) -> Owner:
+        service = self._heads[0][2] if self._heads else self._newest_service
+        if len(self._owners) == 1:  # nothing was counted while it was alone
+            (other,) = self._owners.values()
+            service = other.service
+            self._stop_favouring(other)
+            self._place(other)
+            for request in self.running:
+                request.num_charged = max(request.num_charged, request.num_computed_tokens)
+        owner = self._owners[name] = Owner(name, service, service + self._favour)
+        self._num_favoured += 1
+        return owner
+
+    def _place(self, owner: Owner) -> None:
+        """Its position among the owners that have requests waiting may have changed."""
+        key: _Key | None = None
+        if owner.waiting:
+            (priority, arrival) = next(iter(owner.waiting.values())).order
+            key = priority, not owner.is_favoured, owner.service, owner.num_running, arrival, owner.name
+        if key == owner.key:
+            return
+        if owner.key is not None:
+            del self._heads[bisect_left(self._heads, owner.key)]
+        if key is not None:
+            insort(self._heads, key)
+        owner.key = key
 
     def check(self) -> None:
         """Assert every invariant."""
-        everyone = [*self.running, *self.waiting.values()]
+        everyone = [*self.running, *self.waiting]
         assert {request.request_id: request for request in everyone} == self._by_id
         assert len(everyone) == len(self._by_id), "a request is both running and waiting"
-        for queue in (self.running, self.waiting.values()):
-            assert [r.order for r in queue] == sorted(r.order for r in queue), "a queue is out of order"
-        for priority in {r.engine_request.priority for r in everyone}:
-            orders = [r.order for r in everyone if r.engine_request.priority == priority]
-            assert orders == sorted(orders), "a request overtook an older one"
+        assert self.num_waiting == len(self.waiting)
+        assert self._heads == sorted(owner.key for owner in self._owners.values() if owner.key is not None)
+        for owner in self._owners.values():
+            running = [request for request in self.running if self.owner_of(request) is owner]
+            waiting = list(owner.waiting.values())
+            assert running or waiting, "an owner without requests"
+            assert owner.num_running == len(running)
+            assert (owner.key is None) == (not waiting)
+            assert [r.order for r in waiting] == sorted(r.order for r in waiting), "a queue is out of order"
+            for priority in {r.engine_request.priority for r in running + waiting}:
+                oldest_waiting = min((r.order for r in waiting if r.engine_request.priority == priority), default=None)
+                for r in running:
+                    overtakes = oldest_waiting is not None and r.order > oldest_waiting
+                    assert r.engine_request.priority != priority or not overtakes, "a request overtook an older one"
+        assert self._num_favoured == sum(owner.is_favoured for owner in self._owners.values())
+        if self._is_sorted:
+            ranks: Counter[str] = Counter()
+            keys = []
+            for request in self.running:
+                owner = self.owner_of(request)
+                keys.append((not owner.is_favoured, ranks[owner.name], request.order))
+                ranks[owner.name] += 1
+            assert keys == sorted(keys), "the running requests are out of order"
+
+
+def _sort(owner: Owner) -> None:
+    owner.waiting = OrderedDict(sorted(owner.waiting.items(), key=lambda item: item[1].order))

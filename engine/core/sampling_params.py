@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.core.parameters import NumberChecks, parameter
+from engine.core.parameters import NumberChecks, parameter, parameters_of
 from engine.core.structured_outputs import StructuredOutputs
 
-_LENGTHS = (("logit_bias", 1024), ("bad_words", 512), ("dry_sequence_breakers", 512))
+MAX_TEXT_LENGTH = 100  # characters of a text that stands for tokens, or tokens of a list
+# What `checked` is about: the parameters that are token ids, or texts to be made into some.
+_TOKEN_FIELDS = frozenset(
+    ["stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "dry_multiplier"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,9 @@ class SamplingParams:
     )  # None: up to the model's context length
     min_tokens: int = parameter(0, "no end before this many tokens", at_least=0)
     stop: str | list[str] | None = parameter(None, "a text, or a list of texts, that ends the answer")
-    stop_token_ids: list[int] | None = parameter(None, "tokens that end the answer, besides the model's own")
+    stop_token_ids: list[int] | None = parameter(
+        None, "tokens that end the answer, besides the model's own", max_length=1024
+    )
     include_stop_str_in_output: bool = parameter(False, "keep the text that ended the answer")
     ignore_eos: bool = parameter(False, "go on after an end-of-text token")
     skip_special_tokens: bool = parameter(True, "leave special tokens out of the text")
@@ -84,10 +90,12 @@ class SamplingParams:
         at_most=100,
     )
     logit_bias: dict[int, float] | None = parameter(
-        None, "token ids, each with what is added to its logit, from -100 to 100"
+        None, "token ids, each with what is added to its logit, from -100 to 100", max_length=1024
     )
-    allowed_token_ids: list[int] | None = parameter(None, "only these tokens are ever sampled", unset="all")
-    bad_words: list[str | list[int]] | None = parameter(None, "texts that are never generated")
+    allowed_token_ids: list[int] | None = parameter(
+        None, "only these tokens are ever sampled", max_length=16_384, unset="all"
+    )
+    bad_words: list[str | list[int]] | None = parameter(None, "texts that are never generated", max_length=512)
     dry_multiplier: float = parameter(
         0.0, '"don\'t repeat yourself" (DRY): strength of the penalty; 0: none', at_least=0, at_most=100
     )
@@ -98,7 +106,7 @@ class SamplingParams:
         2, "repetitions shorter than this have no DRY penalty", at_least=1, at_most=1000
     )
     dry_sequence_breakers: list[str | int] | None = parameter(
-        None, "texts or token ids that end a DRY repetition", unset='newline `:` `"` `*`'
+        None, "texts or token ids that end a DRY repetition", max_length=512, unset='newline `:` `"` `*`'
     )
     xtc_threshold: float = parameter(
         0.1,
@@ -123,6 +131,7 @@ class SamplingParams:
     )
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
+    checked: bool = False  # by an input processor: texts are token ids now, and all ids are the model's
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -136,9 +145,13 @@ class SamplingParams:
                 raise _wrong("stop", self.stop, "unset when detokenize=False")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputs")
-        self._check_tokens()
+        if not self.checked:
+            self._check_tokens()
 
     def _check_tokens(self) -> None:
+        for name, most in _MAX_LENGTHS:
+            if (value := getattr(self, name)) is not None and len(value) > most:
+                raise _wrong(name, str(len(value)), f"at most {most} entries")
         if self.stop_token_ids is not None and not all(map(_is_id, self.stop_token_ids)):
             raise _wrong("stop_token_ids", self.stop_token_ids, "token ids (integers ≥ 0)")
         if self.logit_bias is not None:
@@ -147,30 +160,36 @@ class SamplingParams:
                     raise _wrong("logit_bias", {token_id: bias}, "token ids with numbers in [-100, 100]")
         if (allowed := self.allowed_token_ids) is not None and not (allowed and all(map(_is_id, allowed))):
             raise _wrong("allowed_token_ids", allowed, "at least one token id")
-        for name, most in _LENGTHS:
-            value = getattr(self, name)
-            if value is not None and len(value) > most:
-                raise _wrong(name, str(len(value)), f"at most {most} entries")
         for word in self.bad_words or ():
-            if not ((isinstance(word, str) or all(map(_is_id, word))) and 0 < len(word) <= 100):
-                raise _wrong("bad_words", word, "texts or lists of token ids, of 1 to 100")
+            if not ((isinstance(word, str) or all(map(_is_id, word))) and 0 < len(word) <= MAX_TEXT_LENGTH):
+                raise _wrong("bad_words", word, f"texts or lists of token ids, of 1 to {MAX_TEXT_LENGTH}")
         for breaker in self.dry_sequence_breakers or ():
-            if not (breaker != "" if isinstance(breaker, str) else _is_id(breaker)):
-                raise _wrong("dry_sequence_breakers", breaker, "non-empty texts or token ids")
+            if not (0 < len(breaker) <= MAX_TEXT_LENGTH if isinstance(breaker, str) else _is_id(breaker)):
+                wanted = f"non-empty texts or token ids, the texts of at most {MAX_TEXT_LENGTH} characters"
+                raise _wrong("dry_sequence_breakers", breaker, wanted)
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def clone(self, **changes: object) -> SamplingParams:
+        """A copy with changes. One that changes no token ids stays `checked`."""
+        if self.checked and not _TOKEN_FIELDS.isdisjoint(changes):
+            changes = {"checked": False, **changes}
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 _check_numbers = NumberChecks(SamplingParams)
+_MAX_LENGTHS = [
+    (name, each.declaration.max_length)
+    for name, each in parameters_of(SamplingParams).items()
+    if each.declaration.max_length is not None
+]
 
 
 def _wrong(name: str, value: object, wanted: str) -> ValueError:
-    return ValueError(f"{name} must be {wanted}, got {value!r}")
+    shown = repr(value)
+    return ValueError(f"{name} must be {wanted}, got {shown if len(shown) <= 200 else shown[:200] + '…'}")
 
 
 def _is_number(value: object) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.core.block_pool import Name
 
@@ -28,33 +30,39 @@ class SavedBlocks:
         self._slots: dict[Name, int] = {}
         for name, slot, heat in saved:
             self._names[slot], self._heats[slot], self._slots[name] = name, heat, slot
+        self._free = [slot for slot in reversed(range(num_slots)) if self._names[slot] is None]
         self._hottest = max(self._heats, default=0)
 
-    def plan(self, published: Sequence[tuple[int, Name]]) -> list[Save]:
-        """What to write, in this order, so that the file holds these blocks, the hottest first, or as many as fit.
+    def sweep(self, published: Iterable[tuple[int, Name]]) -> Iterator[Save | None]:
+        """For each of these blocks, the hottest first, what to write now; None: it is saved already.
 
-        The slots of the coldest others are taken. Nothing changes before `put`, but the heat of what is saved already.
+        Ends when all slots are taken. A block counts as saved once it is yielded; in a full file it takes the slot of the
+        coldest one that this sweep has not come by.
         """
-        wanted = published[: len(self._names)]
-        self._hottest += len(wanted)
-        lacking: list[tuple[int, Name, int]] = []
-        kept = set()
-        for rank, (block_id, name) in enumerate(wanted):
-            heat, slot = self._hottest - rank, self._slots.get(name)
-            if slot is None:
-                lacking.append((block_id, name, heat))
-            else:
+        before = self._hottest
+        heat = self._hottest = before + len(self._names)
+        coldest = self._coldest(before)
+        for block_id, name in islice(published, len(self._names)):
+            slot = self._slots.get(name)
+            if slot is not None:
                 self._heats[slot] = heat
-                kept.add(slot)
-        others = [slot for slot in range(len(self._names)) if slot not in kept]
-        others.sort(key=lambda slot: (self._names[slot] is not None, self._heats[slot]))
-        return [Save(block_id, name, slot, heat) for (block_id, name, heat), slot in zip(lacking, others, strict=False)]
+                yield None
+            else:
+                slot = self._free.pop() if self._free else next(coldest)
+                if (other := self._names[slot]) is not None:
+                    del self._slots[other]
+                self._names[slot], self._heats[slot], self._slots[name] = name, heat, slot
+                yield Save(block_id, name, slot, heat)
+            heat -= 1
 
-    def put(self, save: Save) -> None:
-        """The slot holds that block from now on, and no other."""
-        if (before := self._names[save.slot]) is not None:
-            del self._slots[before]
-        self._names[save.slot], self._heats[save.slot], self._slots[save.name] = save.name, save.heat, save.slot
+    def _coldest(self, most: int) -> Iterator[int]:
+        """Slots in the order of their heats, which are at most `most` when it comes to them."""
+        heap = [(heat, slot) for slot, heat in enumerate(self._heats) if heat <= most]
+        heapq.heapify(heap)
+        while heap:
+            _, slot = heapq.heappop(heap)
+            if self._heats[slot] <= most:
+                yield slot
 
     def heats(self) -> Iterator[tuple[int, int]]:
         """Slot and heat of each block."""

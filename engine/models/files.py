@@ -8,15 +8,26 @@ from typing import Any
 
 from engine.models.errors import ModelError
 
+MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
+
+
+def load_json(path: Path) -> Any:
+    """What the JSON file `path` holds. ModelError names the file when it is missing, unreadable or broken."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: is too large ({path.stat().st_size >> 20} MiB); download it again")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except RecursionError:
+        raise ModelError(f"{path}: is nested too deeply; download it again") from None
+    except ValueError as error:  # malformed JSON or not UTF-8
+        raise ModelError(f"{path}: is not valid JSON ({error}); download it again") from error
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. ModelError names the file when it is missing, unreadable or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except ValueError as error:  # malformed JSON or not UTF-8
-        raise ModelError(f"{path}: is not valid JSON ({error}); download it again") from error
+    value = load_json(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not a {type(value).__name__}; download it again")
     return value

@@ -44,7 +44,7 @@ def token_ids(config: dict[str, Any], name: str) -> tuple[int, ...]:
     """A field that holds one token id, a list of them, or null."""
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
         raise ModelError(f"{name!r} must be a token id or a list of them, got {value!r}")
     return tuple(ids)
 

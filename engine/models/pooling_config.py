@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from engine.models.errors import ModelError
-from engine.models.files import read_json
+from engine.models.files import load_json, read_json
 
 MODULES = "modules.json"  # there is one with every embedding model
 SUPPORTED = ("Transformer", "Pooling", "Normalize")
@@ -19,8 +18,8 @@ def is_embedding_model(folder: Path) -> bool:
     if not path.exists():
         return False
     try:
-        types = [module["type"].rpartition(".")[2] for module in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        types = [module["type"].rpartition(".")[2] for module in load_json(path)]
+    except (LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: is no list of modules, each with its type ({error}); download it again") from error
     if unknown := [name for name in types if name not in SUPPORTED]:
         raise ModelError(f"{path}: module {unknown[0]!r} is not supported; supported: {', '.join(SUPPORTED)}")

@@ -82,7 +82,10 @@ def _matches(pattern: str, name: str) -> bool:
     if pattern == "Linear":
         return True
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error as error:
+            raise ModelError(f"'{WHERE}': {pattern!r} is no regular expression ({error})") from None
     return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
@@ -180,8 +183,10 @@ def _modelopt(config: Mapping[str, Any]) -> Quantization:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
     """llm-compressor's: a scheme for each group of modules."""
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise _unsupported("sparsity_config", config["sparsity_config"]["format"], ("dense",))
+    sparsity = config.get("sparsity_config") or {}
+    sparse_format = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    if sparse_format != "dense":
+        raise _unsupported("sparsity_config", sparse_format, ("dense",))
     groups = config.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ModelError(f"'{WHERE}': 'config_groups' must be an object of objects, got {groups!r}")
@@ -216,7 +221,8 @@ def _group_scheme(group: Mapping[str, Any], file_format: Any, path: str) -> Sche
         weights, "strategy", strategies, default="group" if weights.get("group_size") else "tensor", path=at
     )
     symmetric = _choice(weights, "symmetric", (True, False), default=True, path=at)
-    activations = (group.get("input_activations") or {}).get("num_bits") == 8
+    inputs = group.get("input_activations")
+    activations = isinstance(inputs, dict) and inputs.get("num_bits") == 8
     width = _group(weights, "group_size", -1, at) if strategy in ("group", "tensor_group") else 0
     if (kind, bits) == ("float", 4):
         if width not in FP4_FORMATS:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,6 +62,8 @@ def load_model(
         shard=shard,
         communicator=communicator or SingleRank(),
     )
+    if load_format != "dummy":
+        _matched(_without_memory(spec, scope, folder), stored, folder)
     try:
         model = Decoder(spec, scope, max_model_len=max_model_len)
         with torch.no_grad():
@@ -70,12 +72,20 @@ def load_model(
             else:
                 _fill(model, folder, stored, progress)
     except torch.OutOfMemoryError as error:
-        empty = Decoder(spec, replace(scope, device=torch.device("meta")), max_model_len=1)
+        empty = _without_memory(spec, scope, folder)
         need = sum(tensor.memory.nbytes for tensor in checkpoint_tensors(empty).values())
         if spec.tie_word_embeddings:
             need -= empty.embed_tokens.weight.nbytes
         raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of weights do not fit on {device}") from error
     return model
+
+
+def _without_memory(spec: ModelSpec, scope: Scope, folder: Path) -> Decoder:
+    """A decoder of shapes alone. ModelError when they are beyond any memory."""
+    try:
+        return Decoder(spec, replace(scope, device=torch.device("meta")), max_model_len=1)
+    except RuntimeError as error:  # the number of bytes has more than 64 bits
+        raise ModelError(f"{folder / 'config.json'}: its tensors are too large ({error})") from None
 
 
 def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
@@ -134,17 +144,22 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
 def _files(folder: Path) -> list[Path]:
     """model.safetensors, or the shards that the index names, or else every .safetensors file but Mistral's own."""
     single, index = folder / "model.safetensors", folder / INDEX
-    if single.exists():
+    if single.is_file():
         return [single]
-    if index.exists():
+    if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index}: 'weight_map' must map tensors to files; download it again")
-        files = [folder / str(name) for name in sorted({str(name) for name in weight_map.values()})]
-        if missing := [file.name for file in files if not file.exists()]:
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ModelError(f"{index}: {name!r} is not a file name; download it again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
             raise ModelError(f"{index}: names {', '.join(missing)}, which {folder} does not hold; download the rest")
         return files
-    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    files = sorted(
+        file for file in folder.glob("*.safetensors") if file.is_file() and not file.name.startswith("consolidated")
+    )
     if not files:
         raise ModelError(
             f"{folder}: holds no .safetensors weights (it holds {listing(folder)}); "
@@ -166,9 +181,17 @@ def _open(file: Path) -> Iterator[Any]:
 # Filling
 
 
-def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
-    """Stream every stored tensor to its memory. ModelError names what does not fit."""
-    tied = model.spec.tie_word_embeddings
+class _Matched(NamedTuple):
+    """What a decoder declares and what is stored, under the same names."""
+
+    declared: dict[str, CheckpointTensor]
+    stored: dict[str, _Stored]
+    extras: dict[str, _Stored]  # optional tensors
+    optional: dict[str, Callable[[Tensor], None]]
+
+
+def _matched(model: Decoder, stored: dict[str, _Stored], folder: Path) -> _Matched:
+    """ModelError names what does not fit."""
     declared = checkpoint_tensors(model)
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED)}
     if not model.spec.has_head:
@@ -179,7 +202,14 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Pr
     stored = _by_declared_names(declared, stored)
     optional = _optional_tensors(model)
     extras = {name: stored.pop(name) for name in list(stored) if name in optional}
-    _check(declared, stored, folder, tied=tied)
+    _check(declared, stored, folder, tied=model.spec.tie_word_embeddings)
+    return _Matched(declared, stored, extras, optional)
+
+
+def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
+    """Stream every stored tensor to its memory. ModelError names what does not fit."""
+    declared, stored, extras, optional = _matched(model, stored, folder)
+    tied = model.spec.tie_word_embeddings
     twice = stored.pop(LM_HEAD) if tied and EMBEDDING in stored and LM_HEAD in stored else None
     total = sum(tensor.num_bytes for tensor in stored.values())
     done = 0

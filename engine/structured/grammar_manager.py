@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -114,6 +114,17 @@ def _allow_one(mask: np.ndarray, token_id: int) -> None:
     mask.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
 
 
+def _caught(function: Callable[..., None], *args: Any) -> str:
+    """Call a function that runs a grammar's own code; what went wrong, panics of the library in Rust among it."""
+    try:
+        function(*args)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
 class GrammarManager(Generic[T]):
     """Holds guided requests until their grammars are compiled, then follows the grammars until the requests end.
 
@@ -203,13 +214,18 @@ class GrammarManager(Generic[T]):
             self._start_compiling()
         return held is not None
 
-    def advance(self, request_id: str, token_ids: Sequence[int]) -> None:
+    def advance(self, request_id: str, token_ids: Sequence[int]) -> str:
         """Follow the request's next tokens. A token that its masks did not allow is an error that `fill` reports.
 
-        After the end of the grammar only ends of text are allowed.
+        After the end of the grammar only ends of text are allowed. Returns what went wrong in the grammar's own code.
         """
         followed = self._followed.get(request_id)
-        if followed is not None and not followed.matcher.is_stopped():
+        if followed is None:
+            return ""
+        return _caught(self._advance, followed, token_ids)
+
+    def _advance(self, followed: _Followed, token_ids: Sequence[int]) -> None:
+        if not followed.matcher.is_stopped():
             followed.matcher.consume_tokens(list(token_ids))
             del followed.forced[-len(token_ids) :]
 
@@ -233,14 +249,25 @@ class GrammarManager(Generic[T]):
         late: list[int] = []
         if by_deadline:
             wanted, late = self._split(wanted)
-        self._seconds_spent = self._fill(wanted, masks)
         errors: dict[str, str] = {}
+        if _caught(self._fill_all, wanted, masks):  # one of them: which?
+            for followed, i in wanted:
+                if error := _caught(self._fill_all, [(followed, i)], masks):
+                    masks[i] = -1
+                    errors[request_ids[i]] = error
         for followed, i in wanted:
-            if followed.matcher.is_error():
-                errors[request_ids[i]] = followed.matcher.get_error()
-            else:  # all tokens that the grammar leaves no choice about: their masks cost nothing
-                followed.forced = followed.matcher.compute_ff_tokens()[::-1]
+            error = followed.matcher.get_error() if followed.matcher.is_error() else _caught(self._look_ahead, followed)
+            if error:
+                errors.setdefault(request_ids[i], error)
         return late, errors
+
+    def _fill_all(self, wanted: _Wanted, masks: np.ndarray) -> None:
+        self._seconds_spent = self._fill(wanted, masks)
+
+    @staticmethod
+    def _look_ahead(followed: _Followed) -> None:
+        """Find all tokens that the grammar leaves no choice about: their masks cost nothing."""
+        followed.forced = followed.matcher.compute_ff_tokens()[::-1]
 
     def _split(self, wanted: _Wanted) -> tuple[_Wanted, list[int]]:
         """Those that the deadline allows for, and the rows of the others, with which the next fill begins."""

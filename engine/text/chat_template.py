@@ -24,6 +24,8 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from engine.one_line import one_line
+
 MAX_STEPS = 1_000_000  # loop rounds, calls, filters, operators
 MAX_CHARS = 1 << 27  # written, or made on the way
 MAX_SECONDS = 3.0
@@ -34,6 +36,9 @@ _CONTINUE_HERE = "<|the answer continues here|> "  # its last space shows whethe
 
 class ChatTemplateError(Exception):
     """A template that cannot be compiled, or messages that it refuses; the message is one clear line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ChatTemplate:

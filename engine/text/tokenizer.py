@@ -11,30 +11,70 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
+
+from engine.one_line import one_line
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class TokenizerError(Exception):
     """A tokenizer that cannot be loaded or a text that it cannot read; the message is one clear line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class _Token(msgspec.Struct):
+    """A token in tokenizer_config.json. Fields as of `tokenizers.AddedToken`."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
+    special: bool = False
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _Config(msgspec.Struct):
+    """What is used of tokenizer_config.json and special_tokens_map.json."""
+
+    added_tokens_decoder: dict[int, _Token] | None = None
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+    sep_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+    cls_token: str | _Token | None = None
+    mask_token: str | _Token | None = None
+    additional_special_tokens: list[str | _Token] | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+    chat_template: str | list[_NamedTemplate] | None = None
 
 
 class Tokenizer:
     """What a model folder says about its tokens."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], chat_template: str | None = None) -> None:
-        """`config` is the content of tokenizer_config.json, with the special tokens in it."""
+        """`config` is the content of tokenizer_config.json, with the special tokens in it. `TokenizerError` when wrong."""
         self._backend = backend
         self.chat_template = chat_template
-        self._add_config_tokens(config)
+        read = _read_config(config)
+        self._add_config_tokens(read)
         self.special_tokens_map: dict[str, str] = {
-            name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None
+            name: text for name in _SPECIAL_NAMES if (text := _token_text(getattr(read, name))) is not None
         }
         self.bos_token = self.special_tokens_map.get("bos_token")
         self.eos_token = self.special_tokens_map.get("eos_token")
@@ -44,7 +84,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         # A config that mentions either flag replaces what tokenizer.json adds around a text.
-        flags = (config.get("add_bos_token"), config.get("add_eos_token"))
+        flags = (read.add_bos_token, read.add_eos_token)
         self._frame: tuple[list[int], list[int]] | None = None
         if flags != (None, None):
             bos = [self.bos_token_id] if flags[0] and self.bos_token_id is not None else []
@@ -64,26 +104,28 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # plain Exception, or a panic in Rust, which is none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise TokenizerError(f"{path} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         return cls(backend, config, _read_chat_template(folder, config))
 
-    def _add_config_tokens(self, config: dict[str, Any]) -> None:
+    def _add_config_tokens(self, config: _Config) -> None:
         """Tokens that the config adds to tokenizer.json, and which tokens are special.
 
         One that would get another id than the config says is left out. Special tokens are matched in the text as it is
         written: normalised ones would hide behind a `▁`.
         """
-        declared = config.get("added_tokens_decoder") or {}
-        for token_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-            known = self._backend.token_to_id(entry["content"])
+        for token_id, entry in sorted((config.added_tokens_decoder or {}).items()):
+            known = self._backend.token_to_id(entry.content)
             new = self._backend.get_vocab_size(with_added_tokens=True)
-            if int(token_id) == (new if known is None else known):
-                self._add(tokenizers.AddedToken(**{k: v for k, v in entry.items() if k in _TOKEN_FIELDS}))
-        named = [config.get(name) for name in _SPECIAL_NAMES] + (config.get("additional_special_tokens") or [])
+            if token_id == (new if known is None else known):
+                given = {name: value for name, value in msgspec.structs.asdict(entry).items() if value is not None}
+                self._add(tokenizers.AddedToken(**given))
+        named = [*(getattr(config, name) for name in _SPECIAL_NAMES), *(config.additional_special_tokens or ())]
         texts = {
             text for entry in named if (text := _token_text(entry)) and self._backend.token_to_id(text) is not None
         }
@@ -114,6 +156,14 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # unlike `encode` it gives up the interpreter's lock, and it notes no offsets, which takes as long as the ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """The most characters of a text that one token can stand for; None: no such number, for some are left out."""
+        if not _keeps_all(self._backend):
+            return None
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return longest * (1 if self._backend.normalizer is None else _MAX_COMPOSED)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         pieces = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
@@ -146,6 +196,40 @@ class Tokenizer:
 
     def token_to_id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
+
+
+_MAX_COMPOSED = 4  # characters that Unicode's normal forms make one of
+_KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", "ByteLevel"}
+_KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Split"}
+
+
+def _keeps_all(backend: tokenizers.Tokenizer) -> bool:
+    """Whether every character of a text is in one of its tokens: none is dropped or stands for any number of others."""
+    normalizers, pre_tokenizers = (
+        _parts(backend.normalizer, "normalizers"),
+        _parts(backend.pre_tokenizer, "pretokenizers"),
+    )
+    knows_all_bytes = getattr(backend.model, "byte_fallback", False) or any(
+        part["type"] == "ByteLevel" for part in (*normalizers, *pre_tokenizers)
+    )
+    replaced = [part for part in normalizers if part["type"] == "Replace"]
+    return (
+        knows_all_bytes
+        and {part["type"] for part in normalizers} <= _KEEPING_NORMALIZERS
+        and {part["type"] for part in pre_tokenizers} <= _KEEPING_PRE_TOKENIZERS
+        and all(part.get("behavior") != "Removed" for part in pre_tokenizers)
+        and all(len(part["pattern"].get("String", "")) == 1 and part["content"] for part in replaced)
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    )
+
+
+def _parts(step: Any, name: str) -> list[dict[str, Any]]:
+    """What a step of the tokenizer consists of, as tokenizer.json has it. `name`: of the list in a sequence."""
+    if step is None:
+        return []
+    state = json.loads(step.__getstate__())
+    parts: list[dict[str, Any]] = state[name] if state["type"] == "Sequence" else [state]
+    return parts
 
 
 class _Pieces:
@@ -219,9 +303,16 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_level_alphabet()
 
 
-def _token_text(entry: Any) -> str | None:
+def _read_config(content: dict[str, Any]) -> _Config:
+    try:
+        return msgspec.convert(content, _Config, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise TokenizerError(f"tokenizer_config.json: {error}") from None
+
+
+def _token_text(entry: str | _Token | None) -> str | None:
     """A special token in a config: a string, or an object with its content."""
-    return entry.get("content") if isinstance(entry, dict) else entry
+    return entry.content if isinstance(entry, _Token) else entry
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -229,7 +320,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except RecursionError:
+        raise TokenizerError(f"{path} is nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must hold a JSON object")
@@ -240,9 +333,12 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, chat_template.json or tokenizer_config.json; of several named templates the default one."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{path} cannot be read: {error}") from None
+    template = _read_config(config | _read_json(folder / "chat_template.json")).chat_template
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.name: entry.template for entry in template}
         return named.get("default", next(iter(named.values()), None))
     return template

@@ -116,6 +116,13 @@ class InputBatch:
         self.state.records[at] = self.device.upload(torch.from_numpy(records))
         return rows
 
+    def clear(self) -> None:
+        """Free all rows."""
+        self.rows.clear()
+        self.num_scored = self.num_pooled = 0
+        self._members = None
+        self._free = list(range(self.num_rows - 1, -1, -1))
+
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:
         """Write the step into the next packed buffer, padded to `padded_seqs` one-token sequences when that is not 0."""
         members = self.members(output.batch)

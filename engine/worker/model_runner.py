@@ -142,6 +142,15 @@ class ModelRunner:
         self.graphs = None
         self.kv_cache = []
 
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget all rows and all steps in flight, after a step failed. Raises when the device itself can do no more."""
+        self.device.synchronize()
+        self.batch.clear()
+        self._sampler.clear()
+        self._last_guided = None
+        self.device.reset_peak_memory()
+
     def update_rows(self, output: SchedulerOutput) -> None:
         """Free the rows of removed requests and give rows to new ones."""
         removed, added = self.batch.apply(output)

@@ -22,9 +22,10 @@ class Embeddings:
     vectors: Tensor  # [n, hidden] float32 on the CPU, filled when the step is done
 
     def read(self) -> dict[int, bytes]:
-        """After the device is done: index → float32 values."""
+        """After the device is done: index → float32 values; none where they are not finite."""
         rows = self.vectors.numpy()
-        return {index: rows[i, : self.num_dimensions[i]].tobytes() for i, index in enumerate(self.indices)}
+        found = {index: rows[i, : self.num_dimensions[i]] for i, index in enumerate(self.indices)}
+        return {index: values.tobytes() if np.isfinite(values).all() else b"" for index, values in found.items()}
 
 
 class Pooler:

@@ -163,6 +163,10 @@ class RankedRunner:
             handle.finish = partial(self._sample, handle, handle.finish)
         return handle
 
+    def reset(self) -> None:
+        """After a failed step ranks wait for each other in vain: nothing but a new start helps."""
+        raise RuntimeError("a step failed on one of several ranks")
+
     def _sample(self, handle: StepHandle, finish: Callable[[Sequence[int]], None], deferred: Sequence[int]) -> None:
         self._tell(Sample(handle.masks.tobytes(), list(deferred)))
         finish(deferred)
@@ -181,10 +185,9 @@ class RankedRunner:
             follower.expect_end()
         with contextlib.suppress(OSError):
             self._tell(Close())
+        _leave(self._runner)
         for follower in self._followers:
             follower.end(kill=False)
-        self._runner.close()
-        dist.destroy_process_group()
 
 
 class _Follower:
@@ -262,5 +265,13 @@ def follow(connection: Connection) -> None:
                 handle.sample(deferred)
             case Close():
                 break
+    _leave(runner)
+
+
+def _leave(runner: ModelRunner) -> None:
+    """Part from the other ranks, which do so at the same time: NCCL's connections end together, and after the graphs that
+    use them.
+    """
+    runner.device.synchronize()
     runner.close()
     dist.destroy_process_group()

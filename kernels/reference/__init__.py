@@ -16,8 +16,11 @@ from kernels.reference.norm import add_rms_norm, rms_norm
 from kernels.reference.quantized import dequantize, pack_nibbles, quantize_rows
 from kernels.reference.rotary import rope, rope_and_store
 from kernels.reference.sampling import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
     Part,
     gumbel,
+    mark_faults,
     mask_logits,
     random_bits,
     sample,
@@ -27,8 +30,9 @@ from kernels.reference.sampling import (
 from kernels.reference.step import plan_decode, prepare_step
 
 __all__ = [
-    "Part", "add_rms_norm", "dequantize", "gelu_and_mul", "gumbel", "linear", "linear_add", "mask_logits", "norm_linear",
-    "norm_swiglu", "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode",
-    "prepare_step", "quantize_rows", "random_bits", "rms_norm", "rope", "rope_and_store", "sample",
-    "sampling_thresholds", "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
+    "NOTHING_ALLOWED", "NOT_FINITE", "Part", "add_rms_norm", "dequantize", "gelu_and_mul", "gumbel", "linear", "linear_add",
+    "mark_faults", "mask_logits", "norm_linear", "norm_swiglu", "pack_nibbles", "pack_weight",
+    "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "quantize_rows",
+    "random_bits", "rms_norm", "rope", "rope_and_store", "sample", "sampling_thresholds", "silu_and_mul", "store_kv",
+    "to_e4m3", "token_logprobs",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.reference.precision import to_wide
 
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token: a logit is NaN or inf; every logit is -inf
 MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B  # odd multipliers of a 32-bit finaliser
 
 
@@ -126,7 +127,7 @@ def sample(
     temperature [B] float32 (0: the likeliest token, lowest id on ties), top_k [B] int32 (<= 0: all), top_p, min_p [B]
     float32, seeds [B] int64, positions [B] int32 or int64. The order is temperature, min_p, top_k, top_p; tokens that
     tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
-    NaN logits are never chosen while another token can be.
+    A row with a NaN or an inf gets NOT_FINITE, a row of nothing but -inf NOTHING_ALLOWED.
 
     With `Part.PLAIN` the other rows get token 0. With `Part.REST` the other rows of `out` stay as they are; mask_of [B] int32
     is not -1 for rows with a mask, which `mask_logits` has applied.
@@ -154,12 +155,10 @@ def _sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     wide = to_wide(logits)
-    if wide.isnan().any():
-        wide = torch.where(wide.isnan(), -math.inf, wide)
     filtered = ((top_k > 0) & (top_k < wide.shape[1])) | (top_p < 1) | (min_p > 0)
-    random = temperature > 0
-    chosen = torch.empty(len(wide), dtype=torch.int64, device=wide.device)
-    for kind, rows in enumerate((~random, random & ~filtered, random & filtered)):
+    chosen = mark_faults(torch.zeros(len(wide), dtype=torch.int64, device=wide.device), wide.amax(-1))
+    sound, random = chosen == 0, temperature > 0
+    for kind, rows in enumerate((sound & ~random, sound & random & ~filtered, sound & random & filtered)):
         if not rows.any():
             continue
         x, t, seed, position = (y[rows] for y in (wide, temperature.unsqueeze(1), seeds, positions))
@@ -175,6 +174,12 @@ def _sample(
             x = torch.full_like(x, -math.inf).index_put_((row, token), perturbed)
         chosen[rows] = x.argmax(-1)
     return chosen
+
+
+def mark_faults(token_ids: Tensor, highest: Tensor) -> Tensor:
+    """token_ids [B], with NOT_FINITE or NOTHING_ALLOWED in place of those whose row's highest logit [B], NaN if one is, is so."""
+    token_ids = token_ids.masked_fill(~(highest < math.inf), NOT_FINITE)
+    return token_ids.masked_fill_(highest == -math.inf, NOTHING_ALLOWED)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

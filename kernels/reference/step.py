@@ -39,7 +39,8 @@ def prepare_step(
         slots = torch.where(real[seq], blocks * block_size + positions % block_size, -1)
         out.slot_mapping[group, :num_tokens] = slots
 
-    out.input_ids[:num_tokens] = torch.where(token_ids >= 0, token_ids, state.last_token[rows[seq]])
+    newest = state.last_token[rows[seq]].clamp(min=0)  # below 0: the sampler found a fault
+    out.input_ids[:num_tokens] = torch.where(token_ids >= 0, token_ids, newest)
     out.positions[:num_tokens] = positions.int()
     out.last_index[:num_seqs] = query_start[1:] - 1
     out.rows[:num_seqs] = rows

@@ -37,7 +37,7 @@ def _prepare_kernel(
     start = tl.load(packed + segment + i)
     end = tl.load(packed + segment + i + 1)
     record = records + row * NUM_COLUMNS
-    newest = tl.load(record + LAST_TOKEN)
+    newest = tl.maximum(tl.load(record + LAST_TOKEN), 0)  # below 0: the sampler found a fault
     is_real = row < num_rows - 1
     first_position = tl.where(is_real, tl.load(record + NUM_COMPUTED), 0).to(tl.int32)
     context_len = tl.where(is_real, first_position + end - start, 0)

@@ -2,7 +2,8 @@
 
 The thresholds are those of `kernels.triton.thresholds`. Two kernels follow, whose grids depend on shapes alone, so that
 a CUDA graph can hold them: one program for each row and piece of the vocabulary adds the noise and takes the piece's best
-token, and one for each row takes the best of its pieces. With grammars one more kernel precedes them all: it masks the logits
+token, and one for each row takes the best of its pieces. NaN counts as inf, which noise leaves as it is: so a row that is not
+finite is known by its best value. With grammars one more kernel precedes them all: it masks the logits
 of the rows that have a mask.
 
 The noise is a pure function of (seed, position, token id); see `kernels.reference.random_bits`.
@@ -20,11 +21,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from kernels import reference
 from kernels.reference import Part
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.triton.thresholds import is_filtered, load_logits, sampling_thresholds
+from kernels.triton.thresholds import is_filtered, sampling_thresholds
 
-NEG_INF = tl.constexpr(float("-inf"))
+NEG_INF, INF = tl.constexpr(float("-inf")), tl.constexpr(float("inf"))
+LARGEST = tl.constexpr(3.4028234e38)  # float32 below inf
+NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(reference.NOT_FINITE), tl.constexpr(reference.NOTHING_ALLOWED)
 PIECE = 4096  # tokens for each program
 PLAIN, REST = tl.constexpr(Part.PLAIN.value), tl.constexpr(Part.REST.value)
 
@@ -104,12 +108,17 @@ def _pick_kernel(
     if _is_part(temperature, top_k, top_p, min_p, mask_of, row, vocab_size, PART):
         piece = tl.program_id(1)
         tokens = piece * PIECE + tl.arange(0, PIECE)
-        x = load_logits(logits + row.to(tl.int64) * stride_row + tokens, tokens < vocab_size)
+        at = logits + row.to(tl.int64) * stride_row + tokens
+        x = tl.load(at, mask=tokens < vocab_size, other=NEG_INF).to(tl.float32)
+        x = tl.where(x == x, x, INF)  # from here on inf stands for NaN too, and nothing else becomes inf
         t = tl.load(temperature + row)
         if t > 0:
             noise = _gumbel(_random_bits(tl.load(seeds + row), tl.load(positions + row), tokens), FAST)
-            noisy = x * (1.0 / t) + noise
-            x = noisy if PART == PLAIN else tl.where(x >= tl.load(thresholds + row), noisy, NEG_INF)
+            noisy = tl.where(x < INF, tl.minimum(x * (1.0 / t) + noise, LARGEST), INF)
+            if PART == PLAIN:
+                x = noisy
+            else:
+                x = tl.where((x >= tl.load(thresholds + row)) | (x == INF), noisy, NEG_INF)
         value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
         at = row * tl.num_programs(1) + piece
         tl.store(best_values + at, value)
@@ -128,8 +137,10 @@ def _reduce_kernel(
     if _is_part(temperature, top_k, top_p, min_p, mask_of, row, vocab_size, PART):
         offs = tl.arange(0, BLOCK)
         values = tl.load(best_values + row * NUM_PIECES + offs, mask=offs < NUM_PIECES, other=NEG_INF)
-        _, piece = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(token_ids + row, tl.load(best_tokens + row * NUM_PIECES + piece).to(tl.int64))
+        value, piece = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+        token = tl.load(best_tokens + row * NUM_PIECES + piece).to(tl.int64)
+        token = tl.where(value < INF, token, NOT_FINITE)
+        tl.store(token_ids + row, tl.where(value > NEG_INF, token, NOTHING_ALLOWED))
     elif PART == PLAIN:
         tl.store(token_ids + row, tl.zeros([], tl.int64))
 

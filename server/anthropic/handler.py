@@ -19,7 +19,7 @@ from server.generation.start import generate
 from server.generation.usage import Usage
 from server.http.callers import caller_of
 from server.http.errors import spelled
-from server.http.responses import streamed, whole
+from server.http.responses import json_response, streamed, whole
 from server.http.sse import event
 from server.http.warnings import Warnings
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
@@ -33,23 +33,21 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/messages", response_model=None)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        warnings = Warnings(settings.strict).add_fields(body)
-        generation = await generate(model, body.neutral(), warnings, caller_of(request))
+        warnings, asked = await model.read(request, body, MessagesRequest.neutral)
+        generation = await generate(model, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = settings.sse_keep_alive_interval
             events = _events(generation, warnings)
             return streamed(events, warnings, failure=failure, end=b"", keep_alive=keep_alive)
-        return await whole(request, _answer(generation, warnings), warnings)
+        return await whole(_answer(generation, warnings), warnings)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_message_tokens(body: CountTokensRequest, response: Response) -> dict[str, Any]:
-        warnings = Warnings(settings.strict).add_fields(body)
-        response.headers.update(warnings.headers)
-        request = body.neutral()
-        with spelled(request.names):
-            model.check_name(request.model)
-            [prompt] = await model.encode(request)
-        return {"input_tokens": len(prompt.token_ids)} | warnings.as_dict()
+    @app.post("/v1/messages/count_tokens", response_model=None)
+    async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
+        warnings, asked = await model.read(request, body, CountTokensRequest.neutral)
+        with spelled(asked.names):
+            model.check_name(asked.model)
+            [prompt] = await model.encode(asked)
+        return json_response({"input_tokens": len(prompt.token_ids)}, warnings)
 
 
 def _message(generation: Generation, warnings: Warnings, **members: Any) -> dict[str, Any]:
@@ -77,7 +75,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _stop(sample: Sample, update: RequestUpdate) -> dict[str, Any]:
-    sequence = update.stop_reason if isinstance(update.stop_reason, str) else None
+    stopped = update.finish_reason == "stop" and isinstance(update.stop_reason, str)
+    sequence = update.stop_reason if stopped else None
     reason = _STOP_REASONS.get(sample.finish_reason(update) or "", "end_turn")
     if sequence is not None and reason == "end_turn":
         reason = "stop_sequence"

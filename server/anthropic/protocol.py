@@ -23,7 +23,6 @@ from server.http.errors import APIError
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
-    "metadata": None,
     "cache_control": None,  # prompts that begin alike share their KV anyway
     "service_tier": ("auto", "standard_only"),
     "inference_geo": (),
@@ -153,6 +152,12 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class Metadata(Body):
+    user_id: str | None = optional("Who asks. A server without keys gives each user a fair part.")
+
+    NAMES_UNKNOWN: ClassVar[bool] = False
+
+
 class _Conversation(Body):
     """What goes into the prompt."""
 
@@ -163,6 +168,8 @@ class _Conversation(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = optional("Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    timeout_ms: int | None = Field(None, ge=1, description="Milliseconds after which the answer ends as it is.")
     output_format: OutputFormat | None = optional("The older name of output_config.format.")
 
     def neutral(self) -> GenerationRequest:
@@ -190,8 +197,10 @@ class _Conversation(Body):
             id_prefix="msg_",
             names=NAMES,
             model=self.model,
+            user=(self.metadata.user_id if self.metadata is not None else None) or "",
+            timeout_ms=self.timeout_ms,
             sampling=self.sampling(),
-            structured_outputs={"json": format.schema_ or "{}"} if format is not None else {},
+            structured_outputs={"json": format.schema_} if format is not None else {},
             tool_choice=_tool_choice(self.tool_choice),
             include_reasoning=thinks,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags, check, flag, load
+from server.commands.common import base_url
 
 if TYPE_CHECKING:
     from server.check.runner import Check, Result, Server
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from server.check.runner import Server, summary
 
     given = vars(args).copy()
-    url = _base_url(given.pop("url"))
+    url = base_url(given.pop("url"))
     (flags,) = load(given, CheckFlags)
     checks = openai_api.suite.checks + other_apis.suite.checks + official_clients.suite.checks
     groups = list(dict.fromkeys(each.group for each in checks))
@@ -91,12 +92,6 @@ def _run(checks: list[Check], server: Server, *, quiet: bool) -> list[Result]:
             if not quiet:
                 print(line(results[-1], width), flush=True)
     return results
-
-
-def _base_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"URL must begin with http:// or https://, got {url!r}")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def _first_model(server: Server) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,24 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.flags import check, flag, load
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo"
+
+def _demo_model() -> Path:
+    """The folder of the bundled model: in a checkout, else where the wheel has put it; a checkout's if there is none."""
+    checkout = Path(__file__).resolve().parents[2] / "configs" / "demo"
+    if not (checkout / "config.json").is_file():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for file in importlib.metadata.files("quire") or ():
+                if file.parts[-4:] == ("share", "quire", "demo", "config.json"):
+                    return Path(str(file.locate())).resolve().parent
+    return checkout
+
+
+DEMO_MODEL = _demo_model()
 DEMO_NAME = "quire-demo"
 
 
 # Parameters without an option: a terminal shows one answer and no log-probabilities, and --seed is the engine's.
+_COMMON = frozenset(["temperature", "top_p", "max_tokens"])
 _WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs"])
 
 
@@ -42,7 +57,8 @@ def _flag_of(parameter: Parameter) -> tuple[str, Any, Any]:
     help, is_size = declared.help, parameter.name == "max_tokens"
     limits = {"above": declared.above, "at_least": declared.at_least, "at_most": declared.at_most}
     help += " (else as many as fit)" if is_size else ""
-    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, **limits)
+    common = parameter.name in _COMMON
+    return parameter.name, parameter.kind | None, flag(None, help, size=is_size, common=common, **limits)
 
 
 SAMPLING_FLAGS = dataclasses.make_dataclass(
@@ -63,6 +79,13 @@ SAMPLING_FLAGS = dataclasses.make_dataclass(
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
+
+
+def base_url(url: str) -> str:
+    """Of a server, as a user may write it. `ConfigError` when it is no URL."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"URL must begin with http:// or https://, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:

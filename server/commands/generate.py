@@ -83,6 +83,6 @@ async def _generate(config: EngineConfig, sampling: SamplingFlags, prompt: str) 
             print(update.text, end="", flush=True)
         print()
         if update.finish_reason == "error":
-            raise EngineError("the engine failed; its log says why")
+            raise EngineError(f"the engine failed: {update.error}")
     finally:
         engine.close()

@@ -21,18 +21,23 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.flags import add_flags
-from engine.log import configure_logging, debugging
+from engine.log import configure_logging, debugging, traceback_without_text
 from server.commands.common import load_with_model, model_argument
+from server.commands.vllm_options import ADVICE
 from server.exposure import exposure_warning
-from server.http.errors import traceback_without_text
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
     from engine.async_engine import AsyncEngine
+    from server.http.connections import Connections
+    from server.observability.readiness import Readiness
 
 _log = logging.getLogger(__name__)
 UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
-FORCE_SECONDS = 2.0  # after a second Ctrl-C, for connections to end
+CLOSE_SECONDS = 2.0  # for clients to read the end of their answers when the server stops
 
 EPILOG = """examples:
   quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
@@ -54,6 +59,7 @@ def add_parser(commands: Any) -> None:
     )
     model_argument(parser)
     add_flags(parser, EngineConfig, ServerConfig)
+    parser.advice = ADVICE
     parser.set_defaults(run=run)
 
 
@@ -63,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from server.observability.logs import RequestFields
 
     os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process writes in the same form
-    configure_logging(RequestFields())
+    configure_logging(RequestFields(settings.disable_access_log_for_endpoints))
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
 
@@ -127,17 +133,14 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
 
     service = _Service()
     with service.signals():
+        engine = AsyncEngine.launch(config)
         try:
-            engine = await AsyncEngine.start(config)
+            await service.serve(engine, config, settings, listener)
+            return 1 if engine.state.phase == "dead" else 0
         except asyncio.CancelledError:
             if service.received:
                 return 128 + service.received[0]
             raise
-        try:
-            _say(engine.summary, settings)
-            _spare_what_stays()
-            await service.serve(engine, config, settings, listener)
-            return 1 if engine.state.phase == "dead" else 0
         finally:
             engine.close()
 
@@ -149,15 +152,63 @@ def _spare_what_stays() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
+def connections_of(settings: ServerConfig) -> Connections:
+    """The limits and time-outs of `settings`. Raises the limit of open files."""
+    from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
+
+    max_connections = default_max_connections(raise_open_files())
+    limits = ConnectionLimits(
+        max_connections=settings.max_connections or max_connections,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout=settings.header_timeout,
+        send_timeout=settings.send_timeout,
+    )
+    return Connections(limits)
+
+
+def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> uvicorn.Server:
+    import uvicorn
+
+    from server.http.browsers import HEADERS
+
+    logging.getLogger("uvicorn").setLevel(1)  # the two below decide
+    logging.getLogger("uvicorn.error").addFilter(_is_notable)
+    logging.getLogger("uvicorn.error").addFilter(without_text)
+    config = uvicorn.Config(
+        app,
+        http=connections.protocol,  # type: ignore[arg-type]  # makes one
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # handed to `call_later`
+        log_config=None,
+        log_level=settings.uvicorn_log_level,
+        access_log=not settings.disable_uvicorn_access_log,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+        lifespan="off",  # that of the app begins when there is one
+        headers=list(HEADERS),
+    )
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # they are the service's
+
+    return Server(config)
+
+
 class _Service:
-    """What a signal means at each moment: before the server runs, while it runs, while it stops."""
+    """What a signal means at each moment: before the engine is ready, while it serves, while it stops."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._main = asyncio.current_task()
         self._server: Any = None
-        self._engine: AsyncEngine | None = None
+        self._readiness: Readiness | None = None
+        self._engine: AsyncEngine | None = None  # once it is ready
         self._stopping: asyncio.Task[None] | None = None
+        self._connections: Connections | None = None
         self._deadline = 0.0  # when requests that still run are ended; monotonic seconds
         self._patience = 0.0
 
@@ -175,79 +226,88 @@ class _Service:
     async def serve(
         self, engine: AsyncEngine, engine_config: EngineConfig, settings: ServerConfig, listener: socket.socket
     ) -> None:
-        """Until a signal; `ConfigError` when another process listens on the address by now."""
-        import uvicorn
+        """Until a signal; before the engine is ready only to say so. Raises as `AsyncEngine.ready`, and `ConfigError` when
+        another process listens on the address by now.
+        """
+        from server.app import create_app, create_starting_app
+        from server.observability.readiness import Readiness
+        from server.observability.server_metrics import ServerMetrics
+        from server.starting import Switch
 
-        from server.app import create_app
-        from server.http.browsers import HEADERS
+        readiness, metrics = Readiness(engine), ServerMetrics(engine)
+        switch = Switch(create_starting_app(settings, readiness, metrics), readiness)
+        self._connections = connections_of(settings)
+        self._server = _uvicorn(switch, settings, self._connections)
+        self._readiness, self._patience = readiness, settings.shutdown_timeout
+        serving = asyncio.create_task(self._run(settings, listener))
+        ready = asyncio.create_task(engine.ready())
+        try:
+            await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                await serving  # which could not begin
+            await ready
+            app = create_app(
+                engine,
+                settings,
+                served_model_names=engine_config.served_model_name,
+                log_stats=not engine_config.disable_log_stats,
+                kv_cache_dtype=engine_config.kv_cache_dtype,
+                readiness=readiness,
+                server_metrics=metrics,
+            )
+            _spare_what_stays()
+            async with app.router.lifespan_context(app):
+                switch.app, self._engine = app, engine
+                _say(engine.summary, settings)
+                _say(ready_lines(engine.model_name, settings, listener), settings)
+                await self._until_stopped(engine, serving)
+        finally:
+            ready.cancel()
+            self._server.should_exit = True
+            self._force()
+            self._connections.abort()
+            await asyncio.wait([serving])
 
-        logging.getLogger("uvicorn").setLevel(1)  # the two below decide
-        logging.getLogger("uvicorn.error").addFilter(_is_notable)
-        logging.getLogger("uvicorn.error").addFilter(without_text)
-        app = create_app(
-            engine,
-            settings,
-            served_model_names=engine_config.served_model_name,
-            log_stats=not engine_config.disable_log_stats,
-            kv_cache_dtype=engine_config.kv_cache_dtype,
-        )
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level=settings.uvicorn_log_level,
-            access_log=not settings.disable_uvicorn_access_log,
-            ssl_keyfile=settings.ssl_keyfile,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_ca_certs=settings.ssl_ca_certs,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
-            lifespan="on",
-            headers=list(HEADERS),
-        )
-
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # they are the service's
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                if self.started:
-                    _say(ready_lines(engine.model_name, settings, listener), settings)
-                    if (warning := exposure_warning(settings, listener)) is not None:
-                        _log.warning("%s", warning)
-
-        self._engine, self._server, self._patience = engine, Server(config), settings.shutdown_timeout
-        watch = asyncio.create_task(self._end_with(engine))
+    async def _run(self, settings: ServerConfig, listener: socket.socket) -> None:
+        """The HTTP server, from its first to its last request."""
+        if (warning := exposure_warning(settings, listener)) is not None:
+            _log.warning("%s", warning)
         try:
             await self._server.serve(sockets=[listener])
         except OSError as error:
             raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+        if not self._server.started:
+            raise EngineError("the HTTP server could not start; the log says why")
+
+    async def _until_stopped(self, engine: AsyncEngine, serving: asyncio.Task[None]) -> None:
+        watch = asyncio.create_task(self._end_with(engine))
+        try:
+            await serving
         finally:
             watch.cancel()
             if self._stopping is not None:
                 self._stopping.cancel()
-        if not self._server.started:
-            raise EngineError("the HTTP server could not start; the log says why")
 
     async def _end_with(self, engine: AsyncEngine) -> None:
         """Stop the server once the engine is gone for good: what started the server may start it again."""
         state = engine.state
         while state.phase != "dead":
             state = await engine.state_change(state)
-        self._server.should_exit = True
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._close())
 
     def _signalled(self, number: int) -> None:
         self.received.append(number)
-        if self._server is None:
+        if self._readiness is not None:
+            self._readiness.is_draining = True
+        if self._engine is None:
             assert self._main is not None
             self._main.cancel()
         elif self._stopping is None:
-            self._server.should_exit = True
             self._deadline = time.monotonic() + self._patience
             self._stopping = asyncio.create_task(self._stop())
         elif len(self.received) == 2:
             self._deadline = 0.0
-            asyncio.get_running_loop().call_later(FORCE_SECONDS, self._force)
         else:
             self._force()
 
@@ -256,12 +316,31 @@ class _Service:
         self._server.force_exit = True
 
     async def _stop(self) -> None:
-        """Give the requests their time, then end them, and those that still trickle in."""
-        assert self._engine is not None
-        while self._engine.num_requests and time.monotonic() < self._deadline:
+        """Give the requests their time, while new ones are told that the server stops; then end them.
+
+        Uploads that have not arrived and answers that are not read do not keep it longer.
+        """
+        assert self._connections is not None
+        if num_working := self._connections.num_working:
+            _log.info(
+                "stopping: %d requests may take up to %g s to finish; another signal ends them",
+                num_working,
+                self._patience,
+            )
+        while self._connections.num_working and time.monotonic() < self._deadline:
             await asyncio.sleep(0.05)
+        await self._close()
+
+    async def _close(self) -> None:
+        """End all requests, those that still trickle in as well, until this is cancelled."""
+        assert self._engine is not None
+        assert self._connections is not None
+        self._server.should_exit = True
+        close = time.monotonic() + CLOSE_SECONDS
         while True:
             self._engine.abort_all()
+            if time.monotonic() > close:
+                self._connections.abort()
             await asyncio.sleep(0.05)
 
 

@@ -60,6 +60,8 @@ def _row(name: str, field: dict[str, Any], is_required: bool) -> str:
 
 def _range(field: dict[str, Any]) -> str:
     low, above, high = (field.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
+    if (most := field.get("maxItems")) is not None:
+        return f"at most {most} entries"
     if high is not None and high >= 2**31 - 1:  # as much as an integer holds
         low, high = (None, None) if low is not None and low < -1 else (low, None)
     bounds = [("above", above), ("at least", low), ("at most", high)]

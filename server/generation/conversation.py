@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from engine.text.tokenizer import Tokenizer
 from server.generation.request import Conversation, Message, ToolCall
 from server.http.errors import APIError
 from server.parsing.reasoning import ReasoningFormat
+
+CheckText = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,11 @@ class ConversationEncoder:
         self._template, self._tokenizer, self._reasoning = template, tokenizer, reasoning
         self._default_variables, self._short_call_ids = default_variables, short_call_ids
 
-    def encode(self, conversation: Conversation, add_special_tokens: bool) -> Prompt:
-        """The prompt. The template writes the beginning of text itself. `APIError` when it refuses the messages."""
+    def encode(self, conversation: Conversation, add_special_tokens: bool, check: CheckText | None = None) -> Prompt:
+        """The prompt. The template writes the beginning of text itself. `APIError` when it refuses the messages.
+
+        `check` may refuse its text before that is encoded.
+        """
         conversation.check()
         messages = [self._for_template(message, index) for index, message in enumerate(conversation.messages)]
         options = {**self._default_variables, **conversation.template_options()}
@@ -50,6 +55,8 @@ class ConversationEncoder:
         except ChatTemplateError as error:
             reason = f"the chat template refuses the messages: {error}"
             raise APIError(400, reason, "messages", lead=None) from None
+        if check is not None:
+            check(text)
         continued = messages[-1]["content"] if conversation.continue_final_message else ""
         reasoning = self._reasoning
         return Prompt(

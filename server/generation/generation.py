@@ -6,7 +6,7 @@ A request for `n` answers to each of several prompts is `n` × prompts samples, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
 from server.parsing.pieces import Piece
 
+TIMEOUT = "timeout"  # the engine's reason to end a request whose deadline has passed
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
 
 
@@ -64,6 +65,7 @@ class Generation:
     metrics: Metrics
     log: RequestLog
     running: dict[tuple[str, str], Generation]  # by owner and id
+    ended: Callable[[], None] | None = None  # called when all samples have ended
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
 
@@ -94,6 +96,8 @@ class Generation:
                 if sample.index not in self._ended:
                     sample.watch.abandoned()
             self.log.end(self.record)
+            if self.ended is not None:
+                self.ended()
         for first in range(0, len(self.samples), self.n):
             watches = [sample.watch for sample in self.samples[first : first + self.n]]
             if watches[0].generates:
@@ -121,7 +125,11 @@ class Generation:
         if sample.index % self.n == 0:  # the other samples share the first one's prompt
             self.usage.cached_tokens += update.num_cached_tokens
         if update.finish_reason == "error":
-            raise APIError(500, "the engine failed at this request; the server's log says why")
+            raise APIError(500, f"the engine failed at this request: {update.error}")
+        if update.finish_reason == TIMEOUT:
+            if not self.usage.completion_tokens:
+                raise APIError(504, "its time was over before the answer began", "timeout_ms")
+            update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
         queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))

@@ -43,7 +43,13 @@ def limits(name: str) -> dict[str, Any]:
 
 
 def _limits(declared: Declaration) -> dict[str, Any]:
-    found = {"minimum": declared.at_least, "exclusiveMinimum": declared.above, "maximum": declared.at_most}
+    found = {
+        "minimum": declared.at_least,
+        "exclusiveMinimum": declared.above,
+        "maximum": declared.at_most,
+        "maxItems": declared.max_length,  # says nothing of an object
+        "maxProperties": declared.max_length,  # nor this of a list
+    }
     return {key: value for key, value in found.items() if value is not None}
 
 

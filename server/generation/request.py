@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Literal
 
 from server.http.errors import APIError, Names
@@ -93,6 +94,13 @@ class Conversation:
             "continue_final_message": self.continue_final_message,
         }
 
+    @property
+    def num_chars(self) -> int | None:
+        """About how much text it is; None: much depends on the template."""
+        if self.tools or self.documents or any(message.tool_calls for message in self.messages):
+            return None
+        return sum(100 + len(message.content or "") + len(message.reasoning or "") for message in self.messages)
+
     def check(self) -> None:
         """`APIError` names what cannot be rendered."""
         if reserved := RESERVED_TEMPLATE_VARIABLES & self.template_variables.keys():
@@ -121,6 +129,14 @@ class PromptRequest:
     keep_first_tokens: bool = False  # truncate at the end instead of at the beginning
     cache_salt: str = ""
     priority: int = 0
+    user: str = ""  # who asks, as the client says
+    timeout_ms: int | None = None  # milliseconds that the answer may take; None: any time
+    arrival: float = field(default_factory=monotonic)  # monotonic seconds
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic seconds; 0: none."""
+        return self.arrival + self.timeout_ms / 1000 if self.timeout_ms is not None else 0.0
 
     @property
     def num_prompts(self) -> int:
@@ -153,7 +169,7 @@ class GenerationRequest(PromptRequest):
     @property
     def callable_tools(self) -> list[tuple[int, Tool]]:
         """The tools that may be called, with their indexes."""
-        chosen = self.tool_choice.names
+        chosen = frozenset(self.tool_choice.names)
         return [(index, tool) for index, tool in enumerate(self.tools) if not chosen or tool.name in chosen]
 
 

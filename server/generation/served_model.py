@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
 
 from engine.core.batch import SchedulerStats
 from engine.core.engine_request import EngineRequest
@@ -19,13 +20,18 @@ from engine.state import EngineState
 from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
-from server.generation.conversation import ConversationEncoder, Prompt
+from server.generation.conversation import CheckText, ConversationEncoder, Prompt
 from server.generation.generation import Generation
 from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
+from server.http.bodies import Body, is_large
 from server.http.callers import Caller
 from server.http.errors import APIError
+from server.http.warnings import Warnings
+from server.http.workers import Workers
 from server.metrics import Metrics
+from server.observability.readiness import Readiness
+from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
 from server.parsing.reasoning import find_reasoning_format
 from server.parsing.tools import find_tool_format
@@ -33,7 +39,8 @@ from server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
 _SHORT_TEXT = 2000  # characters: less than a millisecond's work
-_T = TypeVar("_T")
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
 class EngineClient(Protocol):
@@ -73,11 +80,18 @@ class ServedModel:
     """A model being served, for all endpoints."""
 
     def __init__(
-        self, engine: EngineClient, settings: ServerConfig, served_model_names: Sequence[str], metrics: Metrics
+        self,
+        engine: EngineClient,
+        settings: ServerConfig,
+        served_model_names: Sequence[str],
+        metrics: Metrics,
+        workers: Workers,
+        readiness: Readiness,
     ) -> None:
-        """`ConfigError` when the chat template given in `settings` cannot be compiled."""
-        self.engine, self.settings, self.metrics = engine, settings, metrics
+        """`ConfigError` when the chat template given in `settings` cannot be compiled, or its trace cannot be written."""
+        self.engine, self.settings, self.metrics, self._workers = engine, settings, metrics, workers
         self.names = list(served_model_names)
+        self.readiness = readiness
         self.started = int(time.time())
         self.template, self._no_template = self._load_template()
         source = self.template.source if self.template is not None else ""
@@ -90,7 +104,9 @@ class ServedModel:
         self.queue = RequestQueue(
             engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )
-        self._threads = ThreadPoolExecutor(4, "text")
+        self.recorder: TrafficRecorder | None = None
+        if settings.record_trace is not None:
+            self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), engine.block_size)
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
         """The chat template, or why there is none. One that comes with the model need not work to serve completions."""
@@ -114,7 +130,8 @@ class ServedModel:
             return None, f"the chat template of the model {self.names[0]} does not work ({error}): {advice}"
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.recorder is not None:
+            self.recorder.close()
 
     def check_name(self, name: str | None) -> None:
         """404 for a model that is not the one served. No name means it."""
@@ -134,7 +151,7 @@ class ServedModel:
             raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): give the prompt as token ids")
         return self.engine.tokenizer
 
-    async def in_thread(self, function: Callable[..., _T], *args: Any, num_chars: int | None = None) -> _T:
+    async def in_thread(self, function: Callable[..., T], *args: Any, num_chars: int | None = None) -> T:
         """Text work beside the event loop: long prompts and slow templates do not hold up other requests.
 
         `num_chars`: how much text it is, where that is known; a short one is done sooner than it gets there and back.
@@ -142,16 +159,30 @@ class ServedModel:
         try:
             if num_chars is not None and num_chars <= _SHORT_TEXT:
                 return function(*args)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+            return await self._workers.run(function, *args)
         except TokenizerError as error:
             raise APIError(400, str(error)) from None
 
-    async def encode(self, request: PromptRequest) -> list[Prompt]:
-        """The request's prompts, not truncated."""
+    async def read(self, request: Request, body: B, convert: Callable[[B], T]) -> tuple[Warnings, T]:
+        """`convert(body)`, and the warnings that `body` gives reason to; in a thread if the body is large."""
+
+        def work() -> tuple[Warnings, T]:
+            return Warnings(self.settings.strict).add_fields(body), convert(body)
+
+        return await self._workers.run(work) if is_large(request) else work()
+
+    async def encode(self, request: PromptRequest, *, is_to_fit: bool = False) -> list[Prompt]:
+        """The request's prompts, not truncated.
+
+        `is_to_fit`: prompts that have too many characters for the context are refused before they are encoded.
+        """
         given = request.prompt
+        check = self._check_length if is_to_fit and request.truncate_prompt_tokens is None else None
         if isinstance(given, list):
-            num_chars = sum(len(each) for each in given if isinstance(each, str))
-            return await self.in_thread(self._encode_texts, given, request.add_special_tokens, num_chars=num_chars)
+            num_chars = sum(map(len, given))
+            return await self.in_thread(
+                self._encode_texts, given, request.add_special_tokens, check, num_chars=num_chars
+            )
         if self.template is None:
             raise APIError(400, self._no_template)
         encoder = ConversationEncoder(
@@ -161,14 +192,26 @@ class ServedModel:
             default_variables=self.settings.default_chat_template_kwargs,
             short_call_ids=self.tool_format is not None and self.tool_format.short_ids,
         )
-        texts = [message.content or "" for message in given.messages]
-        size = None if given.tools else sum(map(len, texts))
-        return [await self.in_thread(encoder.encode, given, request.add_special_tokens, num_chars=size)]
+        return [
+            await self.in_thread(encoder.encode, given, request.add_special_tokens, check, num_chars=given.num_chars)
+        ]
 
-    def _encode_texts(self, given: TextPrompts, add_special_tokens: bool) -> list[Prompt]:
+    def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, check: CheckText | None) -> list[Prompt]:
+        for each in given:
+            if check is not None and isinstance(each, str):
+                check(each)
         return [
             Prompt(self.tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each) for each in given
         ]
+
+    def _check_length(self, text: str) -> None:
+        most = self.engine.max_model_len
+        if len(text) > most and (per_token := self.tokenizer.max_chars_per_token) and len(text) > most * per_token:
+            reason = (
+                f"This model's maximum context length is {most} tokens. "
+                f"However, your prompt has {len(text)} characters, which are more tokens than that. Please shorten it."
+            )
+            raise APIError(400, reason, "prompt", lead=None)
 
     def truncated(self, prompt: Prompt, request: PromptRequest, num_reserved: int) -> list[int]:
         """The prompt's tokens as far as the request wants them. `num_reserved`: those that the answer may have."""

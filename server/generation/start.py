@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -22,7 +23,9 @@ from server.generation.served_model import ServedModel
 from server.generation.usage import Usage
 from server.http.callers import Caller
 from server.http.errors import APIError, engine_error, spelled
+from server.http.limits import MAX_ANSWERS
 from server.http.warnings import Warnings
+from server.observability.recorder import Ended
 from server.observability.requests import new_record
 from server.parsing.answer import AnswerReader, TokenCounter
 from server.parsing.reasoning import ReasoningReader
@@ -31,6 +34,7 @@ from server.parsing.tools import ToolReader
 _log = logging.getLogger(__name__)
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000  # characters
+_BEGUN_AT_ONCE = 8  # samples: about a millisecond
 # What the engine's errors may begin with, and the field of the request that it is.
 _FIELDS = {
     name: (name,)
@@ -49,8 +53,10 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
     """
     with spelled(request.names):
         model.check_name(request.model)
+        _check_priority(request, caller)
         sampling = _sampling(model, request)
-        with model.queue.entering(request.num_prompts * sampling.n, caller.name):
+        _check_num_answers(request, sampling.n)
+        with model.queue.entering(request.num_prompts * sampling.n, caller.owner(request.user)):
             return await _generate(model, request, caller, sampling, warnings)
 
 
@@ -62,8 +68,8 @@ async def _generate(
     _check_tools(model, request)
     _check_stop(request)
     _warn_of_unused_variables(model, request, warnings)
-    prompts = await model.encode(request)
-    sampling = _with_marks(model, request, sampling)
+    prompts = await model.encode(request, is_to_fit=True)
+    sampling = await _prepared(model, _with_marks(model, request, sampling))
     sampling = await guided(model, request, prompts[0], sampling, warnings)
     if not model.engine.generates:
         reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
@@ -72,26 +78,33 @@ async def _generate(
     _check_prompts(model, token_ids, 1)
     asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
     new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
-    return _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
+    return await _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
 
 
 async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -> Generation:
     """The same for embeddings: each is one update of its prompt's only sample."""
     with spelled(request.names):
         model.check_name(request.model)
+        _check_priority(request, caller)
         try:
             pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
         except ValueError as error:
             raise engine_error(error, _FIELDS) from None
-        with model.queue.entering(request.num_prompts, caller.name):
-            prompts = await model.encode(request)
+        _check_num_answers(request, 1)
+        with model.queue.entering(request.num_prompts, caller.owner(request.user)):
+            prompts = await model.encode(request, is_to_fit=True)
             token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
             _check_prompts(model, token_ids, 0)
             asked = [(prompt, UNSAMPLED) for prompt in token_ids]
-            return _begin(model, request, caller, token_ids, asked, pooling=pooling)
+            return await _begin(model, request, caller, token_ids, asked, pooling=pooling)
 
 
 # ---- checks ----
+
+
+def _check_priority(request: PromptRequest, caller: Caller) -> None:
+    if request.priority < 0 and not caller.may_prioritise:
+        raise APIError(403, "below 0 goes before others' requests, which this key may not", "priority")
 
 
 def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
@@ -115,6 +128,14 @@ def _check_stop(request: GenerationRequest) -> None:
     if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
         reason = f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters"
         raise APIError(400, reason, "stop")
+
+
+def _check_num_answers(request: PromptRequest, n: int) -> None:
+    """Each answer is a request to the engine, and work before it gets there."""
+    num_prompts = request.num_prompts
+    if num_prompts * n > MAX_ANSWERS:
+        each = f" with n={n}" if n > 1 else ""
+        raise APIError(400, f"must be at most {MAX_ANSWERS // n} prompts{each}, got {num_prompts}", "prompt", lead=" ")
 
 
 def _warn_of_unused_variables(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> None:
@@ -155,6 +176,14 @@ def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
         raise engine_error(error, _FIELDS) from None
 
 
+async def _prepared(model: ServedModel, sampling: SamplingParams) -> SamplingParams:
+    """Checked once for all answers."""
+    try:
+        return await model.engine.prepare(sampling)
+    except ValueError as error:
+        raise engine_error(error, _FIELDS) from None
+
+
 def _with_marks(model: ServedModel, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
     """Marks of reasoning and calls that are special tokens must be in the text to be read."""
     if request.conversation is None:
@@ -181,7 +210,7 @@ def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) ->
 # ---- to the engine ----
 
 
-def _begin(
+async def _begin(
     model: ServedModel,
     request: PromptRequest,
     caller: Caller,
@@ -191,7 +220,10 @@ def _begin(
     pooling: PoolingParams | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Generation:
-    """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one."""
+    """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one.
+
+    Other requests are served in between. What has begun ends with the task that this is cancelled in, or with an error.
+    """
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
     if (caller.name, public_id) in model.running:
@@ -199,11 +231,17 @@ def _begin(
     engine_id = f"{public_id}-{unique}" if request.request_id else public_id
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
+    owner = caller.owner(request.user)
+    deadline = request.deadline
     try:
         for index, (prompt, sampling) in enumerate(asked):
+            if index % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
+                await asyncio.sleep(0)
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
-            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, caller.name)
+            one = EngineRequest(
+                sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, owner, deadline
+            )
             reader = new_reader() if new_reader is not None else None
             updates = model.engine.generate(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
@@ -221,7 +259,11 @@ def _begin(
     if conversation is not None and not conversation.add_generation_prompt:
         role = conversation.messages[-1].role
     name, now = request.model or model.names[0], int(time.time())
-    record = new_record(public_id, caller.name, name, n, [each.watch for each in samples], asked[0][1])
+    watches = [each.watch for each in samples]
+    record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
+    ended = None
+    if model.recorder is not None:
+        ended = partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches))
     return Generation(
         public_id,
         caller.name,
@@ -236,6 +278,7 @@ def _begin(
         model.metrics,
         model.requests,
         model.running,
+        ended,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
+MAX_USER_LENGTH = 256
 _SCOPE_KEY = "quire.caller"
 
 
@@ -18,19 +19,26 @@ class Caller:
     may_prioritise: bool = True  # the `priority` of its requests counts
     requests_per_minute: int | None = None  # None: no limit
     tokens_per_minute: int | None = None  # of prompts and answers together; None: no limit
+    address: str = ""  # of the client, where the server asks for no keys
 
-
-ANONYMOUS = Caller()
+    def owner(self, user: str) -> str:
+        """Of a request, among which the engine is fair: the key; without keys the `user` it names, else the address."""
+        if self.name:
+            return f"key {self.name}"
+        return f"user {user[:MAX_USER_LENGTH]}" if user else f"address {self.address}"
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    """Who sent `request`; `ANONYMOUS` where no key was asked for."""
+    """Who sent `request`."""
     return caller_in(request.scope)
 
 
 def caller_in(scope: Scope) -> Caller:
     """The same for an ASGI scope."""
-    caller: Caller = scope.get(_SCOPE_KEY, ANONYMOUS)
+    caller: Caller | None = scope.get(_SCOPE_KEY)
+    if caller is None:
+        client = scope.get("client")
+        caller = Caller(address=client[0] if client is not None else "")
     return caller
 
 

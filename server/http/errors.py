@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import traceback
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+
+from engine.log import traceback_without_text
+from server.http.context import CURRENT
 
 _log = logging.getLogger(__name__)
 _INTERNAL = "The server failed at this request; its log says why."
@@ -90,16 +93,11 @@ def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> AP
     return APIError(400, reason, *fields[name], lead=": " if word.endswith(":") else " ")
 
 
-def unexpected(error: Exception) -> APIError:
+def unexpected(error: BaseException) -> APIError:
     """500 for an error that is the server's own; it is logged here."""
     _log.error("a request failed: %s", traceback_without_text(error))
     _log.debug("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)
-
-
-def traceback_without_text(error: BaseException) -> str:
-    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
-    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
 # ---- the answers ----
@@ -155,7 +153,10 @@ def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return response(request, APIError(500, _INTERNAL))  # starlette logs it
+        answer = response(request, APIError(500, _INTERNAL))  # uvicorn logs it
+        if (context := CURRENT.get()) is not None:  # no middleware sees this response
+            answer.raw_headers.extend(context.headers)
+        return answer
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:
@@ -174,17 +175,26 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             reason = "is not a field of this request"
         case "too_short" if not given:
             reason = "must not be empty"
+        case "too_long":
+            reason = f"must have at most {error['ctx']['max_length']} entries"
         case "wrong_field":  # found by looking at several fields together
             return APIError(400, error["ctx"]["reason"], *error["ctx"]["path"])
         case "unsupported":
             pass
         case _ if not path:
-            reason = "the body must be a JSON object, sent with the header Content-Type: application/json"
+            reason = "the body must be a JSON object"
+        case "model_type":
+            reason = f"must be an object, got {_shown(given)}"
         case _:
             reason = f"{reason}, got {_shown(given)}"
     return APIError(400, reason, *path)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _brief.repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
+
+
+_brief = reprlib.Repr()  # does not write out a million entries
+_brief.maxstring = _brief.maxother = 200
+_brief.maxlist = _brief.maxdict = 40

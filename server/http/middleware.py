@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.context import CURRENT, new_context
 from server.http.sse import DIRECT_SEND
-from server.metrics import Metrics
+from server.metrics import HTTPMetrics
 
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
@@ -16,7 +16,7 @@ _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"
 class RequestMiddleware:
     """Counts and times HTTP requests by the route that took them; sets their `RequestContext`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, answers_id: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: HTTPMetrics, answers_id: bool) -> None:
         """`answers_id`: whether answers have an X-Request-Id header."""
         self._app, self._metrics, self._answers_id = app, metrics, answers_id
 
@@ -25,22 +25,21 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         context, status = new_context(scope), 500
+        if self._answers_id:
+            context.headers = [(b"x-request-id", context.id.encode())]
         scope[DIRECT_SEND] = send
-        token = CURRENT.set(context)
+        CURRENT.set(context)  # for all of the task, which works on this request alone: also what reports its failure
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self._answers_id:
-                    message["headers"] = [*message["headers"], (b"x-request-id", context.id.encode())]
+                message["headers"] = [*message["headers"], *context.headers]
             await send(message)
 
         try:
             await self._app(scope, receive, watched)
         finally:
-            CURRENT.reset(token)
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
-            self._metrics.http_requests.labels(method, f"{status // 100}xx", handler).inc()
-            self._metrics.http_seconds.labels(method, handler).observe(time.monotonic() - context.received)
+            self._metrics.see(method, status, handler, time.monotonic() - context.received)

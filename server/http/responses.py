@@ -1,18 +1,16 @@
-"""Answers as HTTP responses: whole, as a stream, or cut off because the client has gone."""
+"""Answers as HTTP responses: whole, or as a stream."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
-from fastapi import Request, Response
+import msgspec
+from fastapi import Response
 
 from server.http.errors import APIError
 from server.http.sse import EventStream
 from server.http.warnings import Warnings
-
-_CLIENT_CLOSED = 499
 
 
 def streamed(
@@ -29,21 +27,12 @@ def streamed(
     return response
 
 
-async def whole(request: Request, answer: Coroutine[Any, Any, bytes], warnings: Warnings) -> Response:
-    """The answer's JSON; nothing when the client hangs up before it is complete, which cancels it."""
-    working = asyncio.create_task(answer)
-    watching = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return Response(working.result(), media_type="application/json", headers=warnings.headers)
-        return Response(status_code=_CLIENT_CLOSED)
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+async def whole(answer: Coroutine[Any, Any, bytes], warnings: Warnings) -> Response:
+    """`answer`: the JSON, warnings included."""
+    return Response(await answer, media_type="application/json", headers=warnings.headers)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def json_response(members: Mapping[str, Any], warnings: Warnings) -> Response:
+    """A JSON object, with the warnings."""
+    content = msgspec.json.encode({**members, **warnings.as_dict()})
+    return Response(content, media_type="application/json", headers=warnings.headers)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
+from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, unexpected
 
 DIRECT_SEND = "quire.send"  # key of a scope: how to send what middleware has nothing to say about
@@ -43,26 +44,8 @@ class EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_event: Send = scope.get(DIRECT_SEND, send)
-        streaming = asyncio.current_task()
-        assert streaming is not None
-        hung_up = False
-
-        def hang_up(watching: asyncio.Task[None]) -> None:
-            nonlocal hung_up
-            if not watching.cancelled() and not ended:
-                hung_up = streaming.cancel()
-
-        ended = False
-        watching = asyncio.create_task(self._watch(receive, send_event))
-        watching.add_done_callback(hang_up)
-        try:
+        async with ended_by(self._watch(receive, send_event)):
             await self._stream(send, send_event)
-        except asyncio.CancelledError:
-            if not hung_up or streaming.uncancel():
-                raise
-        finally:
-            ended = True
-            watching.cancel()
 
     async def _stream(self, send: Send, send_event: Send) -> None:
         last = self._end
@@ -83,8 +66,7 @@ class EventStream(EventSourceResponse):
         while True:
             try:
                 async with asyncio.timeout(self._keep_alive or None):
-                    while (await receive())["type"] != "http.disconnect":
-                        pass
+                    await disconnected(receive)
                 return
             except TimeoutError:
                 await send_event({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})

@@ -12,6 +12,7 @@ from server.http.errors import APIError, Names, field_name
 
 MAX_WARNINGS = 20
 MAX_SHOWN = 100  # characters of a field's name
+MAX_HEADER_LENGTH = 1000
 HEADER = "X-Quire-Warnings"
 
 
@@ -36,12 +37,17 @@ class Warnings:
         """All fields of `body` that are unknown or have no effect."""
         for path, reason in _fields_without_effect(body):
             self.add(reason, *path)
+            if len(self.messages) == MAX_WARNINGS:
+                break
         return self
 
     @property
     def headers(self) -> dict[str, str]:
         """For the response: a JSON list in ASCII."""
-        return {HEADER: json.dumps(self.messages)} if self.messages else {}
+        shown = list(self.messages)
+        while len(text := json.dumps(shown)) > MAX_HEADER_LENGTH:  # proxies take a few KB of headers in all
+            shown = [*shown[: (len(shown) - 1) * 3 // 4], "… (`warnings` in the answer has all of them)"]
+        return {HEADER: text} if shown else {}
 
     def as_dict(self) -> dict[str, list[str]]:
         """For the response's JSON object."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from server.http.callers import caller_in
@@ -11,6 +12,11 @@ from server.http.context import CURRENT
 
 class RequestFields(logging.Filter):
     """Gives each record the id of its request and its key's name; takes uvicorn's access lines apart and their queries away."""
+
+    def __init__(self, quiet_paths: Collection[str] = ()) -> None:
+        """`quiet_paths`: those whose access lines are left out."""
+        super().__init__()
+        self._quiet_paths = frozenset(quiet_paths)
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields: dict[str, Any] = {}
@@ -26,4 +32,5 @@ class RequestFields(logging.Filter):
             path = str(path).partition("?")[0]  # a query may hold secrets
             record.args = (client, method, path, version, status)
             record.details = {"client": client, "method": method, "path": path, "status": status}
+            return path not in self._quiet_paths
         return True

@@ -39,9 +39,7 @@ NOT_YET_IN_STRUCTURED: dict[str, tuple[Any, ...]] = {
 
 # Fields that never change the answer, and the values of them that need no word. None: labels, which ask for nothing.
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
-    "user": None,
     "metadata": None,
-    "safety_identifier": None,
     "prompt_cache_key": None,  # prompts that begin alike share their KV anyway
     "prompt_cache_retention": (),
     "prompt_cache_options": (),
@@ -59,6 +57,7 @@ def body_class(name: str, *not_yet: Table) -> Any:
     return create_model(name, __base__=Body, **fields)
 
 
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
 TokenIds = list[int]
 Prompt = Annotated[
     str | TokenIds | list[str] | list[TokenIds],
@@ -109,7 +108,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return {}
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
-        return {"json_object": True} if schema is None else {"json": schema or "{}"}
+        return {"json_object": True} if schema is None else {"json": schema}
 
 
 _structured: dict[str, Any] = unsupported_fields(NOT_YET_IN_STRUCTURED)
@@ -148,6 +147,18 @@ class EngineFields(Body):
         description="The end of the answer's `id`, by which `POST /v1/requests/{id}/abort` ends the request.",
     )
 
+    user: str | None = optional(
+        "Who asks. A server without keys gives each user a fair part; left out: each client's address."
+    )
+    safety_identifier: str | None = optional("OpenAI's newer name of `user`.")
+
+    timeout_ms: int | None = optional(
+        "Milliseconds after which the answer ends as it is, with `finish_reason` `abort` and `stop_reason` `timeout`; "
+        "504 when it has not begun by then, or could not. Left out: no limit.",
+        ge=1,
+        le=MAX_TIMEOUT_MS,
+    )
+
     def engine_fields(self) -> dict[str, Any]:
         """Arguments for a neutral request."""
         return {
@@ -156,6 +167,8 @@ class EngineFields(Body):
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,
+            "user": self.safety_identifier or self.user or "",
+            "timeout_ms": self.timeout_ms,
         }
 
 

@@ -71,7 +71,28 @@ ENDPOINTS = (
         },
     ),
     Endpoint("GET", "/v1/load", TAG, "How busy the server is", answer={"server_load": 3}),
-    Endpoint("GET", "/health", TAG, "Whether the engine runs", "The body is empty.", text="", statuses=(503,)),
+    Endpoint("GET", "/livez", TAG, "Whether the process answers", "The body is empty.", text=""),
+    Endpoint(
+        "GET",
+        "/readyz",
+        TAG,
+        "Whether requests are worked on",
+        "503 with `Retry-After` while the engine starts, is started again or does not respond, and while the server stops. "
+        "`phase`: `starting`, `downloading`, `loading`, `profiling`, `compiling`, `capturing`, `ready`, `restarting`, "
+        "`unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; `seconds_left`: an estimate. With "
+        "`Accept: text/event-stream` an event for each change, until one that is final.",
+        answer={"phase": "ready", "fraction": None, "seconds_left": None, "num_restarts": 0},
+        statuses=(503,),
+    ),
+    Endpoint(
+        "GET",
+        "/health",
+        TAG,
+        "The same as vLLM has it",
+        "The body is empty, unless JSON is asked for (`Accept: application/json`).",
+        text="",
+        statuses=(503,),
+    ),
     Endpoint("GET", "/ping", TAG, "The same", text="", statuses=(503,)),
     Endpoint("POST", "/ping", TAG, "The same", text="", statuses=(503,)),
     Endpoint("GET", "/version", TAG, "The server's version", answer={"version": "0.1.0"}),

@@ -11,18 +11,13 @@ import engine as quire
 from server.generation.served_model import ServedModel
 from server.http.callers import caller_of
 from server.http.errors import APIError
+from server.observability.readiness import add_probes
 
 MAX_LISTED = 20  # requests
 
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
-    @app.get("/health", response_model=None)
-    @app.head("/health", response_model=None, include_in_schema=False)
-    @app.get("/ping", response_model=None)
-    @app.head("/ping", response_model=None, include_in_schema=False)
-    @app.post("/ping", response_model=None)
-    async def health() -> Response:
-        return Response(status_code=200 if model.engine.state.is_ready else 503)
+    add_probes(app, model.readiness)
 
     @app.get("/load")
     @app.get("/v1/load")

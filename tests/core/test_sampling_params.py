@@ -20,6 +20,9 @@ from engine.core.sampling_params import SamplingParams
         ({"allowed_token_ids": []}, r"allowed_token_ids must be at least one token id, got \[\]"),
         ({"bad_words": ["a", ""]}, "bad_words must be texts or lists of token ids, of 1 to 100, got ''"),
         ({"logit_bias": dict.fromkeys(range(5000), 1)}, "logit_bias must be at most 1024 entries, got '5000'"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024 entries, got '1025'"),
+        ({"allowed_token_ids": [1] * 16_385}, "allowed_token_ids must be at most 16384 entries"),
+        ({"dry_sequence_breakers": ["a" * 101]}, "the texts of at most 100 characters, got 'aaa"),
         ({"typical_p": 0}, r"typical_p must be in \(0, 1\], got 0"),
         ({"top_n_sigma": -2}, r"top_n_sigma must be in \[-1, 100\]"),
         ({"dry_base": 0.5}, r"dry_base must be in \[1, 100\]"),
@@ -36,3 +39,21 @@ from engine.core.sampling_params import SamplingParams
 def test_values_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+def test_what_is_checked_stays_checked_until_its_token_ids_change() -> None:
+    checked = SamplingParams(
+        n=3, stop_token_ids=[5], bad_words=[[1]] * 1000, checked=True
+    )  # words have several spellings
+    assert checked.clone(n=1, seed=7, max_tokens=3).checked
+    assert not checked.clone(bad_words=["a"]).checked
+    with pytest.raises(ValueError, match="stop_token_ids must be token ids"):
+        checked.clone(stop_token_ids=[-1], bad_words=None)
+    with pytest.raises(ValueError, match="n must be"):
+        checked.clone(n=0)
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    with pytest.raises(ValueError, match="got ") as found:
+        SamplingParams(stop_token_ids=[-1] * 1024)
+    assert len(str(found.value)) < 300

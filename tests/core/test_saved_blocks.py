@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from random import Random
 
 from engine.core.block_pool import BlockPool, Name
-from engine.core.saved_blocks import SavedBlocks
+from engine.core.saved_blocks import Save, SavedBlocks
 from tests.core.test_scheduler_fuzz import Workload
 
 
@@ -18,46 +19,64 @@ def blocks(*numbers: int) -> list[tuple[int, Name]]:
     return [(10 + i, name(i)) for i in numbers]
 
 
-def put_all(saved: SavedBlocks, published: list[tuple[int, Name]]) -> dict[int, int]:
-    """Slot → block of what was planned and done."""
-    plan = saved.plan(published)
-    for save in plan:
-        saved.put(save)
-    return {save.slot: save.block_id for save in plan}
+def sweep(saved: SavedBlocks, published: list[tuple[int, Name]]) -> list[Save]:
+    return [save for save in saved.sweep(published) if save is not None]
 
 
-def test_only_what_is_not_saved_yet_is_planned_the_hottest_first() -> None:
+def test_only_what_is_not_saved_yet_is_written_the_hottest_first() -> None:
     saved = SavedBlocks(8)
-    plan = saved.plan(blocks(3, 1, 2))
-    assert [save.block_id for save in plan] == [13, 11, 12]
-    assert len({save.slot for save in plan}) == 3
-    assert [save.heat for save in plan] == sorted((save.heat for save in plan), reverse=True)
-    assert put_all(saved, blocks(3, 1, 2)) == {save.slot: save.block_id for save in plan}, "a plan changes nothing"
-    assert list(put_all(saved, blocks(4, 3, 1, 2)).values()) == [14]
-    assert put_all(saved, blocks(2, 4)) == {}
+    saves = sweep(saved, blocks(3, 1, 2))
+    assert [save.block_id for save in saves] == [13, 11, 12]
+    assert len({save.slot for save in saves}) == 3
+    assert [save.heat for save in saves] == sorted((save.heat for save in saves), reverse=True)
+    assert [save.block_id for save in sweep(saved, blocks(4, 3, 1, 2))] == [14]
+    assert list(saved.sweep(blocks(2, 4))) == [None, None]
 
 
-def test_the_coldest_give_way_and_none_that_is_still_published() -> None:
+def test_a_sweep_can_be_left() -> None:
+    saved = SavedBlocks(8)
+    first = next(saved.sweep(blocks(3, 1, 2)))
+    assert first is not None
+    assert first.block_id == 13
+    assert [save.block_id for save in sweep(saved, blocks(3, 1, 2))] == [11, 12]
+
+
+def test_the_coldest_give_way_but_not_what_the_sweep_has_come_by() -> None:
     saved = SavedBlocks(3)
-    put_all(saved, blocks(1, 2, 3))
-    slots = put_all(saved, blocks(4, 3))
-    assert list(slots.values()) == [14]
-    assert put_all(saved, blocks(1)) == {}, "2 was the coldest that was not published any more"
-    assert list(put_all(saved, blocks(5, 6, 7, 8, 9)).values()) == [15, 16, 17], "no more than there are slots"
-    assert SavedBlocks(0).plan(blocks(1)) == []
+    sweep(saved, blocks(1, 2, 3))
+    assert [save.block_id for save in sweep(saved, blocks(2, 4))] == [14], "for 3, the coldest"
+    assert [save.block_id for save in sweep(saved, blocks(3))] == [13], "for 1, the coldest by now"
+    assert len(sweep(saved, blocks(5, 6, 7, 8, 9))) == 3, "no more than there are slots"
+    assert list(saved.sweep(blocks(5, 6, 7))) == [None, None, None]
+    assert list(SavedBlocks(0).sweep(blocks(1))) == []
+
+
+def test_after_a_sweep_the_hottest_are_saved_each_in_a_slot_of_its_own() -> None:
+    for seed in range(200):
+        rng = Random(seed)
+        num_slots = rng.randint(1, 12)
+        saved, content = SavedBlocks(num_slots), dict[int, Name]()
+        for _ in range(6):
+            published = blocks(*rng.sample(range(20), rng.randint(0, 16)))
+            stop = rng.choice([1, 3, 100])
+            for save in islice(saved.sweep(published), stop):
+                if save is not None:
+                    content[save.slot] = save.name
+            if stop == 100:
+                assert {found for _, found in published[:num_slots]} <= set(content.values())
+            assert len(set(content.values())) == len(content)
+            assert {slot for slot, _ in saved.heats()} == content.keys() <= set(range(num_slots))
 
 
 def test_heat_grows_over_restarts() -> None:
     first = SavedBlocks(3)
-    plan = first.plan(blocks(1, 2))
-    again = SavedBlocks(3, [(save.name, save.slot, save.heat) for save in plan])
-    put_all(again, blocks(3))
-    put_all(again, blocks(4))
-    heats = dict(again.heats())
-    assert len(heats) == 3
-    assert min(heats.values()) == max(save.heat for save in plan), "block 2 gave way"
-    put_all(again, blocks(1))
-    assert max(again.heats(), key=lambda pair: pair[1])[0] == plan[0].slot
+    saves = sweep(first, blocks(1, 2))
+    again = SavedBlocks(3, [(save.name, save.slot, save.heat) for save in saves])
+    sweep(again, blocks(3))
+    (fourth,) = sweep(again, blocks(4))
+    assert fourth.slot == saves[1].slot, "block 2 was the coldest"
+    sweep(again, blocks(1))
+    assert max(again.heats(), key=lambda pair: pair[1])[0] == saves[0].slot
 
 
 def test_a_pool_lists_its_blocks_by_heat_and_is_restored() -> None:
@@ -90,7 +109,7 @@ def test_saved_blocks_hold_what_their_names_say_in_the_next_run() -> None:
         size, pool = first.block_size, second.scheduler.blocks.pool
         saved = SavedBlocks(rng.randint(1, first.num_blocks))
         kept: dict[int, tuple[Name, list[int]]] = {}
-        for save in saved.plan(list(first.scheduler.blocks.pool.published())):
+        for save in sweep(saved, list(first.scheduler.blocks.pool.published())):
             content = first.runner.kv[save.block_id * size : (save.block_id + 1) * size]
             kept[save.slot] = save.name, content
         restored = list(zip(pool.free_and_empty(), kept.values(), strict=False))

@@ -243,7 +243,7 @@ def test_the_youngest_is_preempted() -> None:
     assert output.removed == ["b"]
     assert output.new_requests == [], "no request is admitted in a step that preempts"
     assert (b.num_preemptions, b.num_computed_tokens, b.block_tables) == (1, 0, [])
-    assert list(s.queues.waiting) == ["b", "c"]
+    assert [r.request_id for r in s.queues.waiting] == ["b", "c"]
     outputs = give(s, first)
     assert [n.request_id for n in outputs] == ["a", "b"], "the token in flight is kept"
     assert b.token_ids[8:] == [OTHER] * 5
@@ -278,7 +278,7 @@ def test_the_youngest_gives_way_itself() -> None:
         output, _ = step(s)
     assert a.num_preemptions == 0
     assert list(scheduled(output)) == ["a"]
-    assert list(s.queues.waiting) == ["b"]
+    assert [r.request_id for r in s.queues.waiting] == ["b"]
 
 
 def test_a_request_preempted_while_its_last_token_is_in_flight_still_ends() -> None:

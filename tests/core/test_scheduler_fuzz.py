@@ -10,10 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from string import ascii_letters
+from unittest.mock import patch
 
 import pytest
 
-from engine.core.batch import EngineOutput
+from engine.core import deadlines, scheduler
+from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.block_manager import BlockManager
 from engine.core.block_pool import Name
 from engine.core.cache_groups import FULL, CacheGroup
@@ -55,6 +57,12 @@ EXPECTED_EVENTS = [
     "deferred, when none is left",
     "prefix-cache hits in a window group",
     "blocks given back by a window",
+    "timed out",
+    "timed out after its first token",
+    "not begun, since it would be late",
+    "preempted for another owner",
+    "paused for favoured owners",
+    "several chunks in one step",
 ]
 
 
@@ -115,6 +123,8 @@ class Workload:
         self.reset_rate = rng.choice([0, 0, 0.02])
         self.lateness = Random(seed)
         self.turns = Random(seed)
+        self.owners = Random(seed)
+        self.owner_names = self.owners.choice(["", "a", "ab", "aaaab", "abcdefgh"])
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])
@@ -125,6 +135,7 @@ class Workload:
         self.published: dict[Name, int] = {}
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: Launched | None = None
+        self.now = 0.0  # the time: steps
         self.events: Counter[str] = Counter()
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
@@ -135,11 +146,23 @@ class Workload:
         return rng.choice(kinds)
 
     def run(self) -> Counter[str]:
+        def clock() -> float:
+            return self.now
+
+        with (
+            patch.object(scheduler, "monotonic", clock),
+            patch.object(deadlines, "monotonic", clock),
+            patch.object(scheduler, "MIN_PACED", 1),
+        ):
+            return self._run()
+
+    def _run(self) -> Counter[str]:
         step = 0
         while self.arrivals or self.scheduler.has_work():
             self._come_and_go(step)
             self._step()
             step += 1
+            self.now = float(step)
             assert step < 20_000, "the requests do not finish"
         self._check_end()
         return self.events + self.runner.events
@@ -150,14 +173,18 @@ class Workload:
     def _step(self) -> None:
         """`Engine.step`, with the invariants checked after each move."""
         scheduler = self.scheduler
-        output = scheduler.schedule()
+        output = self._schedule()
         scheduler.check()
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
+        for given in scheduler.expire():
+            self._time_out(given)
+        scheduler.check()
         if not self.one_ahead:
             self.in_flight, launched = launched, None
-        if self.rng.random() < self.abort_rate:
+        preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
+        if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.owners.random() < 0.3):
             self._abort()
         if self.in_flight:
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
@@ -173,6 +200,25 @@ class Workload:
         self._check_published()
         self.in_flight = launched
         self.runner.poison(scheduler.blocks.pool.free_and_empty())
+
+    def _schedule(self) -> SchedulerOutput:
+        queues = self.scheduler.queues
+        was_favoured, running = queues.has_favoured, {each: queues.owner_of(each).name for each in queues.running}
+        num_preemptions = self.scheduler.stats().num_preemptions
+        output = self.scheduler.schedule()
+        if self.scheduler.stats().num_preemptions > num_preemptions:
+            stopped = {name for request, name in running.items() if request not in queues.running}
+            new = {each.request.owner for each in output.new_requests}
+            self.events["preempted for another owner"] += bool(new - stopped)
+        self.events["paused for favoured owners"] += was_favoured and any(
+            request in queues.running
+            and request.request_id not in output.batch.request_ids
+            and request.num_tokens < request.max_num_tokens
+            and sum(output.batch.num_tokens) < self.scheduler.max_num_batched_tokens
+            for request in running
+        )
+        self.events["several chunks in one step"] += len(output.batch.partial) > 1
+        return output
 
     def _check_published(self) -> None:
         """What the cache offers under a name is what the name says, in the very step that publishes it."""
@@ -263,7 +309,14 @@ class Workload:
         salt = rng.choice([0, 0, 0, 1])
         salt_name = f"salt {salt}" if salt else ""
         engine_request = EngineRequest(
-            request_id, prompt, sampling, pooling, salt_name, priority=self.turns.choice([0, 0, 1, -1])
+            request_id,
+            prompt,
+            sampling,
+            pooling,
+            salt_name,
+            priority=self.turns.choice([0, 0, 1, -1]),
+            owner=self.owners.choice(self.owner_names or [""]),
+            deadline=self.owners.choice([0, 0, 0, self.now + self.owners.randint(1, 60)]),
         )
         request = Request(engine_request, eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
@@ -286,9 +339,21 @@ class Workload:
         in_flight = self.in_flight.output.batch.request_ids if self.in_flight else []
         self.events["ids used again while in flight"] += request_id in in_flight
 
+    def _time_out(self, output: EngineOutput) -> None:
+        """An end that is neither too early nor at any other time than the deadline's."""
+        client = self.clients.pop(output.request_id)
+        assert (output.finish_reason, output.new_token_ids) == ("timeout", [])
+        assert client.received == client.answer[0][: len(client.received)]
+        late = self.now >= client.request.engine_request.deadline
+        begun = client.request.scheduled_time > 0
+        assert late or not begun, "it had time left"
+        self.last_gone = output.request_id
+        self.events["timed out" if late else "not begun, since it would be late"] += 1
+        self.events["timed out after its first token"] += bool(client.received)
+
     def _abort(self) -> None:
-        waiting = self.scheduler.queues.waiting.items()
-        preempted = [request_id for request_id, request in waiting if request.num_tokens > len(request.token_ids)]
+        waiting = self.scheduler.queues.waiting
+        preempted = [request.request_id for request in waiting if request.num_tokens > len(request.token_ids)]
         request_id = self.rng.choice(["unknown", *self.clients, *preempted * 60])
         client = self.clients.pop(request_id, None)
         if client is None:

@@ -75,7 +75,7 @@ def test_lower_priorities_come_first() -> None:
     for each in requests:
         scheduler.add(each)
         scheduler.check()
-    assert list(scheduler.queues.waiting) == ["2", "6", "1", "4", "0", "3", "5"]
+    assert [r.request_id for r in scheduler.queues.waiting] == ["2", "6", "1", "4", "0", "3", "5"]
     assert run(scheduler, runner, requests) == ["2", "6", "1", "4", "0", "3", "5"]
 
 

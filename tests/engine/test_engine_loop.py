@@ -106,7 +106,7 @@ def test_seeds_follow_the_configuration(tiny_model: Path) -> None:
         engine = make_engine(tiny_model, seed=seed)
         for i in range(3):
             engine.add_request(EngineRequest(str(i), [1], SamplingParams(seed=7 if i == 2 else None)))
-        return [request.seed for request in engine.scheduler.queues.waiting.values()]
+        return [request.seed for request in engine.scheduler.queues.waiting]
 
     assert seeds(0) == seeds(0) != seeds(1)
     assert seeds(0)[2] == 7

@@ -10,7 +10,10 @@ import pytest
 import zmq
 
 from engine.config import EngineConfig
+from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
+from engine.core.request import Request
+from engine.core.request_queues import RequestQueues
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.messages import Abort, Add, Command, Ready, Shutdown, Start, Step, decode_event, encode
@@ -131,6 +134,30 @@ def test_request_that_cannot_run_is_answered(tiny_model: Path, caplog: pytest.Lo
         assert front.until_finished("b")[1] == "length"
 
 
+def burn(output: SchedulerOutput) -> None:
+    raise ValueError("a step failed")
+
+
+def test_request_that_fails_is_answered_and_the_others_go_on(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = RequestQueues.add
+
+    def add_or_fail(queues: RequestQueues, request: Request) -> None:
+        queue(queues, request)
+        if request.request_id == "bad":
+            raise KeyError("no such thing")
+
+    monkeypatch.setattr(RequestQueues, "add", add_or_fail)
+    with running_loop(tiny_model) as front:
+        front.send(add("bad", [2], 5), add("good", [1], 5))
+        tokens, reason, steps = front.until_finished("good")
+        assert (len(tokens), reason) == (5, "length")
+        (error,) = [o.error for step in steps for o in step.outputs.outputs if o.finish_reason == "error"]
+        assert error == "an internal error (KeyError); the server's log says more"
+        assert "no such thing" in caplog.text
+
+
 def test_exception_that_is_of_no_request_ends_the_loop(tiny_model: Path) -> None:
     errors: list[BaseException] = []
     steps = threading.Semaphore(1)
@@ -140,7 +167,7 @@ def test_exception_that_is_of_no_request_ends_the_loop(tiny_model: Path) -> None
         while (stats := front.receive().stats).num_running + stats.num_waiting < 6:
             pass
         assert stats.num_waiting == 2
-        front.runner.broken = True
+        front.runner.launch_fault, front.runner.reset_fault = burn, RuntimeError("the fake device is on fire")
         steps.release()
         front.thread.join(10)
     assert [str(error) for error in errors] == ["the fake device is on fire"]

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from engine.state import EngineState, StateHolder
 
 
@@ -48,6 +50,28 @@ def test_a_restart_knows_how_long_the_start_took() -> None:
     assert states.state.seconds_left == 0.0
     states.enter("ready")
     assert states.state == EngineState("ready", None, None, 1, "it was killed")
+
+
+def test_a_start_that_is_remembered_tells_how_long_this_one_takes() -> None:
+    clock = Clock()
+    states = StateHolder(clock, 60.0)
+    clock.now += 5
+    states.advance("downloading", 0.0)
+    assert states.state.seconds_left is None, "what is remembered is without download"
+    clock.now += 100
+    states.advance("loading", 0.0)
+    assert states.state.seconds_left == 55.0
+    clock.now += 15
+    states.advance("compiling", None)
+    assert states.state.seconds_left == 40.0
+    clock.now += 30
+    states.advance("capturing", 0.5)
+    assert states.state.seconds_left == 10.0
+    clock.now += 20
+    states.advance("capturing", 0.8)
+    assert states.state.seconds_left == pytest.approx(5), "it takes longer this time: by what is done of the phase"
+    states.enter("ready")
+    assert states.start_seconds == 70.0
 
 
 def test_a_silence_is_no_start() -> None:

@@ -235,7 +235,7 @@ def test_requests_that_can_never_run_are_refused_at_once(tiny_model: Path) -> No
     loop = Loop(tiny_model)
     loop.add("a", params(choice=["a"]))
     with pytest.raises(ValueError, match="the prompt has 1024 tokens"):
-        loop.engine.add_request(EngineRequest("b", [1] * 1024, loop.input_processor.with_grammar(params(choice=["a"]))))
+        loop.engine.add_request(EngineRequest("b", [1] * 1024, loop.input_processor.prepare(params(choice=["a"]))))
     with pytest.raises(ValueError, match="in use"):
         loop.add("a", params(choice=["a"]))
     loop.run()
@@ -266,7 +266,7 @@ def test_bad_grammars_are_named_in_the_front_end(tiny_model: Path, fields: dict[
     [
         ({}, "one of json, regex, choice, grammar, json_object, got none"),
         ({"json": {"a": 1}, "regex": "x"}, "got json, regex"),
-        ({"json": {}}, "structured_outputs.json must not be empty"),
+        ({"json": ""}, "structured_outputs.json must not be empty"),
         ({"json": 3}, "structured_outputs.json must .*int"),
         ({"choice": []}, "structured_outputs.choice must not be empty"),
         ({"choice": ["a", ""]}, "structured_outputs.choice must be a list of non-empty texts"),

@@ -22,13 +22,14 @@ import torch
 from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from tests.gpu.attention import check_attention, check_rounding
+from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.formats import check_formats
 from tests.gpu.models import check_families, check_story, check_windows
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_ranks
-from tests.gpu.sampling import check_distribution, check_sampling
+from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
@@ -37,7 +38,8 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "formats": (check_formats,),
     "norms": (check_norms, check_activation),
     "rotary": (check_rotary,),
-    "sampling": (check_sampling, check_distribution),
+    "sampling": (check_sampling, check_faults, check_distribution),
+    "blocks": (check_blocks,),
     "families": (check_families,),
     "windows": (check_windows,),
     "story": (check_story,),

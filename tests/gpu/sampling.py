@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -67,6 +68,33 @@ def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor
         expected = reference.sample(logits, *filters, seeds, positions, Part.REST, mask_of, out.clone())
         error = float((call() != expected).float().mean())
         checks.add(f"sample the rest, {name} top_k {top_k}", error, 0.02, call, size)
+
+
+def check_faults(checks: Checks) -> None:
+    """Rows that are not finite, or that exclude all tokens, at any position of a large vocabulary."""
+    batch, vocab_size = 64, 151936
+    for dtype, (name, (temperature, top_k, top_p, min_p)) in itertools.product((BF16, F32), FILTERS.items()):
+        logits = checks.random(batch, vocab_size, dtype=F32).to(dtype)
+        expected = torch.zeros(batch, dtype=torch.int64, device=checks.device)
+        at = torch.randint(vocab_size, (batch,)).tolist()
+        for row, token in enumerate(at):
+            match row % 4:
+                case 1:
+                    logits[row, token] = float("nan")
+                case 2:
+                    logits[row, token] = float("inf")
+                case 3:
+                    logits[row] = float("-inf")
+            expected[row] = (0, kernels.NOT_FINITE, kernels.NOT_FINITE, kernels.NOTHING_ALLOWED)[row % 4]
+        filters = (
+            torch.full((batch,), temperature, device=checks.device),
+            torch.full((batch,), top_k, dtype=torch.int32, device=checks.device),
+            torch.full((batch,), top_p, device=checks.device),
+            torch.full((batch,), min_p, device=checks.device),
+        )
+        seeds = positions = torch.arange(batch, device=checks.device)
+        found = kernels.sample(logits, *filters, seeds, positions).clamp(max=0)
+        checks.add(f"faults in {batch} x {vocab_size} {dtype} {name}", float((found != expected).float().mean()), 0.0)
 
 
 def check_distribution(checks: Checks) -> None:

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from server import cli
+from server.commands.vllm_options import ADVICE
 from tests.support.live_server import Live
 
 pytestmark = pytest.mark.timeout(120)
@@ -150,26 +151,63 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"quire \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "check", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "check", "bench", "top"])
 def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert ("examples:" in shown) or command == "bench"
-    assert ("--max-model-len" in shown) or command in ("bench", "check")
+    assert ("--max-model-len" in shown) or command in ("bench", "check", "top")
+
+
+def test_help_shows_what_is_common_and_help_all_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(option: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["serve", option])
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    brief, full = shown("--help"), shown("--help-all")
+    for option in ("--port", "--max-model-len", "--api-key-file"):
+        assert option in brief
+    for option in ("--debug-checks", "--root-path"):
+        assert option not in brief
+        assert option in full
+    assert len(brief.splitlines()) < 70
+    assert re.search(r"\d+ more options: quire serve --help-all\n$", brief)
+
+
+def test_advice_is_about_options_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help-all"])
+    words = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert not words & ADVICE.keys()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "serve" in script
+    assert "max-model-len" in script
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["sreve"], 2, "invalid choice: 'sreve'"),
+        (["sreve"], 2, "unknown command 'sreve' (did you mean serve?); there are serve, chat, generate"),
+        (
+            ["serve", "m", "--trust_remote_code"],
+            2,
+            "there is no --trust-remote-code: code that comes with models is never",
+        ),
         (
             ["serve", "m", "--max-model-length", "3"],
             2,
             "unknown option --max-model-length (did you mean --max-model-len?)",
         ),
-        (["bench", "nothing"], 2, "invalid choice: 'nothing'"),
+        (["bench", "nothing"], 2, "unknown benchmark 'nothing'; there are serve, throughput"),
         (["serve", "m", "--port", "70000"], 1, "--port must be an integer at least 0 and at most 65535, got '70000'"),
         (["serve", "m", "--model", "n"], 1, "the model is named twice: 'm' and --model 'n'"),
         (["serve", "m", "--config", "/nowhere.yaml"], 1, "/nowhere.yaml: No such file or directory"),
@@ -254,7 +292,7 @@ def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_streams_and_exits_with_0(model: Path, number: signal.Signals) -> None:
-    with serving(model) as server:
+    with serving(model, "--shutdown-timeout", "0") as server:
         finished: list[str] = []
         threads = [stream(server.url, finished) for _ in range(3)]
         start = time.monotonic()
@@ -280,6 +318,36 @@ def test_second_signal_ends_the_patience(model: Path) -> None:
         assert "Traceback" not in "".join(server.errors)
 
 
+def test_running_requests_finish_before_the_server_stops(model: Path) -> None:
+    with serving(model, "--shutdown-timeout", "100") as server:
+        finished: list[str] = []
+        thread = stream(server.url, finished, max_tokens=20)
+        assert server.stop(signal.SIGTERM) == 0
+        thread.join(10)
+        assert json.loads(finished[0])["choices"][0]["finish_reason"] == "length"
+
+
+def test_clients_that_do_nothing_cannot_keep_the_server(model: Path) -> None:
+    """Uploads that do not go on, answers that are not read, connections without a request."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    body = b'{"prompt": "a", "ignore_eos": true, "max_tokens": 1000, "stream": true, "logprobs": 5}'
+    with serving(model, "--shutdown-timeout", "0.1") as server, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for data in (
+            b"",
+            b"POST",
+            head + b"Content-Length: 100\r\n\r\n{",
+            head + b"Transfer-Encoding: chunked\r\n\r\n",
+        ):
+            stack.enter_context(socket.create_connection(address)).sendall(data)
+        for _ in range(3):
+            unread = stack.enter_context(socket.create_connection(address))
+            unread.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert unread.recv(10)
+        assert server.stop(signal.SIGTERM) == 0
+        assert "Traceback" not in "".join(server.errors)
+
+
 def test_engine_that_is_gone_for_good_ends_the_server(model: Path) -> None:
     with serving(model, "--engine-restarts", "0") as server:
         finished: list[str] = []
@@ -298,6 +366,23 @@ def test_stopped_while_starting(model: Path) -> None:
     time.sleep(1)
     assert server.stop(signal.SIGTERM) in (128 + signal.SIGTERM, -signal.SIGTERM, 0)  # 0: it was ready already
     assert "Traceback" not in "".join(server.errors)
+
+
+def test_the_port_answers_from_the_first_moment_on(model: Path, free_port: int) -> None:
+    server = Server(str(model), "--host", "127.0.0.1", "--port", str(free_port), *SMALL)
+    try:
+        phases: list[str] = []
+        with httpx.Client(base_url=f"http://127.0.0.1:{free_port}", timeout=60) as client:
+            deadline = time.monotonic() + 120
+            while not phases and time.monotonic() < deadline:
+                with contextlib.suppress(httpx.ConnectError):
+                    events = client.get("/readyz", headers={"Accept": "text/event-stream"}).text
+                    phases = re.findall(r'"phase": "(\w+)"', events)
+            assert "starting" in phases or "loading" in phases
+            assert phases[-1] == "ready"
+            assert client.get("/health").status_code == 200
+    finally:
+        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_unix_socket(model: Path, tmp_path: Path) -> None:
@@ -479,3 +564,10 @@ def test_bench_refuses_before_it_runs(
         in_folder("prompts.jsonl", content)
     assert cli.main(["bench", "throughput", "--model", str(model), "--dataset-path", "prompts.jsonl", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_commands_begin_without_the_web_framework() -> None:
+    """It takes a quarter of a second to import, and most commands never need it."""
+    code = "import sys; from server.commands import bench, chat, generate, serve; print({'fastapi', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,3 +189,37 @@ def test_a_grammar_that_cannot_be_compiled_fails_alone(compiler: Compiler) -> No
     assert list(manager._weights) == ["good"]
     assert not manager.remove("good"), "it was not held any more"
     assert manager.num_followed == 0
+
+
+class Panic(BaseException):
+    """As the library's panics in Rust: no `Exception`."""
+
+
+def test_a_grammar_that_panics_is_told_apart(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a", "b", "c"]
+    manager = follow(compiler, names)
+    bad = manager._followed["b"].matcher
+
+    def fill(wanted: Any, masks: np.ndarray) -> None:
+        if any(followed.matcher is bad for followed, _ in wanted):
+            raise Panic("index out of bounds")
+        for _, i in wanted:
+            masks[i] = 7
+
+    monkeypatch.setattr(manager._fill._alone, "fill", fill)
+    masks = np.zeros((3, WORDS), dtype=np.int32)
+    assert manager.fill(names, masks) == ([], {"b": "index out of bounds"})
+    assert masks[:, 0].tolist() == [7, -1, 7], "the others' masks are filled, and its own forbids nothing"
+
+
+def test_a_grammar_that_panics_at_a_token(compiler: Compiler) -> None:
+    manager = follow(compiler, ["a", "b"])
+
+    class Panicking:
+        def is_stopped(self) -> bool:
+            raise Panic("unreachable")
+
+    manager._followed["b"].matcher = Panicking()  # type: ignore[assignment]
+    assert manager.advance("a", [107]) == ""
+    assert manager.advance("b", [108]) == "unreachable"
+    assert manager.advance("unknown", [108]) == ""

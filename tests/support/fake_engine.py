@@ -84,12 +84,15 @@ class FakeEngine:
         self.step_tokens = StepTokens()
         self.pid = os.getpid()
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
+        self.time_out_after: int | None = None  # tokens after which a request with a deadline ends for that
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # embeddings wait until they are aborted
         self.active: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
+        self.owners: list[str] = []
+        self.deadlines: list[float] = []
         self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
@@ -114,12 +117,16 @@ class FakeEngine:
 
     async def prepare(self, sampling: SamplingParams) -> SamplingParams:
         """The grammar is checked, and heeded by `GrammarEngine` alone."""
-        return await asyncio.to_thread(self._input_processor.with_grammar, sampling)
+        if sampling.structured_outputs is None:
+            return self._input_processor.prepare(sampling)
+        return await asyncio.to_thread(self._input_processor.prepare, sampling)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         request_id, prompt = request.request_id, request.prompt_token_ids
         self._input_processor.check(request)
         self.salts.append(request.cache_salt)
+        self.owners.append(request.owner)
+        self.deadlines.append(request.deadline)
         if request.pooling is not None:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
@@ -145,7 +152,7 @@ class FakeEngine:
             if request_id in self.aborted:
                 output.finish_reason = "abort"
             elif self.fail_after is not None:
-                output.finish_reason = "error"
+                output.finish_reason, output.error = "error", "it is broken"
             else:
                 output.embedding = array("f", embedding_of(prompt, pooling)).tobytes()
             collector.add(output, time.monotonic())
@@ -202,6 +209,10 @@ class FakeEngine:
                     collector.add(EngineOutput(request_id, [], "abort"), time.monotonic())
                     yield collector.take()
                     return
+                if self.deadlines[-1] and self.time_out_after == len(generated):
+                    collector.add(EngineOutput(request_id, [], "timeout"), time.monotonic())
+                    yield collector.take()
+                    return
                 token = tokens[len(generated)]
                 generated.append(token)
                 self._generated += 1
@@ -227,6 +238,7 @@ class FakeEngine:
                     output.prompt_logprobs = [
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
+                output.error = "it is broken" if finish == "error" else ""
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update

@@ -1,6 +1,7 @@
 """A runner whose next token follows from prompt and position alone, and which checks what it is asked to do."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +24,11 @@ class FakeHandle:
     output: SchedulerOutput
     result: StepResult
     guided: list[int] = field(default_factory=list)
+    fault: Callable[[SchedulerOutput], None] | None = None
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
+        if self.fault is not None:
+            self.fault(self.output)
         return self.output, self.result
 
 
@@ -41,7 +45,10 @@ class FakeRunner:
     num_computed: dict[str, int] = field(default_factory=dict)
     max_scheduled: int = 0
     permits: threading.Semaphore | None = None  # each launch waits for one and takes it
-    broken: bool = False
+    launch_fault: Callable[[SchedulerOutput], None] | None = None  # shown each step, and may raise an exception
+    read_fault: Callable[[SchedulerOutput], None] | None = None
+    reset_fault: Exception | None = None
+    num_resets: int = 0
     closed: bool = False
 
     @classmethod
@@ -51,8 +58,8 @@ class FakeRunner:
     def launch(self, output: SchedulerOutput) -> FakeHandle:
         if self.permits is not None:
             assert self.permits.acquire(timeout=10), "the test does not let the runner go on"
-        if self.broken:
-            raise RuntimeError("the fake device is on fire")
+        if self.launch_fault is not None:
+            self.launch_fault(output)
         for request_id in output.removed:
             self.prompts.pop(request_id, None)
         for new in output.new_requests:
@@ -68,7 +75,14 @@ class FakeRunner:
             num_sampled.append(int(index not in batch.partial))
             if num_sampled[-1]:
                 tokens.append(next_token(self.prompts[request_id], self.num_computed[request_id]))
-        return FakeHandle(output, StepResult(tokens, num_sampled))
+        return FakeHandle(output, StepResult(tokens, num_sampled), fault=self.read_fault)
+
+    def reset(self) -> None:
+        self.num_resets += 1
+        if self.reset_fault is not None:
+            raise self.reset_fault
+        self.prompts.clear()
+        self.num_computed.clear()
 
     def close(self) -> None:
         self.closed = True

@@ -13,7 +13,9 @@ import httpx
 import uvicorn
 
 from server.app import create_app
+from server.commands.serve import connections_of
 from server.http.browsers import HEADERS
+from server.http.connections import Connections
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 
@@ -25,6 +27,7 @@ class Live:
     engine: FakeEngine
     http: httpx.Client
     port: int
+    connections: Connections
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -48,11 +51,18 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def run_server(engine: FakeEngine, settings: ServerConfig | None = None, **options: Any) -> Iterator[Live]:
+def run_server(
+    engine: FakeEngine, settings: ServerConfig | None = None, *, send_buffer: int | None = None, **options: Any
+) -> Iterator[Live]:
+    """`send_buffer`: bytes that the kernel holds for a client that does not read."""
     settings = settings or ServerConfig()
     app = create_app(engine, settings, **options)
+    connections = connections_of(settings)
     config = uvicorn.Config(
         app,
+        http=connections.protocol,  # type: ignore[arg-type]  # makes one
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # handed to `call_later`
+        ws="none",
         log_config=None,
         lifespan="on",
         headers=list(HEADERS),
@@ -61,6 +71,8 @@ def run_server(engine: FakeEngine, settings: ServerConfig | None = None, **optio
     )
     server = uvicorn.Server(config)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio wants to see TCP
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
@@ -70,7 +82,7 @@ def run_server(engine: FakeEngine, settings: ServerConfig | None = None, **optio
         time.sleep(0.005)
     assert server.started
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-        yield Live(engine, http, port)
+        yield Live(engine, http, port, connections)
     server.should_exit = True
     thread.join(10)
     listener.close()

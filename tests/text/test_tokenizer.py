@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.text.tokenizer import Tokenizer, TokenizerError
@@ -36,6 +36,36 @@ def test_long_texts_are_encoded_like_short_ones(tokenizer: Tokenizer, backend: t
         assert tokenizer.encode(long, special) == backend.encode(long, add_special_tokens=special).ids
     with pytest.raises(TokenizerError, match="lone surrogate"):
         tokenizer.encode(long + "\ud800")
+
+
+@given(text=TEXTS)
+def test_no_token_stands_for_more_characters_than_it_says(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.max_chars_per_token is not None
+    assert len(text) <= tokenizer.max_chars_per_token * len(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Replace(tokenizers.Regex(" +"), " ")])},
+        {"normalizer": normalizers.Replace("  ", " ")},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
+        {"model": models.BPE({"a": 0}, [], unk_token="a", fuse_unk=True), "pre_tokenizer": pre_tokenizers.Digits()},
+        {"added": tokenizers.AddedToken("<end>", rstrip=True, special=True)},
+    ],
+)
+def test_tokens_that_may_stand_for_any_number_of_characters(
+    change: dict[str, Any], backends: dict[str, tokenizers.Tokenizer]
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(backends["byte_level"].to_str())
+    assert Tokenizer(backend, {}).max_chars_per_token == len("<|im_start|>")
+    if "added" in change:
+        backend.add_special_tokens([change.pop("added")])
+    for name, value in change.items():
+        setattr(backend, name, value)
+    assert Tokenizer(backend, {}).max_chars_per_token is None
 
 
 @given(data=st.data())

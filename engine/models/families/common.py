@@ -13,6 +13,9 @@ from engine.models.generation_config import token_ids
 from engine.models.quantization import read_quantization
 from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, Norms
 
+MAX_LAYERS = 1024  # a description of each is made before the weights are looked at
+MAX_HEAD_DIM = 1024
+
 
 def attention(
     config: Config,
@@ -37,7 +40,7 @@ def attention(
         )
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise ModelError(f"'hidden_size' ({hidden_size}) must be a multiple of 'num_attention_heads' ({num_heads})")
-    head_dim = integer(config, "head_dim", hidden_size // num_heads)
+    head_dim = integer(config, "head_dim", hidden_size // num_heads, maximum=MAX_HEAD_DIM)
     if head_dim % 2:
         raise ModelError(f"'head_dim' must be even, got {head_dim}")
     return AttentionSpec(
@@ -60,6 +63,10 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
     "gelu": "gelu_tanh",  # in old configurations of Gemma, which was trained with that
     "relu2": "relu2",
 }
+
+
+def num_layers(config: Config) -> int:
+    return integer(config, "num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def dense(
@@ -88,8 +95,7 @@ def decoder(
     eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
     """A decoder whose layers are alike but for their mixers or windows, where those are given."""
-    num_layers = integer(config, "num_hidden_layers")
-    mixers = [mixer] * num_layers if isinstance(mixer, AttentionSpec) else list(mixer)
+    mixers = [mixer] * num_layers(config) if isinstance(mixer, AttentionSpec) else list(mixer)
     if windows is not None:
         mixers = [replace(each, window=window) for each, window in zip(mixers, windows, strict=True)]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -113,12 +119,11 @@ def decoder(
 
 def slides(config: Config, pattern: int = 0) -> list[bool]:
     """Which layers have the sliding window: by `layer_types`, else all but each `pattern`-th; 0: none."""
-    num_layers = integer(config, "num_hidden_layers")
-    types = config.get("layer_types")
+    count, types = num_layers(config), config.get("layer_types")
     if types is None:
-        return [pattern > 0 and (layer + 1) % pattern != 0 for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise ModelError(f"'layer_types' must be a list of num_hidden_layers={num_layers} names, got {types!r}")
+        return [pattern > 0 and (layer + 1) % pattern != 0 for layer in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise ModelError(f"'layer_types' must be a list of num_hidden_layers={count} names, got {types!r}")
     if unknown := sorted({str(name) for name in types} - {"full_attention", "sliding_attention"}):
         raise ModelError(f"'layer_types' may name full_attention and sliding_attention, got {', '.join(unknown)}")
     return [name == "sliding_attention" for name in types]

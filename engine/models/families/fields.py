@@ -8,12 +8,17 @@ from typing import Any
 from engine.models.errors import ModelError
 
 Config = dict[str, Any]
+MAX_INTEGER = 2**31 - 1
 
 
-def integer(config: Config, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+def integer(
+    config: Config, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
+) -> int:
     value = _field(config, name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ModelError(f"{name!r} must be an integer of at least {minimum}, got {value!r}")
+    if value > maximum:
+        raise ModelError(f"{name!r} must be at most {maximum}, got {value!r}")
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense, slides, windows_of
+from engine.models.families.common import attention, decoder, dense, num_layers, slides, windows_of
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.spec import ModelSpec
 
@@ -42,12 +42,12 @@ def qwen3(config: Config) -> ModelSpec:
 
 def smollm3(config: Config) -> ModelSpec:
     """SmolLM3: some layers, by default each fourth, have no rotary embedding."""
-    num_layers, interval = integer(config, "num_hidden_layers"), integer(config, "no_rope_layer_interval", 4)
+    count, interval = num_layers(config), integer(config, "no_rope_layer_interval", 4)
     rotates = config.get("no_rope_layers")  # 1: the layer has RoPE
     if rotates is None:
-        rotates = [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if not isinstance(rotates, list) or len(rotates) != num_layers:
-        raise ModelError(f"'no_rope_layers' must be a list of num_hidden_layers={num_layers} flags, got {rotates!r}")
+        rotates = [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(rotates, list) or len(rotates) != count:
+        raise ModelError(f"'no_rope_layers' must be a list of num_hidden_layers={count} flags, got {rotates!r}")
     bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, o_bias=bias)
     mixers = [mixer if rope else replace(mixer, rope=None) for rope in rotates]
@@ -105,7 +105,6 @@ def _qwen_windows(config: Config) -> list[int]:
     """By `layer_types`, else for the layers from `max_window_layers` on."""
     if config.get("layer_types") is not None:
         return windows_of(config, slides(config))
-    num_layers = integer(config, "num_hidden_layers")
-    slides_at_all = flag(config, "use_sliding_window")
-    first = integer(config, "max_window_layers", 28, minimum=0) if slides_at_all else num_layers
-    return windows_of(config, [layer >= first for layer in range(num_layers)])
+    count, slides_at_all = num_layers(config), flag(config, "use_sliding_window")
+    first = integer(config, "max_window_layers", 28, minimum=0) if slides_at_all else count
+    return windows_of(config, [layer >= first for layer in range(count)])

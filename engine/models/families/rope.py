@@ -10,6 +10,8 @@ from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.spec import RopeSpec
 
+MAX_CONTEXT = 2**24  # positions that float32, in which angles are computed, tells apart
+
 
 def read_rope(
     config: Config, head_dim: int, *, layer_type: str = "", rotary_factor: float = 1.0, interleaved: bool = False
@@ -129,9 +131,10 @@ def context_length(config: Config, rope: RopeSpec | None) -> int:
     Linear and dynamic scaling stretch `max_position_embeddings`; yarn stretches the original length; llama3's
     and longrope's `max_position_embeddings` is already stretched.
     """
-    trained = integer(config, "max_position_embeddings")
+    trained = integer(config, "max_position_embeddings", maximum=MAX_CONTEXT)
     if rope is None or rope.scaling in ("default", "llama3", "longrope"):
         return trained
-    if rope.scaling == "yarn":
-        return max(trained, int(rope.original_max_position_embeddings * rope.factor))
-    return int(trained * rope.factor)
+    stretched = rope.factor * (rope.original_max_position_embeddings if rope.scaling == "yarn" else trained)
+    if stretched > MAX_CONTEXT:
+        raise ModelError(f"RoPE scaling by {rope.factor:g} passes the longest context, {MAX_CONTEXT}")
+    return max(trained, int(stretched)) if rope.scaling == "yarn" else int(stretched)

@@ -28,7 +28,7 @@ class SampledLogprobs:
         """For the sequences at `indices`, which asked for them; logits [B, V], tokens [B] of the step."""
         num_top = [members.rows[i].sampling.logprobs or 0 for i in indices]
         at = torch.tensor(indices, device=logits.device)
-        tensors = kernels.token_logprobs(logits[at], tokens[at], max(num_top))
+        tensors = kernels.token_logprobs(logits[at], tokens[at].clamp(min=0), max(num_top))
         return cls(indices, num_top, _to_cpu(tensors))
 
     def read(self) -> dict[int, list[TokenLogprobs]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +94,13 @@ class Sampler:
         self._mask_of = torch.full(
             (batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device
         )  # [B]; -1: none
-        self._history = TokenHistory(batch.num_rows, max_len, batch.device)
+        self._new_history = partial(TokenHistory, batch.num_rows, max_len, batch.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Follow the input batch: all rows are free."""
+        self._mask_of.fill_(-1)
+        self._history = self._new_history()
         self._processed: dict[int, ProcessedRow] = {}  # by device row
         self._plan = SamplingPlan()
 
@@ -112,7 +120,11 @@ class Sampler:
 
     def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
         """Sample logits [B, V] → tokens [B] int64; those of sequences that need another pass mean nothing yet."""
-        tokens = logits.argmax(-1) if greedy else self._sample(logits, kernels.Part.PLAIN)
+        if greedy:
+            highest, tokens = logits.max(-1)
+            tokens = kernels.mark_faults(tokens, highest)
+        else:
+            tokens = self._sample(logits, kernels.Part.PLAIN)
         self._store(tokens)
         return tokens
 
@@ -143,15 +155,18 @@ class Sampler:
         lengths, params = self._step.next_position.index_select(0, group.at), group.kernel_params
         context = Context(lengths, group.longest, group.seeds, masks, lambda: logits[group.at].float())
         own = context.raw()
+        is_finite = own.amax(-1) < math.inf
         for processor in group.processors:
             processor.apply(own, context)
         sampled = kernels.sample(
             own, params.temperature, params.top_k, params.top_p, params.min_p, group.seeds, lengths
         )  # fmt: skip
+        # What processors do with NaN is undefined, and what they make of finite logits is the request's own doing.
+        sampled.masked_fill_(sampled < 0, kernels.NOTHING_ALLOWED).masked_fill_(~is_finite, kernels.NOT_FINITE)
         tokens.scatter_(0, group.at, sampled)
         self._batch.state.last_token.scatter_(0, group.rows, sampled)
         if len(group.slots):
-            self._history.append(group.slots, lengths[group.slots_of], sampled[group.slots_of])
+            self._history.append(group.slots, lengths[group.slots_of], sampled[group.slots_of].clamp(min=0))
 
     def plan(self, packed: PackedStep) -> SamplingPlan:
         """The plan of the step packed last."""

@@ -31,14 +31,14 @@ _CHOICE = b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%
 def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        warnings = Warnings(model.settings.strict).add_fields(body)
-        generation = await generate(model, body.neutral(), warnings, caller_of(request))
+        warnings, asked = await model.read(request, body, ChatCompletionRequest.neutral)
+        generation = await generate(model, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = model.settings.sse_keep_alive_interval
             return streamed(
                 _events(model, body, generation, warnings), warnings, failure=failure, end=DONE, keep_alive=keep_alive
             )
-        return await whole(request, _answer(model, body, generation, warnings), warnings)
+        return await whole(_answer(model, body, generation, warnings), warnings)
 
 
 # ---- whole ----

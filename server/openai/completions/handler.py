@@ -32,14 +32,14 @@ _TEXT_EVENT = (
 def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        warnings = Warnings(model.settings.strict).add_fields(body)
-        generation = await generate(model, body.neutral(), warnings, caller_of(request))
+        warnings, asked = await model.read(request, body, CompletionRequest.neutral)
+        generation = await generate(model, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = model.settings.sse_keep_alive_interval
             return streamed(
                 _events(model, body, generation, warnings), warnings, failure=failure, end=DONE, keep_alive=keep_alive
             )
-        return await whole(request, _answer(model, body, generation, warnings), warnings)
+        return await whole(_answer(model, body, generation, warnings), warnings)
 
 
 def _echoes(model: ServedModel, body: CompletionRequest, generation: Generation) -> list[str]:

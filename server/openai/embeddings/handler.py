@@ -24,10 +24,10 @@ _encode = msgspec.json.encode
 def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/embeddings", response_model=None)
     async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
-        warnings = Warnings(model.settings.strict).add_fields(body)
-        generation = await embed(model, body.neutral(), caller_of(request))
+        warnings, asked = await model.read(request, body, lambda body: body.neutral())
+        generation = await embed(model, asked, caller_of(request))
         as_base64 = body.encoding_format == "base64"
-        return await whole(request, _answer(model, generation, warnings, as_base64), warnings)
+        return await whole(_answer(model, generation, warnings, as_base64), warnings)
 
 
 async def _answer(model: ServedModel, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from server.generation.served_model import ServedModel
 from server.http.errors import APIError, spelled
+from server.http.responses import json_response
 from server.http.warnings import Warnings
-from server.openai.models.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, TokenizeTextRequest
+from server.openai.models.protocol import DetokenizeRequest, TokenizeRequest
 
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
-    strict = model.settings.strict
-
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": _cards(model)}
@@ -23,17 +22,22 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     async def get_model(name: str) -> dict[str, Any]:
         return _card(model, name)
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, response: Response) -> dict[str, Any]:
-        warnings = Warnings(strict).add_fields(body)
-        response.headers.update(warnings.headers)
-        return await _tokenize(model, body) | warnings.as_dict()
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        warnings, asked = await model.read(request, body, lambda body: body.neutral())
+        with spelled(asked.names):
+            model.check_name(asked.model)
+            [prompt] = await model.encode(asked)
+        num_tokens = len(prompt.token_ids)
+        return await model.in_thread(
+            _tokens, model, prompt.token_ids, bool(body.return_token_strs), warnings, num_chars=num_tokens
+        )
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, response: Response) -> dict[str, Any]:
-        warnings = Warnings(strict).add_fields(body)
-        response.headers.update(warnings.headers)
-        return await _detokenize(model, body) | warnings.as_dict()
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        warnings = Warnings(model.settings.strict).add_fields(body)
+        model.check_name(body.model)
+        return await model.in_thread(_text, model, body.tokens, warnings, num_chars=len(body.tokens))
 
 
 def _cards(model: ServedModel) -> list[dict[str, Any]]:
@@ -74,22 +78,18 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
     return _cards(model)[model.names.index(name)]
 
 
-async def _tokenize(model: ServedModel, body: TokenizeTextRequest | TokenizeChatRequest) -> dict[str, Any]:
-    request = body.neutral()
-    with spelled(request.names):
-        model.check_name(request.model)
-        ids = (await model.encode(request))[0].token_ids
-    return {
+def _tokens(model: ServedModel, ids: list[int], with_strs: bool, warnings: Warnings) -> Response:
+    members = {
         "count": len(ids),
         "max_model_len": model.engine.max_model_len,
         "tokens": ids,
-        "token_strs": [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None,
+        "token_strs": [model.tokenizer.id_to_token(i) for i in ids] if with_strs else None,
     }
+    return json_response(members, warnings)
 
 
-async def _detokenize(model: ServedModel, body: DetokenizeRequest) -> dict[str, Any]:
-    model.check_name(body.model)
+def _text(model: ServedModel, ids: list[int], warnings: Warnings) -> Response:
     size = model.tokenizer.vocab_size
-    if wrong := [i for i in body.tokens if not 0 <= i < size]:
-        raise APIError(400, f"must be from 0 to {size - 1}, got {wrong[0]}", "tokens")
-    return {"prompt": await model.in_thread(model.tokenizer.decode, body.tokens, False)}
+    if wrong := next((i for i in ids if not 0 <= i < size), None):
+        raise APIError(400, f"must be from 0 to {size - 1}, got {wrong}", "tokens")
+    return json_response({"prompt": model.tokenizer.decode(ids, False)}, warnings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -13,14 +13,14 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import TypeAdapter
 
 from server.generation.generation import Generation
-from server.generation.request import Message
+from server.generation.request import GenerationRequest, Message
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
 from server.generation.usage import Usage
 from server.http.callers import Caller, caller_of
 from server.http.errors import APIError, spelled, unexpected
-from server.http.responses import streamed, whole
-from server.http.warnings import Warnings
+from server.http.responses import json_response, streamed, whole
+from server.http.warnings import MAX_WARNINGS, Warnings
 from server.openai.errors import failure
 from server.openai.logprobs import logprobs_content
 from server.openai.responses.events import ResponseBuilder
@@ -39,19 +39,21 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        warnings = Warnings(settings.strict).add_fields(body)
-        working = await _begin(model, store, body, warnings, caller_of(request))
+        warnings, asked = await model.read(request, body, _converter(store, caller_of(request), body))
+        working = await _begin(model, body, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = settings.sse_keep_alive_interval
             events = _events(model, store, working)
             return streamed(events, warnings, failure=failure, end=b"", keep_alive=keep_alive)
-        return await whole(request, _answer(model, store, working), warnings)
+        return await whole(_answer(model, store, working), warnings)
 
     @app.post("/v1/responses/input_tokens", response_model=None)
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
-        warnings = Warnings(settings.strict).add_fields(body)
-        answer = await _count_input_tokens(model, store, body, caller_of(request)) | warnings.as_dict()
-        return Response(_encode(answer), media_type="application/json")
+        warnings, asked = await model.read(request, body, _converter(store, caller_of(request), body))
+        with spelled(asked.request.names):
+            model.check_name(body.model)
+            [prompt] = await model.encode(asked.request)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
 
     @app.get("/v1/responses/{response_id}", response_model=None)
     async def get_response(response_id: str, request: Request) -> Response:
@@ -86,37 +88,40 @@ class _Working:
     input_items: list[dict[str, Any]]  # the same
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request says, converted."""
+
+    request: GenerationRequest
+    previous: Turn | None  # what it goes on from
+    messages: list[Message]  # what is new in the request, without instructions
+    input_items: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+def _converter(store: ResponseStore, caller: Caller, body: ResponsesRequest) -> Callable[[ResponsesRequest], _Asked]:
+    """What converts a request in any thread. `APIError` 404 when the response that it goes on from is not there."""
+    previous = _previous(store, caller, body.previous_response_id)
+
+    def convert(body: ResponsesRequest) -> _Asked:
+        items = [_resolved(store, caller, item, index) for index, item in enumerate(body.items)]
+        messages, input_items = messages_of(items), [_input_item(item) for item in items]
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+        return _Asked(body.neutral(_all_messages(previous, messages)), previous, messages, input_items, tools)
+
+    return convert
+
+
 async def _begin(
-    model: ServedModel, store: ResponseStore, body: ResponsesRequest, warnings: Warnings, caller: Caller
+    model: ServedModel, body: ResponsesRequest, asked: _Asked, warnings: Warnings, caller: Caller
 ) -> _Working:
     """Check everything and start the answer."""
-    for name in body.include or ():
+    for name in (body.include or ())[:MAX_WARNINGS]:
         if name != LOGPROBS:
             warnings.add(f"{name[:100]!r} has no effect here", "include")
-    items, previous, messages = _conversation(store, body, caller)
-    generation = await generate(model, body.neutral(_all_messages(previous, messages)), warnings, caller)
-    builder = ResponseBuilder(_response(body, generation, warnings))
-    return _Working(generation, builder, previous, messages, [_input_item(item) for item in items])
-
-
-async def _count_input_tokens(
-    model: ServedModel, store: ResponseStore, body: ResponsesRequest, caller: Caller
-) -> dict[str, Any]:
-    """How many tokens the prompt has."""
-    model.check_name(body.model)
-    _, previous, messages = _conversation(store, body, caller)
-    request = body.neutral(_all_messages(previous, messages))
-    with spelled(request.names):
-        [prompt] = await model.encode(request)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
-
-
-def _conversation(
-    store: ResponseStore, body: ResponsesRequest, caller: Caller
-) -> tuple[list[Any], Turn | None, list[Message]]:
-    """The request's items, what they go on from, and their messages."""
-    items = [_resolved(store, caller, item, index) for index, item in enumerate(body.items)]
-    return items, _previous(store, caller, body.previous_response_id), messages_of(items)
+    generation = await generate(model, asked.request, warnings, caller)
+    builder = ResponseBuilder(_response(body, asked, generation, warnings))
+    return _Working(generation, builder, asked.previous, asked.messages, asked.input_items)
 
 
 def _all_messages(previous: Turn | None, messages: list[Message]) -> list[Message]:
@@ -150,7 +155,7 @@ def _input_item(item: Any) -> dict[str, Any]:
     return {"id": f"{given['type'][:3]}_{secrets.token_hex(16)}", **given}
 
 
-def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings) -> dict[str, Any]:
+def _response(body: ResponsesRequest, asked: _Asked, generation: Generation, warnings: Warnings) -> dict[str, Any]:
     """The object as it is before there is any output."""
     sampling = generation.samples[0].sampling
     reasoning, text = body.reasoning, body.text
@@ -179,7 +184,7 @@ def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings
         "temperature": sampling.temperature,
         "text": {"format": format},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+        "tools": asked.tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",

@@ -29,9 +29,7 @@ NOT_YET_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "moderation": (),
 }
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
-    "user": None,
     "metadata": None,
-    "safety_identifier": None,
     "prompt_cache_key": None,
     "prompt_cache_retention": (),
     "prompt_cache_options": (),
@@ -191,7 +189,7 @@ class ResponseStreamOptions(Body):
 _engine_fields: dict[str, Any] = {
     name: (field.annotation, field)
     for name, field in EngineFields.model_fields.items()
-    if name in ("model", "cache_salt", "request_id")
+    if name in ("model", "cache_salt", "request_id", "user", "safety_identifier", "timeout_ms")
 }
 _tables: dict[str, Any] = unsupported_fields(NOT_YET_IN_RESPONSES) | fields_without_effect(NO_EFFECT)
 _ResponsesBase: Any = create_model(
@@ -248,6 +246,8 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
             model=self.model,
             request_id=self.request_id,
             cache_salt=self.cache_salt or "",
+            user=self.safety_identifier or self.user or "",
+            timeout_ms=self.timeout_ms,
             sampling=sampling,
             structured_outputs=_structured(self.text),
             tool_choice=_tool_choice(self.tool_choice, self.parallel_tool_calls is not False),
@@ -288,7 +288,7 @@ def _structured(text: TextOptions | None) -> dict[str, Any]:
     if text is None or text.format is None or text.format.type == "text":
         return {}
     schema = text.format.schema_
-    return {"json_object": True} if schema is None else {"json": schema or "{}"}
+    return {"json_object": True} if schema is None else {"json": schema}
 
 
 def messages_of(items: list[Any]) -> list[Message]:

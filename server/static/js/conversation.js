@@ -66,6 +66,15 @@ export class Conversation {
     return this.children(message.parent).filter(({ group }) => group === message.group);
   }
 
+  /** `message` and what may stand in its place: of answers side by side, others count as one. */
+  alternatives(message) {
+    const others = new Set([message.group || message.id]);
+    return this.children(message.parent).filter((each) => {
+      const key = each.group || each.id;
+      return each === message || (!others.has(key) && others.add(key));
+    });
+  }
+
   /** Add a message; it is the one shown after its parent. */
   add(fields) {
     const index = 1 + Math.max(-1, ...Array.from(this.messages.values(), (message) => message.index));

@@ -29,7 +29,8 @@ class MessageView {
   }
 
   /** ‹ 2/3 ›, where the message has alternatives. */
-  showAlternatives(alternatives) {
+  showAlternatives() {
+    const alternatives = this.conversation.alternatives(this.message);
     const at = alternatives.indexOf(this.message);
     const go = (step) => this.actions.select(alternatives[at + step]);
     const back = iconButton("back", "Previous alternative", () => go(-1));
@@ -82,7 +83,7 @@ class QuestionView extends MessageView {
   }
 
   update() {
-    this.showAlternatives(this.conversation.children(this.message.parent));
+    this.showAlternatives();
   }
 }
 
@@ -123,7 +124,7 @@ class AnswerView extends MessageView {
     this.part("model-label").hidden = !message.model || !(group.length > 1 || this.actions.manyModels());
     this.part("model-label").textContent = shortName(message.model ?? "");
     this.part("choose").hidden = shown;
-    this.showAlternatives(this.conversation.children(message.parent));
+    this.showAlternatives();
   }
 
   #showThoughts(reasoning, thinking) {

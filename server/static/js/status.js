@@ -33,7 +33,7 @@ export class Status {
     clearTimeout(this.#timer);
     try {
       const { ok, state } = await readiness();
-      if (!ok) this.#set("waiting", phaseText(state));
+      if (!ok) this.#set(state.phase === "dead" ? "offline" : "waiting", phaseText(state));
       else if (this.kind !== "ready") await this.#connect();
       else this.#set("ready", this.#name());
     } catch (error) {
@@ -112,11 +112,11 @@ export class Status {
 }
 
 // What /readyz says of an engine that is not ready.
-function phaseText({ phase, fraction, seconds_left: left, reason }) {
-  if (!phase || phase === "ready") return WORDS.dead;
+function phaseText({ phase, fraction, seconds_left: left }) {
+  if (!phase || phase === "dead") return WORDS.dead;
   const part = typeof fraction === "number" ? ` ${Math.round(100 * fraction)} %` : "";
   const rest = typeof left === "number" ? `, about ${Math.ceil(left)} s left` : "";
-  return `${phase}${part}${rest}${phase === "dead" && reason ? `: ${reason}` : ""}`;
+  return `${phase}${part}${rest}`;
 }
 
 const NAMES = {

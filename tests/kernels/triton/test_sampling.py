@@ -241,18 +241,26 @@ def test_greedy_takes_the_lowest_of_equals(module: Any, dtype: torch.dtype) -> N
 @BOTH
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
 def test_infinities_and_nans(module: Any, filters: dict[str, Any]) -> None:
-    """-inf and NaN are never taken while another token can be; rows of nothing else give some token of the vocabulary."""
-    rows = 12
-    logits = torch.full((rows, 100), -INF)
-    logits[:8, 41:43] = torch.randn(8, 2)
-    logits[4:8, :41] = float("nan")
-    logits[8, 7] = INF
-    logits[9] = float("nan")
-    logits[10, 50] = float("nan")
-    chosen = module.sample(logits, *options(rows, **filters)).tolist()
-    assert set(chosen[:8]) <= {41, 42}
-    assert chosen[8] == 7
-    assert all(0 <= token < 100 for token in chosen[9:])
+    """-inf is never taken; a row with NaN or inf in any piece, or with nothing but -inf, gives no token."""
+    logits = torch.full((10, 9000), -INF)
+    logits[:, 41:43] = torch.randn(10, 2)
+    logits[4, 7] = INF
+    logits[5] = float("nan")
+    logits[6, 8999] = float("nan")
+    logits[7, 0], logits[7, 8000] = INF, float("nan")
+    logits[8:] = -INF
+    logits[9, 5000] = float("nan")
+    chosen = module.sample(logits, *options(10, **filters)).tolist()
+    assert set(chosen[:4]) <= {41, 42}
+    assert chosen[4:] == [kernels.NOT_FINITE] * 4 + [kernels.NOTHING_ALLOWED, kernels.NOT_FINITE]
+
+
+@BOTH
+def test_a_temperature_that_overflows_is_no_fault(module: Any) -> None:
+    logits = torch.randn(3, 300)
+    logits[1] *= -1e30
+    chosen = module.sample(logits, *options(3, temperature=[1e-40, 1e-40, 1e-30]))
+    assert ((chosen >= 0) & (chosen < 300)).all()
 
 
 @BOTH

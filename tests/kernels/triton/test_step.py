@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import kernels
 from kernels import layout, reference
 from kernels.layout import RowState, StepTensors
 from kernels.triton import prepare
@@ -91,3 +92,11 @@ def test_rows_advance_from_step_to_step(prepare_step: Any) -> None:
     assert out.positions[:2].tolist() == [5, 1]
     assert out.slot_mapping[0, :2].tolist() == [6 * BLOCK + 1, 3 * BLOCK + 1]
     assert state.num_computed.tolist() == [2, 6, 0]
+
+
+def test_a_fault_in_place_of_the_newest_token_is_no_token_id(prepare_step: Any) -> None:
+    state, out = RowState.allocate(3, 1, 8, torch.device("cpu")), StepTensors.allocate(2, 8, 1, torch.device("cpu"))
+    state.last_token[:] = torch.tensor([kernels.NOT_FINITE, kernels.NOTHING_ALLOWED, 7])
+    packed, segment = packed_step([0, 1], [1, 1], [[(0, [5]), (0, [3])]], [-1, -1])
+    prepare_step(packed, segment, 2, 2, BLOCK, state, out)
+    assert out.input_ids[:2].tolist() == [0, 0], "what it computes is dropped, but must be in the vocabulary"

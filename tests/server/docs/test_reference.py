@@ -10,6 +10,7 @@ import pytest
 
 from server.app import APIS
 from server.docs.endpoint import MODEL, Endpoint
+from server.http.auth import PROBES
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, run_server
@@ -34,7 +35,7 @@ def test_every_endpoint_is_described(described: Live) -> None:
         for method, operation in methods.items():
             assert {"summary", "tags", "responses"} <= operation.keys(), (method, path)
             assert "422" not in operation["responses"]
-            assert ("security" in operation) is (path not in ("/health", "/ping"))
+            assert ("security" in operation) is (path not in PROBES)
     references = re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(schema))
     assert set(references) <= schema["components"]["schemas"].keys()
     fields = schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]

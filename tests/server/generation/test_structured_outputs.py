@@ -71,6 +71,8 @@ ASKED: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"response_format": {"type": "json_object", "schema": PERSON}}, lambda text: valid(text, PERSON)),
     ({"response_format": {"type": "text"}, "guided_json": json.dumps(PERSON)}, lambda text: valid(text, PERSON)),
     ({"structured_outputs": {"json": PERSON}}, lambda text: valid(text, PERSON)),
+    ({"structured_outputs": {"json": {}}}, lambda text: valid(text, {})),
+    ({"response_format": {"type": "json_object", "schema": {}}}, lambda text: valid(text, {})),
     ({"structured_outputs": {"json_object": True}}, lambda text: isinstance(json.loads(text), dict)),
     ({"structured_outputs": {"regex": "[ab]{3}", "whitespace_pattern": None}}, lambda text: set(text) <= {*"ab"}),
     ({"structured_outputs": {"choice": ["red", "green"]}}, lambda text: text in ("red", "green")),

@@ -131,3 +131,12 @@ def test_headers_for_browsers(live: Live) -> None:
         assert response.headers["content-security-policy"] == "frame-ancestors 'none'"
         assert response.headers["x-frame-options"] == "DENY"
         assert response.headers["referrer-policy"] == "no-referrer"
+
+
+def test_browsers_ask_whether_the_page_has_changed(live: Live) -> None:
+    for path in ("/", "/static/js/app.js"):
+        answer = live.http.get(path)
+        assert answer.headers["cache-control"] == "no-cache"
+        again = live.http.get("/static/js/app.js", headers={"If-None-Match": answer.headers["etag"]})
+        assert again.headers["cache-control"] == "no-cache"
+    assert again.status_code == 304

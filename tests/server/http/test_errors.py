@@ -316,8 +316,8 @@ def test_dead_engine(live: Live) -> None:
 
 def test_failing_request(live: Live) -> None:
     live.engine.fail_after = 3
-    check(live.chat(), 500, None, "engine failed")
-    check(live.complete(n=3), 500, None, "engine failed")
+    check(live.chat(), 500, None, "engine failed", "it is broken")
+    check(live.complete(n=3), 500, None, "engine failed", "it is broken")
 
 
 def test_own_mistakes_say_nothing_of_the_inside(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_every_sampling_field_arrives(live: Live) -> None:
     assert live.chat(logit_bias={"5": -100, "6": 1.5}, bad_words=["ab"], **dry, cache_salt="me").status_code == 200
     sampling = live.engine.requests[-1][2]
     assert sampling.logit_bias == {5: -100, 6: 1.5}
-    assert sampling.bad_words == ["ab"]
+    assert sampling.bad_words == [[64, 65], [220, 64, 65]]
     assert (sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length) == (0.75, 2, 3)
     assert live.engine.salts[-1] == "me"
 

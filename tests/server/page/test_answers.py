@@ -170,9 +170,13 @@ def test_answers_of_several_models_side_by_side(page: ChatPage, stub: Stub, url:
     page.ask("1 and 2")
     page.until("document.querySelectorAll('.group [data-state=done]').length === 2")
     assert page.texts(".group .model-label") == ["big", "small"]
+    assert page.texts(".group .branches .count") == []  # both are seen
     assert [body["model"] for body in stub.requests] == ["big", "small"]
     page.tab.click(".group .answer >> nth=1 >> .choose")
     assert page.tab.locator(".group .answer.other .model-label").inner_text() == "big"
+    page.tab.click(".group .answer >> nth=0 >> .again")
+    page.until("document.querySelectorAll('.group .branches .count').length === 2")
+    assert page.texts(".group .branches .count") == ["2/2", "2/2"]
     page.ask("echo")
     assert len(stub.requests[-1]["messages"]) == 3
 

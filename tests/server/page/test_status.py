@@ -19,10 +19,10 @@ def test_the_dot_says_what_the_engine_is_doing(context: Any, stub: Stub, url: st
     stub.ready = {"phase": "ready"}
     page.wait_for_status("ready")
     assert page.texts("#model-name") == ["quire-demo"]
-    stub.ready = {"phase": "dead", "reason": "CUDA error"}
+    stub.ready = {"phase": "dead", "fraction": None, "seconds_left": None}
     page.run("document.dispatchEvent(new Event('visibilitychange'))")
-    page.wait_for_status("waiting")
-    assert page.texts("#model-name") == ["dead: CUDA error"]
+    page.wait_for_status("offline")
+    assert page.texts("#model-name") == ["engine not running"]
 
 
 def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:

@@ -1,0 +1,217 @@
+"""After a failed step: finds the requests that are to blame, by running fewer of them at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import chain
+from time import monotonic
+
+import torch
+
+from engine.core.batch import EngineOutput, StepOutputs
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+MAX_UNEXPLAINED = 3  # failed steps in succession of which no request is to blame
+MIN_STEP_TOKENS = 256  # of a step when memory is short
+_Group = dict[str, Request]
+
+
+class Isolation:
+    """The requests of a failed step in groups, each of which runs without the others, and the requests that wait meanwhile.
+
+    A group passes when each of its requests has got a token or has ended; it then waits, too. A group that fails is halved,
+    and a request that fails alone is to blame. When there is no group left, all that wait go on together.
+    """
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        """`requests`: all that were unfinished when the step failed, in queue order. They wait."""
+        self.waiting: _Group = {request.request_id: request for request in requests}
+        self._order = {request_id: index for index, request_id in enumerate(self.waiting)}
+        self._groups: list[_Group] = []  # the last one is the next
+        self._not_passed: set[str] = set()  # of the group that runs
+
+    def __len__(self) -> int:
+        """Requests that do not run at the moment."""
+        return len(self.waiting) + sum(map(len, self._groups))
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self.waiting or any(request_id in group for group in self._groups)
+
+    def hold(self, request: Request) -> None:
+        """A new request waits."""
+        self.waiting[request.request_id] = request
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request. Whether it did not run."""
+        self._not_passed.discard(request_id)
+        groups = [self.waiting, *self._groups]
+        return any(group.pop(request_id, None) is not None for group in groups)
+
+    def suspect(self, failed: Iterable[Request], others: Iterable[Request] = ()) -> Request | None:
+        """These were in a step that failed; `others` of the group that runs were not, and are tried after them.
+
+        Returns the one that failed alone; it is in no group and does not wait any more.
+        """
+        suspects = list(failed)
+        for request in suspects:
+            self.waiting.pop(request.request_id, None)
+        self._add_group(others)
+        if len(suspects) == 1:
+            return suspects[0]
+        half = (len(suspects) + 1) // 2
+        self._add_group(suspects[half:])
+        self._add_group(suspects[:half])
+        return None
+
+    def try_again(self, request: Request) -> None:
+        self._add_group([request])
+
+    def _add_group(self, requests: Iterable[Request]) -> None:
+        if group := {request.request_id: request for request in requests}:
+            self._groups.append(group)
+
+    def next_group(self) -> list[Request]:
+        """The requests to run next, without any others; none: `all_waiting` go on."""
+        while self._groups:
+            if group := self._groups.pop():
+                self._not_passed = set(group)
+                return list(group.values())
+        return []
+
+    def see(self, request_ids: Iterable[str]) -> bool:
+        """These got a token or ended. Whether all of the group that runs have."""
+        self._not_passed.difference_update(request_ids)
+        return not self._not_passed
+
+    def all_waiting(self) -> list[Request]:
+        """In their first order, then those that are new."""
+        return sorted(self.waiting.values(), key=lambda each: self._order.get(each.request_id, len(self._order)))
+
+
+class Recovery:
+    """What follows a failed step, for one scheduler and its worker."""
+
+    def __init__(self, scheduler: Scheduler, reset: Callable[[], None]) -> None:
+        """`reset`: makes the worker forget all rows and steps; raises when the device can do no more."""
+        self._scheduler, self._reset = scheduler, reset
+        self._isolation: Isolation | None = None
+        self._step_tokens = scheduler.max_num_batched_tokens  # before the failure
+        self._out_of_memory = False
+        self._num_blamed = 0  # requests, since the failure
+        self._num_unexplained = 0
+
+    def __len__(self) -> int:
+        """Requests that are not the scheduler's at the moment."""
+        return len(self._isolation) if self._isolation is not None else 0
+
+    @property
+    def is_active(self) -> bool:
+        return self._isolation is not None
+
+    def holds(self, request_id: str) -> bool:
+        return self._isolation is not None and self._isolation.holds(request_id)
+
+    def queue(self, request: Request) -> None:
+        """Queue a new request. `ValueError` as `Scheduler.check_new`."""
+        if self._isolation is None:
+            self._scheduler.add(request)
+        else:
+            self._scheduler.check_new(request)
+            request.queued_time = monotonic()
+            self._isolation.hold(request)
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request. Whether it was not the scheduler's."""
+        return self._isolation is not None and self._isolation.remove(request_id)
+
+    def step_failed(self, error: Exception) -> list[EngineOutput]:
+        """The steps in flight are lost: run their requests again, fewer at a time. Returns the output of one that failed alone.
+
+        Raises when the device can do no more, or when steps fail again and again without a request that is to blame.
+        """
+        _log.error("a step failed", exc_info=error)
+        error = error.with_traceback(None)  # its frames hold the step's tensors
+        suspects, others = self._drain()
+        isolation = self._isolation
+        if isolation is None:
+            _log.warning("%d requests are run again, fewer at a time", len(suspects))
+            isolation = self._isolation = Isolation(sorted(suspects + others, key=lambda each: each.order))
+            self._step_tokens, self._num_blamed = self._scheduler.max_num_batched_tokens, 0
+            self._out_of_memory, others = _is_out_of_memory(error), []
+        outputs = []
+        if (request := isolation.suspect(suspects, others)) is not None:
+            if _is_out_of_memory(error) and self._shrink():
+                isolation.try_again(request)
+            else:
+                self._num_blamed += 1
+                self._scheduler.max_num_batched_tokens = self._step_tokens
+                outputs.append(failed_output(request.request_id, client_reason(error)))
+        self._run_group(isolation)
+        return outputs
+
+    def see(self, outputs: StepOutputs) -> bool:
+        """Shown the outputs of each step. Whether the step in flight is dropped: other requests are to run now."""
+        assert self._isolation is not None
+        if not self._isolation.see(each.request_id for each in outputs):
+            return False
+        for request in chain(*self._drain()):
+            self._isolation.hold(request)
+        self._run_group(self._isolation)
+        return True
+
+    def _drain(self) -> tuple[list[Request], list[Request]]:
+        self._reset()
+        return self._scheduler.drain()
+
+    def _run_group(self, isolation: Isolation) -> None:
+        """Run the next group; when there is none left, all requests."""
+        group = isolation.next_group()
+        if not group:
+            group, self._isolation = isolation.all_waiting(), None
+            self._explain()
+        for request in group:
+            self._scheduler.put_back(request)
+
+    def _explain(self) -> None:
+        """No group is left. Requests that fail together, and none of them alone, must not go on like that for ever."""
+        if self._num_blamed or (self._out_of_memory and self._shrink()):
+            self._num_unexplained = 0
+        else:
+            self._num_unexplained += 1
+        if self._num_unexplained > MAX_UNEXPLAINED:
+            raise EngineError("steps fail, though none of their requests does so alone")
+
+    def _shrink(self) -> bool:
+        """Halve the tokens of a step from now on; false when they are few already."""
+        scheduler = self._scheduler
+        if scheduler.max_num_batched_tokens < 2 * max(MIN_STEP_TOKENS, scheduler.max_num_seqs):
+            return False
+        scheduler.max_num_batched_tokens //= 2
+        _log.warning("out of memory: a step has at most %d tokens now", scheduler.max_num_batched_tokens)
+        return True
+
+
+def failed_output(request_id: str, reason: str, details: str = "", *, exc_info: bool = False) -> EngineOutput:
+    """The final output of a request that failed, which is logged here. `details` may quote the request: its client gets
+    them, and the log only for debugging.
+    """
+    _log.error("request %s: %s", request_id, reason, exc_info=exc_info)
+    if details:
+        _log.debug("request %s: %s", request_id, details)
+    return EngineOutput(request_id, [], "error", error=f"{reason}: {details}" if details else reason)
+
+
+def client_reason(error: Exception) -> str:
+    """What a request's client is told; the log says more."""
+    if _is_out_of_memory(error):
+        return "it needs more memory than there is"
+    return f"an internal error ({type(error).__name__}); the server's log says more"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -1,0 +1,190 @@
+"""How a chat reads and prints: plainly for pipes, with editing, history and Markdown for people."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from server.commands.chat.models import Piece
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+Show = Callable[[Piece], None]
+# Control characters but tab and newline: what a model writes must not move the cursor, or change the window's title.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Terminal(Protocol):
+    def read(self) -> str:
+        """What the user writes. `EOFError`: they leave; `KeyboardInterrupt`: Ctrl-C."""
+
+    def say(self, text: str) -> None:
+        """A line of our own."""
+
+    def printing(self) -> AbstractContextManager[Show]:
+        """Shows the pieces of one answer, and ends its last line."""
+
+
+class PlainTerminal:
+    """Lines in, text out as it comes."""
+
+    def read(self) -> str:
+        return input()
+
+    def say(self, text: str) -> None:
+        print(text)
+
+    @contextlib.contextmanager
+    def printing(self) -> Generator[Show, None, None]:
+        yield lambda piece: print(piece.text, end="", flush=True)
+        print()
+
+
+class RichTerminal:
+    """For people: several lines at once (Alt-Enter, or pasted), history, completion, Markdown."""
+
+    def __init__(self, commands: Sequence[str], *, markdown: bool) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+        from rich.console import Console
+
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        @keys.add("c-j")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        self._session: PromptSession[str] = PromptSession(
+            multiline=True,
+            key_bindings=keys,
+            history=FileHistory(str(history_file())),
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
+            prompt_continuation=lambda width, line, wrapped: "." * (width - 1) + " ",
+        )
+        self._console = Console(highlight=False)
+        self._markdown = markdown
+
+    def read(self) -> str:
+        return self._session.prompt("> ")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=False)
+
+    @contextlib.contextmanager
+    def printing(self) -> Generator[Show, None, None]:
+        if self._markdown:
+            with MarkdownPrinter(self._console) as printer:
+                yield printer.show
+            return
+        yield lambda piece: print(printable(piece.reasoning + piece.text), end="", flush=True)
+        print()
+
+
+def history_file() -> Path:
+    """What was asked before; its folder exists."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    folder = state / "quire"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder / "chat_history"
+
+
+def printable(text: str) -> str:
+    """`text` without control characters."""
+    return _CONTROLS.sub("", text)
+
+
+class MarkdownPrinter:
+    """Prints Markdown as it comes: finished blocks once, the one that grows again and again."""
+
+    def __init__(self, console: Console) -> None:
+        from markdown_it import MarkdownIt
+        from rich.live import Live
+
+        self._console = console
+        self._parse = MarkdownIt("commonmark").enable("table").parse
+        self._rest = ""  # Markdown that is not printed for good yet
+        self._thoughts = ""
+        self._live = Live(console=console, refresh_per_second=10, transient=True, get_renderable=self._newest)
+
+    def __enter__(self) -> MarkdownPrinter:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        rest, self._rest = self._rest, ""
+        self._print_thoughts()
+        self._live.stop()
+        self._print(rest)
+        self._console.print()
+
+    def show(self, piece: Piece) -> None:
+        self._thoughts += printable(piece.reasoning)
+        if piece.text:
+            self._print_thoughts()
+        self._rest += printable(piece.text)
+        if "\n" in piece.text:
+            self._print_finished()
+
+    def _print_thoughts(self) -> None:
+        thoughts, self._thoughts = self._thoughts.strip(), ""
+        if thoughts:
+            self._console.print(thoughts, "", style="dim", markup=False, sep="\n")
+
+    def _print_finished(self) -> None:
+        """A block is finished once another one begins after it."""
+        blocks = [token.map[0] for token in self._parse(self._rest) if token.level == 0 and token.map]
+        if blocks and blocks[-1] > 0:
+            lines = self._rest.splitlines(keepends=True)
+            self._rest = "".join(lines[blocks[-1] :])
+            self._print("".join(lines[: blocks[-1]]))
+            self._console.print()
+
+    def _print(self, markdown: str) -> None:
+        from rich.markdown import Markdown
+
+        if markdown.strip():
+            self._console.print(Markdown(markdown))
+
+    def _newest(self) -> _Newest:
+        return _Newest(self._rest, self._thoughts)
+
+
+class _Newest:
+    """The block that grows, as much of its end as the screen can show: what is above could not be taken back."""
+
+    def __init__(self, markdown: str, thoughts: str) -> None:
+        self._markdown, self._thoughts = markdown, thoughts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.markdown import Markdown
+        from rich.segment import Segment
+        from rich.text import Text
+
+        shown = Text(self._thoughts.strip(), style="dim") if self._thoughts else Markdown(self._markdown)
+        lines: Iterable[list[Segment]] = console.render_lines(shown, options.update(height=None), pad=False)
+        for line in list(lines)[-max(console.height - 2, 1) :]:
+            yield from line
+            yield Segment.line()
+
+
+def open_terminal(commands: Sequence[str], *, markdown: bool) -> Terminal:
+    """For people when both sides are a terminal, else plain."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return RichTerminal(commands, markdown=markdown)
+    return PlainTerminal()

@@ -1,0 +1,224 @@
+"""Connections: the limits and time-outs that uvicorn's protocol lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_ENOUGH_FILES = 1 << 18
+_OTHER_FILES = 256
+_ENOUGH_CONNECTIONS = 16_384
+_CHUNK_OVERHEAD = 8  # bytes around one of a body that comes in chunks of one byte
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Of one server."""
+
+    max_connections: int
+    max_header_bytes: int
+    header_timeout: float  # seconds from a request's first byte, or the connection's begin, to the end of its headers
+    send_timeout: float  # seconds that a client may leave a full buffer unread
+
+
+class Connections:
+    """The connections of a server. When there are too many, the one that has been idle longest makes room."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._all: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # without a request, the longest first
+
+    def protocol(self, **uvicorn: Any) -> Connection:
+        """A new connection: what uvicorn calls its protocol class."""
+        return Connection(self, **uvicorn)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def num_working(self) -> int:
+        """Requests for work that have arrived in whole and are not answered yet."""
+        return sum(connection.is_working for connection in self._all)
+
+    def opened(self, connection: Connection) -> bool:
+        """Whether there is room for it."""
+        if len(self._all) >= self.limits.max_connections:
+            if not self._idle:
+                return False
+            longest = next(iter(self._idle))
+            self.closed(longest)
+            longest.transport.abort()
+        self._all.add(connection)
+        self._idle[connection] = None
+        return True
+
+    def closed(self, connection: Connection) -> None:
+        self._all.discard(connection)
+        self._idle.pop(connection, None)
+
+    def working(self, connection: Connection) -> None:
+        """A request has begun."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Connection) -> None:
+        """Its request is answered."""
+        self._idle[connection] = None
+
+    def abort(self) -> None:
+        """Close all of them, whatever is still to be sent or received."""
+        for connection in list(self._all):
+            connection.transport.abort()
+
+
+class _Timer:
+    """Calls a function some time after it was started, if it is not stopped before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, function: Callable[[], None]) -> None:
+        self._loop, self._seconds, self._function = loop, seconds, function
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Does nothing while it runs."""
+        if self._handle is None:
+            self._handle = self._loop.call_later(self._seconds, self._run)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _run(self) -> None:
+        self._handle = None
+        self._function()
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._others, self._limits = connections, connections.limits
+        self._in_headers = True
+        self._num_bytes = self._num_body_bytes = 0  # of the request that is arriving
+        self._receiving = _Timer(self.loop, self._limits.header_timeout, self._rest_is_late)
+        self._sending = _Timer(self.loop, self._limits.send_timeout, lambda: self.transport.abort())
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a request is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_working(self) -> bool:
+        """Whether that has arrived in whole and asks for work."""
+        return self._is_busy and not self.cycle.more_body and self.cycle.scope["method"] == "POST"
+
+    # ---- what uvicorn and the transport call ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._others.opened(self):
+            self._receiving.start()
+        else:
+            self._refuse(503, "Service Unavailable", "too many connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.closed(self)
+        self._receiving.stop()
+        self._sending.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        # the lengths and extensions of chunks, and what follows the last of them, are headers in disguise
+        self._check_header_bytes(self._num_bytes - (1 + _CHUNK_OVERHEAD) * self._num_body_bytes)
+        if self._in_headers and not self._is_busy:
+            self._receiving.start()
+
+    def on_headers_complete(self) -> None:
+        self._check_header_bytes(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
+        if self.transport.is_closing():
+            raise ConnectionAbortedError  # stops the parser
+        self._in_headers = False
+        self._receiving.stop()
+        self._others.working(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        self._num_bytes = self._num_body_bytes = 0
+        self._receiving.stop()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # else it has been refused for another reason
+            super().send_400_response(msg)
+            self._sending.start()
+
+    def _check_header_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_header_bytes:
+            most = self._limits.max_header_bytes
+            self._refuse(431, "Request Header Fields Too Large", f"the headers may have at most {most} bytes")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._sending.start()
+        elif not self._is_busy:
+            self._others.idle(self)
+            if self.cycle.more_body:  # nothing reads it any more
+                self._receiving.start()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._sending.start()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._sending.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._sending.stop()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Such a request is answered as if it had not asked; clients must not fill the log."""
+
+    def _rest_is_late(self) -> None:
+        if not self._is_busy:  # else it is a second request that is late, and the first is being answered
+            self.transport.abort()
+
+    def _refuse(self, status: int, phrase: str, reason: str) -> None:
+        body = (
+            f'{{"error":{{"message":"{reason}","type":"{phrase.replace(" ", "")}Error","param":null,"code":{status}}}}}'
+        )
+        head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Connection: close\r\n\r\n{body}".encode())
+        self.transport.close()
+        self._sending.start()
+
+
+def raise_open_files() -> int:
+    """Raises the limit of files and sockets that this process may have open as far as it may; what it is then."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+def default_max_connections(max_open_files: int) -> int:
+    """As many as there are files for, and some for all else; not so many that idle ones fill the memory."""
+    return min(max(max_open_files - _OTHER_FILES, max_open_files // 2), _ENOUGH_CONNECTIONS)

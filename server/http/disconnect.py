@@ -1,0 +1,44 @@
+"""What a client that has hung up asked for comes to an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import Receive
+
+
+@asynccontextmanager
+async def ended_by(watching: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Cancels the block when `watching` is done before it; the block is left without an error then.
+
+    One task watches; a task group would need another for the block.
+    """
+    block = asyncio.current_task()
+    assert block is not None
+    cancelled = False
+    ended = False
+
+    def end(watcher: asyncio.Task[None]) -> None:
+        nonlocal cancelled
+        if not watcher.cancelled() and not ended:
+            cancelled = block.cancel()
+
+    watcher = asyncio.create_task(watching)
+    watcher.add_done_callback(end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not cancelled or block.uncancel():
+            raise
+    finally:
+        ended = True
+        watcher.cancel()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has hung up. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

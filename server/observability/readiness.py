@@ -1,0 +1,116 @@
+"""Whether requests should be sent here: for load balancers, and for people who wait for a start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from engine.state import EngineState
+from server.http.sse import event
+
+UNKNOWN_SECONDS = 5  # for Retry-After, when it is not known how long a start takes
+MAX_SECONDS = 60
+EVENT_SECONDS = (0.2, 5.0)  # between two events of a stream: at least, at most
+
+
+class HasState(Protocol):
+    """The engine, as far as it matters here."""
+
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
+
+
+class Readiness:
+    """The engine's state, unless the server is about to stop."""
+
+    def __init__(self, engine: HasState) -> None:
+        self._engine = engine
+        self.is_draining = False  # requests that run may end; no new ones are taken
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that comes now is worked on at once."""
+        return self._engine.state.is_ready and not self.is_draining
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a response that says no."""
+        seconds = self._engine.state.seconds_left
+        return {
+            "Retry-After": str(UNKNOWN_SECONDS if seconds is None else min(max(math.ceil(seconds), 1), MAX_SECONDS))
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the API: what the engine is doing, how much of that is done (0 to 1), and how many seconds are left."""
+        state = self._engine.state
+        if self.is_draining:
+            return {"phase": "draining", "fraction": None, "seconds_left": None, "num_restarts": state.num_restarts}
+        seconds = state.seconds_left
+        return {
+            "phase": state.phase,
+            "fraction": state.fraction,
+            "seconds_left": None if seconds is None else round(seconds, 1),
+            "num_restarts": state.num_restarts,
+        }
+
+    def sentence(self) -> str:
+        """The same for people."""
+        state = self.as_dict()
+        done = "" if state["fraction"] is None else f", {state['fraction']:.0%}"
+        left = "" if state["seconds_left"] is None else f", about {state['seconds_left']:.0f} s left"
+        return f"the server does not take requests now: {state['phase']}{done}{left}"
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The state now and at each change, until it is final: ready, dead, draining."""
+        at_least, at_most = EVENT_SECONDS
+        while True:
+            seen = self._engine.state
+            yield event(json.dumps(self.as_dict()).encode())
+            if seen.phase in ("ready", "dead") or self.is_draining:
+                return
+            await asyncio.sleep(at_least)
+            try:
+                async with asyncio.timeout(at_most):
+                    await self._engine.state_change(seen)
+            except TimeoutError:
+                pass  # proxies keep the stream open for another while
+
+
+def add_probes(app: FastAPI, readiness: Readiness) -> None:
+    """/livez, /readyz, and vLLM's /health and /ping."""
+
+    @app.get("/livez", response_model=None)
+    @app.head("/livez", response_model=None, include_in_schema=False)
+    async def livez() -> Response:
+        return Response()
+
+    @app.get("/readyz", response_model=None)
+    @app.head("/readyz", response_model=None, include_in_schema=False)
+    async def readyz(request: Request) -> Response:
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return StreamingResponse(readiness.events(), media_type="text/event-stream; charset=utf-8")
+        return _answer(readiness, True)
+
+    @app.get("/health", response_model=None)
+    @app.head("/health", response_model=None, include_in_schema=False)
+    @app.get("/ping", response_model=None)
+    @app.head("/ping", response_model=None, include_in_schema=False)
+    @app.post("/ping", response_model=None)
+    async def health(request: Request) -> Response:
+        return _answer(readiness, "application/json" in request.headers.get("accept", ""))
+
+
+def _answer(readiness: Readiness, tells: bool) -> Response:
+    """`tells`: whether it has a body."""
+    content = json.dumps(readiness.as_dict()) if tells else None
+    media_type = "application/json" if tells else None
+    if readiness.is_ready:
+        return Response(content, media_type=media_type)
+    return Response(content, 503, readiness.headers, media_type)

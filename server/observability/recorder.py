@@ -1,0 +1,123 @@
+"""Records traffic for `quire bench serve --replay`: when requests came, how long they were, which prompts began alike.
+
+One JSON line for each answer, in Mooncake's published form with more members. No text, token, id or name is in it: a block of
+a prompt's tokens appears as a number, by a hash of all tokens up to its end under a key that is nowhere but in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TextIO
+
+from engine.errors import ConfigError
+from server.metrics import SampleWatch
+
+_log = logging.getLogger(__name__)
+MAX_WAITING = 10_000  # requests that have ended and are not written yet
+ID_BYTES = 6  # of a block's number: all JSON readers can hold it
+TAIL_BYTES = 1 << 20  # no line is expected to be longer
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended."""
+
+    received: float  # monotonic seconds
+    cache_salt: str
+    prompts: list[list[int]]
+    samples: Sequence[SampleWatch]  # equally many for each prompt, in their order
+
+
+class TrafficRecorder:
+    """Appends to a file, in a thread of its own. A file that is there already goes on where it ended, with other numbers."""
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        """`ConfigError` when the file cannot be written. Only its owner can read it."""
+        self._path, self._block_size, self._key = path, block_size, secrets.token_bytes(32)
+        try:
+            before = _last_timestamp(path)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"record_trace {path}: {error.strerror or error}") from None
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._start = time.monotonic() - before / 1e3
+        self._waiting: queue.Queue[Ended | None] = queue.Queue(MAX_WAITING)
+        self._failed = False  # nothing is recorded any more
+        self._thread = threading.Thread(target=self._run, name="traffic recorder", daemon=True)
+        self._thread.start()
+
+    def add(self, ended: Ended) -> None:
+        try:
+            self._waiting.put_nowait(ended)
+        except queue.Full:
+            self._fail("the disk is too slow")
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._file as file:
+            while (ended := self._waiting.get()) is not None:
+                try:
+                    if not self._failed:
+                        self._write(file, ended)
+                    if self._waiting.empty():
+                        file.flush()
+                except OSError as error:
+                    self._fail(error.strerror)
+
+    def _fail(self, reason: str | None) -> None:
+        if not self._failed:
+            self._failed = True
+            _log.warning("%s: traffic is not recorded any more: %s", self._path, reason)
+
+    def _write(self, file: TextIO, ended: Ended) -> None:
+        each = len(ended.samples) // len(ended.prompts)
+        for index, prompt in enumerate(ended.prompts):
+            hash_ids = self._hash_ids(prompt, ended.cache_salt)
+            for sample in ended.samples[index * each : (index + 1) * each]:
+                line = {
+                    "timestamp": max(round((ended.received - self._start) * 1e3), 0),
+                    "input_length": len(prompt),
+                    "output_length": sample.num_tokens,
+                    "hash_ids": hash_ids,
+                    "block_size": self._block_size,
+                    "max_tokens": sample.max_tokens,
+                    "finish_reason": sample.finish_reason,
+                }
+                file.write(json.dumps(line) + "\n")
+
+    def _hash_ids(self, prompt: list[int], cache_salt: str) -> list[int]:
+        """A number for each full block, equal where prompts of one salt are equal up to its end."""
+        chain, numbers = blake2b(cache_salt.encode(), key=self._key).digest(), []
+        for end in range(self._block_size, len(prompt) + 1, self._block_size):
+            tokens = array("q", prompt[end - self._block_size : end]).tobytes()
+            chain = blake2b(chain + tokens, key=self._key).digest()
+            numbers.append(int.from_bytes(chain[:ID_BYTES], "little"))
+        return numbers
+
+
+def _last_timestamp(path: Path) -> int:
+    """Milliseconds of a trace's last line; 0: there is none."""
+    if not path.exists() or not path.stat().st_size:
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - TAIL_BYTES, 0))
+        last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+    try:
+        return int(json.loads(last)["timestamp"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ConfigError(f"record_trace {path} is no trace, and stays as it is") from None

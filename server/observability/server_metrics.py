@@ -1,0 +1,50 @@
+"""Metrics that there are before a model is loaded: of processes, the engine's state, and HTTP requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.state import PHASES, EngineState
+from server.metrics import HTTPMetrics
+from server.observability.processes import EventLoopLag, ProcessesCollector
+
+
+class EngineProcess(Protocol):
+    """The engine, as far as it matters here."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def state(self) -> EngineState: ...
+
+
+class ServerMetrics:
+    """A registry, to which those of the model are added once there is one."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self.registry.register(ProcessesCollector(lambda: {"api": os.getpid(), "engine": engine.pid}))
+        self.registry.register(_StateCollector(lambda: engine.state))
+        self.http = HTTPMetrics(self.registry)
+        self.lag = EventLoopLag(self.registry)
+
+
+class _StateCollector(Collector):
+    def __init__(self, state: Callable[[], EngineState]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state()
+        phases = GaugeMetricFamily("quire:engine_state", "1 for what the engine is doing", labels=("state",))
+        for phase in PHASES:
+            phases.add_metric((phase,), float(phase == state.phase))
+        yield phases
+        yield CounterMetricFamily("quire:engine_restarts", "Restarts of the engine process", state.num_restarts)

@@ -1,0 +1,51 @@
+"""What answers before the engine is ready, and while the server stops: probes, metrics, and 503 for all else."""
+
+from __future__ import annotations
+
+import html
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.http.errors import APIError
+from server.observability.readiness import Readiness, add_probes
+
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>Quire</title>
+<body style="font: 1.1rem system-ui; margin: 20vh auto; max-width: 30rem; padding: 1rem"><h1>Quire</h1><p>{}</p></body></html>
+"""
+
+
+def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorRegistry) -> None:
+    """All paths. `registry`: the metrics that there are by now."""
+    add_probes(app, readiness)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/", response_model=None)
+    async def page() -> Response:
+        """It loads itself again, and so becomes the chat page."""
+        return HTMLResponse(_PAGE.format(html.escape(readiness.sentence())), 503, readiness.headers)
+
+    @app.api_route("/{path:path}", methods=_METHODS, response_model=None)
+    async def anything(request: Request) -> Response:
+        raise APIError(503, readiness.sentence(), headers=readiness.headers)
+
+
+class Switch:
+    """The ASGI app that an HTTP server runs from the first moment on: one until the engine is ready, then another."""
+
+    def __init__(self, starting: ASGIApp, readiness: Readiness) -> None:
+        self._starting, self._readiness = starting, readiness
+        self.app: ASGIApp | None = None  # of the engine that is ready
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app or self._starting
+        if self._readiness.is_draining and scope.get("method") == "POST":  # only what runs may go on
+            app = self._starting
+        await app(scope, receive, send)

@@ -1,0 +1,107 @@
+"""Rows of logits that are not finite: their requests end with an error, and all others get what they get without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+from engine.core.batch import FAULTS, NOT_FINITE, NOTHING_ALLOWED
+from engine.core.engine_request import EngineRequest
+from engine.core.pooling_params import UNSAMPLED, PoolingParams
+from engine.core.sampling_params import SamplingParams
+from engine.worker.model_runner import ModelRunner
+from tests.engine.test_special_sampling import SPECIAL
+from tests.engine.test_structured_outputs import ASKED, Loop, params
+
+POISON = 5  # the model computes NaN after this token
+KINDS = [
+    *({"max_tokens": 20, **fields} for fields in SPECIAL),
+    {"max_tokens": 20, "top_k": 5, "seed": 1},
+    {"max_tokens": 20, "logprobs": 3, "top_p": 0.9, "seed": 2},
+    {"max_tokens": 20, "prompt_logprobs": 1, "ignore_eos": True, "seed": 3},
+]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = ModelRunner._forward
+
+    def with_nan(self: ModelRunner, num_tokens: int, *args: Any) -> torch.Tensor:
+        hidden = forward(self, num_tokens, *args)
+        return hidden.masked_fill((self._step.input_ids[:num_tokens] == POISON).unsqueeze(1), float("nan"))
+
+    monkeypatch.setattr(ModelRunner, "_forward", with_nan)
+
+
+def run(model: Path, with_bad: bool) -> tuple[dict[str, list[int]], Loop]:
+    loop = Loop(model, max_num_seqs=8, debug_checks=True)
+    kinds = [SamplingParams(**fields) for fields in KINDS] + [params(seed=i, **each) for i, each in enumerate(ASKED)]
+    for i, sampling in enumerate(kinds):
+        sampling = sampling.clone(bad_words=[*(sampling.bad_words or []), [POISON]])
+        loop.add(f"good-{i}", sampling, [10 + i] * 20)
+        if with_bad:
+            loop.add(f"bad-{i}", sampling, [10 + i] * 40 + [POISON])
+    return loop.run(), loop
+
+
+def test_each_kind_of_request(tiny_model: Path, poisoned: None, caplog: pytest.LogCaptureFixture) -> None:
+    alone, _ = run(tiny_model, with_bad=False)
+    caplog.clear()
+    tokens, loop = run(tiny_model, with_bad=True)
+    assert {name: found for name, found in tokens.items() if name.startswith("good")} == alone
+    bad = [name for name in tokens if name.startswith("bad")]
+    for name in bad:
+        (output,) = loop.outputs[name]
+        assert (output.finish_reason, output.error, output.new_token_ids) == ("error", FAULTS[NOT_FINITE], []), name
+        assert f"request {name}: the logits are not finite" in caplog.text
+    assert loop.engine.stats().num_corrupted == len(bad)
+    loop.engine.close()
+
+
+def test_kv_that_may_be_nan_is_not_found_again(tiny_model: Path, poisoned: None) -> None:
+    loop = Loop(tiny_model)
+    for name in ("first", "second"):
+        loop.add(name, SamplingParams(temperature=0), [1] * 60 + [POISON])
+        loop.run()
+        assert loop.outputs[name][-1].num_cached_tokens == 0
+    pool = loop.engine.scheduler.blocks.pool
+    assert len(pool.free_and_empty()) == pool.num_blocks
+
+
+def test_nan_in_the_middle_of_an_answer(tiny_model: Path, poisoned: None) -> None:
+    loop = Loop(tiny_model)
+    loop.add("a", SamplingParams(temperature=0, max_tokens=30, min_tokens=20, logit_bias={POISON: 100.0, 7: 99.0}))
+    assert loop.run()["a"] == [POISON], "what had come is kept"
+    assert loop.ended("a") == "error"
+
+
+def test_embeddings(tiny_model: Path, poisoned: None) -> None:
+    loop = Loop(tiny_model)
+    for name, prompt in (("good", [1, 2, 3]), ("last", [1, 2, POISON]), ("mean", [POISON, 1, 2])):
+        loop.outputs[name] = []
+        pooling = PoolingParams(pooling="mean" if name == "mean" else "last")
+        loop.engine.add_request(EngineRequest(name, prompt, UNSAMPLED, pooling))
+    loop.run()
+    assert loop.ended("good") == "stop"
+    assert loop.outputs["good"][-1].embedding
+    for name in ("last", "mean"):
+        assert loop.outputs[name][-1].error == FAULTS[NOT_FINITE]
+        assert loop.outputs[name][-1].embedding is None
+    assert loop.engine.stats().num_corrupted == 2
+
+
+def test_a_request_that_excludes_all_tokens_says_so(tiny_model: Path) -> None:
+    loop = Loop(tiny_model)
+    loop.add("a", SamplingParams(bad_words=[[i] for i in range(300)]))
+    loop.add("b", SamplingParams(allowed_token_ids=[7], max_tokens=3))
+    assert loop.run() == {"a": [], "b": [7, 7, 7]}
+    assert loop.outputs["a"][-1].error == FAULTS[NOTHING_ALLOWED]
+    assert loop.engine.stats().num_corrupted == 0, "nothing is wrong with the model"
+
+
+def test_both_sides_mean_the_same() -> None:
+    assert (NOT_FINITE, NOTHING_ALLOWED) == (kernels.NOT_FINITE, kernels.NOTHING_ALLOWED)

@@ -1,0 +1,233 @@
+"""What is too large is refused before work is done for it, and what is large leaves the event loop."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from server.http import limits
+from server.http.errors import APIError
+from server.openai.chat.protocol import ChatCompletionRequest
+from server.openai.completions.protocol import CompletionRequest
+from server.settings import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import Live
+
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+JSON = {"Content-Type": "application/json"}
+
+
+def message(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status, response.text
+    text: str = response.json()["error"]["message"]
+    return text
+
+
+def chunked(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), 1000):
+        yield body[start : start + 1000]
+
+
+def test_bodies_of_too_many_bytes(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(), ServerConfig(max_body_bytes=5000))
+    for size, status in ((5000, 200), (5001, 413), (100_000, 413)):
+        body = b'{"prompt": "a"}'.ljust(size)
+        for content in (body, chunked(body)):
+            response = live.http.post(COMPLETIONS, content=content, headers=JSON)
+            assert response.status_code == status
+            if status == 413:
+                assert "at most 5000 bytes" in message(response, 413)
+                assert response.headers["connection"] == "close"
+    assert len(live.engine.requests) == 2
+
+
+def test_default_size_of_bodies_follows_the_context(live: Live) -> None:
+    assert limits.default_body_bytes(1 << 20) > limits.default_body_bytes(2048) > 4 << 20
+    response = live.http.post(COMPLETIONS, content=b" " * (limits.default_body_bytes(512) + 1), headers=JSON)
+    assert "--max-body-bytes" in message(response, 413)
+
+
+def test_a_client_that_waits_to_be_asked_is_refused_at_once(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(), ServerConfig(max_body_bytes=5000))
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 6000\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(), ServerConfig(body_timeout=0.05))
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 60\r\n\r\n{")
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.05 seconds" in answer
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/responses", "/v1/embeddings", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ([[]] * limits.MAX_VALUES, "more than 100000 objects, members and lists"),
+        ([{}] * limits.MAX_VALUES, "more than 100000 objects, members and lists"),
+        (dict.fromkeys(map(str, range(limits.MAX_VALUES)), 1), "more than 100000 objects, members and lists"),
+        (json.loads("[" * limits.MAX_DEPTH + "]" * limits.MAX_DEPTH), "nested too deeply"),
+    ],
+)
+def test_bodies_of_too_many_values(live: Live, path: str, field: Any, words: str) -> None:
+    for name in ("messages", "input", "prompt", "tools", "metadata", "unknown"):
+        assert words in live.post(path, **{name: field}).text
+
+
+def test_values_are_counted_before_anything_is_made_of_them() -> None:
+    limits.check_values([1] * (2 * limits.MAX_VALUES))  # numbers cost nothing more
+    limits.check_values({"a": ["text"] * (2 * limits.MAX_VALUES)})
+    limits.check_values({"a": [{}] * (limits.MAX_VALUES - 3)})
+    with pytest.raises(APIError):
+        limits.check_values({"a": [{}] * (limits.MAX_VALUES - 2)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatCompletionRequest, {"messages": [1] * 1000}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (ChatCompletionRequest, {"messages": MESSAGES, "tools": [1] * 1000}),
+        (CompletionRequest, {"prompt": [1.5] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+        (CompletionRequest, {"prompt": "a", "guided_choice": [1] * 1000}),
+    ],
+)
+def test_a_list_is_wrong_at_its_first_wrong_entry(kind: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as found:
+        TypeAdapter(kind).validate_python(body)
+    assert found.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("stop_token_ids", [1] * 1025, "at most 1024 entries"),
+        ("allowed_token_ids", [1] * 16_385, "at most 16384 entries"),
+        ("logit_bias", {str(i): 1 for i in range(1025)}, "at most 1024 entries"),
+        ("bad_words", ["a"] * 513, "at most 512 entries"),
+        ("dry_sequence_breakers", ["a" * 101], "at most 100 characters"),
+        ("stop_token_ids", ["x" * 100_000], "integer"),
+        ("prompt", ["a"] * 2049, "at most 2048 prompts, got 2049"),
+        ("prompt", [[1]] * 2049, "at most 2048 prompts, got 2049"),
+    ],
+)
+def test_lists_that_are_too_long(live: Live, field: str, value: Any, words: str) -> None:
+    text = message(live.post(COMPLETIONS, **{"prompt": "a", field: value}), 400)
+    assert words in text
+    assert len(text) < 400
+    assert not live.engine.requests
+
+
+def test_each_answer_counts(live: Live) -> None:
+    assert "at most 16 prompts with n=128, got 17" in message(live.complete(["a"] * 17, n=128), 400)
+    assert "at most 2048 prompts" in message(live.post("/v1/embeddings", input=["a"] * 2049), 400)
+    assert not live.engine.requests
+    assert len(live.complete(["a"] * 16, n=128, max_tokens=1).json()["choices"]) == 2048
+
+
+def test_parameters_are_checked_once_for_all_answers(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.engine.tokenizer is not None
+    encode, texts = live.engine.tokenizer.encode, list[str]()
+
+    def counted(text: str, *args: Any, **options: Any) -> list[int]:
+        texts.append(text)
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(live.engine.tokenizer, "encode", counted)
+    words = [f"word {number}" for number in range(512)]  # each has two spellings
+    assert live.complete("a", n=20, max_tokens=1, bad_words=words).status_code == 200
+    assert sum("word" in text for text in texts) == 2 * len(words)
+    assert all(len(sampling.bad_words or ()) == 2 * len(words) for _, _, sampling in live.engine.requests)
+
+
+def test_prompts_that_cannot_fit_are_not_encoded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.engine.tokenizer is not None
+    monkeypatch.setattr(live.engine.tokenizer, "encode", None)
+    text = "x" * (512 * len("<|im_start|>") + 1)
+    for response in (live.complete(text), live.complete(["a", text]), live.chat(text)):
+        assert "maximum context length is 512 tokens" in message(response, 400)
+        assert "6145 characters" in response.text or response.json()["error"]["param"] == "messages"
+    assert not live.engine.requests
+    monkeypatch.undo()
+    assert live.complete(text, truncate_prompt_tokens=5).status_code == 200
+    assert live.post(TOKENIZE, prompt=text).json()["count"] == len(text)
+
+
+def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, check_values = [], limits.check_values
+
+    def seen(decoded: object) -> None:
+        threads.append(threading.current_thread().name)
+        check_values(decoded)
+
+    monkeypatch.setattr("server.http.bodies.check_values", seen)
+    assert live.chat("Hi").status_code == 200
+    assert live.post(CHAT, messages=MESSAGES * 100).status_code == 400
+    assert live.complete("Hi", metadata="x" * 20_000).status_code == 200
+    assert not threads[0].startswith("worker")
+    assert threads[1].startswith("worker")
+    assert threads[2].startswith("worker")
+
+
+def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests keep the threads busy; the fifth waits for one, and its client hangs up."""
+    busy, go_on, seen = threading.Semaphore(0), threading.Event(), list[str]()
+    read = limits.check_values
+
+    def slow(decoded: Any) -> None:
+        seen.append(decoded["prompt"])
+        if decoded["prompt"] != "small":
+            busy.release()
+            assert go_on.wait(60)
+        read(decoded)
+
+    monkeypatch.setattr("server.http.bodies.check_values", slow)
+    large = "x" * 20_000
+    clients = [threading.Thread(target=live.complete, args=("busy",), kwargs={"user": large}) for _ in range(4)]
+    for client in clients:
+        client.start()
+    for _ in clients:
+        assert busy.acquire(timeout=60)
+    with pytest.raises(httpx.ReadTimeout):
+        live.http.post(COMPLETIONS, json={"prompt": "gone", "user": large}, timeout=httpx.Timeout(20, read=0.2))
+    while 'handler="/v1/completions",method="POST",status="4xx"' not in live.http.get("/metrics").text:
+        assert live.complete("small").status_code == 200
+    go_on.set()
+    for client in clients:
+        client.join()
+    assert seen.count("busy") == 4
+    assert "gone" not in seen
+
+
+class PanicException(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/messages"])
+def test_a_panicking_library_is_a_json_error(live: Live, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panicking(*args: Any, **options: Any) -> list[int]:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(live.engine.tokenizer, "encode", panicking)
+    field: dict[str, Any] = {"prompt": "a"} if path in (COMPLETIONS, TOKENIZE) else {"messages": MESSAGES}
+    if path == "/v1/messages":
+        field |= {"max_tokens": 5, "model": "toy"}
+    response = live.post(path, **field)
+    assert response.status_code == 500
+    assert "log" in response.json()["error"]["message"]
+    monkeypatch.undo()
+    assert live.post(path, **field).status_code == 200
