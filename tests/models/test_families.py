@@ -160,7 +160,10 @@ def test_context_length(read: Any, rope: Any, length: int) -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "'architectures' must be a list of one name, got [["),
         ({"rope_scaling": {"type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),
         ({"architectures": []}, "'architectures' must be a list of one name, got []"),
-        (family("Mamba"), "architecture 'MambaForCausalLM' is not supported; supported: LlamaForCausalLM, Mistral"),
+        (
+            family("Mamba"),
+            "architecture 'MambaForCausalLM' is not supported; the nearest that are: GemmaForCausalLM, Llam",
+        ),
         ({"rope_scaling": {"type": "mrope"}}, "RoPE scaling 'mrope' is not supported; supported: default, lin"),
         (
             {"rope_scaling": {"type": "longrope"}},

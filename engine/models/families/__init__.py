@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,10 @@ def _family(config: Config) -> Callable[[Config], ModelSpec]:
     for name in (names[0], names[0].removesuffix("Model") + "ForCausalLM"):  # LlamaModel: without an output head
         if name in FAMILIES:
             return FAMILIES[name]
-    raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
+    stems = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}
+    close = difflib.get_close_matches(names[0][:99].removesuffix("ForCausalLM"), stems, n=3, cutoff=0.7)
+    nearest = f"; the nearest that are: {', '.join(stems[stem] for stem in close)}" if close else ""
+    raise ModelError(f"architecture {names[0]!r} is not supported{nearest}; `quire models` lists all that are")
 
 
 FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
