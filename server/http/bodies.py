@@ -37,7 +37,7 @@ _LARGE = "quire.large_body"  # key of a scope
 _CLIENT_CLOSED = 499
 _CLOSE = {"Connection": "close"}
 _LINGER_SECONDS = 1.0
-_MAX_HELD = 16  # bodies of the largest size, of all that are arriving
+_MAX_HELD_BYTES = 256 << 20  # of all bodies that are arriving or wait to be read, or four of the largest size
 
 NOT_SUPPORTED = "Not supported yet."
 WITHOUT_EFFECT = "Accepted; has no effect."
@@ -161,10 +161,12 @@ class Bodies:
     def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
         """`max_bytes` of a body; `timeout`: seconds until it must have arrived."""
         self._max_bytes, self._timeout, self._workers = max_bytes, timeout, workers
-        self._num_held = 0  # bytes of bodies that have not arrived in whole
+        self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
 
     async def receive(self, request: Request) -> bytes:
-        """The body. `APIError` 413 when it is too large, 408 when it takes too long, 503 when there are too many."""
+        """The body, for `checked`. `APIError` 413 when it is too large, 408 when it takes too long, 503 when there are too
+        many.
+        """
         if int(request.headers.get("content-length", 0)) > self._max_bytes:
             raise await self._too_large(request)
         data, more = bytearray(), True
@@ -176,16 +178,18 @@ class Bodies:
                         raise APIError(_CLIENT_CLOSED, "the client hung up")
                     chunk, more = message.get("body", b""), message.get("more_body", False)
                     data += chunk
-                    self._num_held += len(chunk)
+                    self._num_held_bytes += len(chunk)
                     if len(data) > self._max_bytes:
                         raise await self._too_large(request)
-                    if self._num_held > _MAX_HELD * self._max_bytes:
-                        raise APIError(503, "too many large bodies are arriving: try again later", headers=_CLOSE)
-        except TimeoutError:
-            reason = f"the body did not arrive within {self._timeout:g} seconds"
-            raise APIError(408, reason, headers=_CLOSE) from None
-        finally:
-            self._num_held -= len(data)
+                    if self._num_held_bytes > self._max_held_bytes:
+                        reason = "too many large bodies are arriving: try again in 5 seconds"
+                        raise APIError(503, reason, headers={**_CLOSE, "Retry-After": "5"})
+        except BaseException as error:
+            self._num_held_bytes -= len(data)
+            if isinstance(error, TimeoutError):
+                reason = f"the body did not arrive within {self._timeout:g} seconds"
+                raise APIError(408, reason, headers=_CLOSE) from None
+            raise
         return bytes(data)
 
     async def _too_large(self, request: Request) -> APIError:
@@ -200,7 +204,13 @@ class Bodies:
         return APIError(413, reason, headers=_CLOSE)
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
-        """The body as its type has it. `APIError` says what is wrong."""
+        """A body that has arrived, as its type has it. `APIError` says what is wrong."""
+        try:
+            return await self._checked(request, data, body_type)
+        finally:
+            self._num_held_bytes -= len(data)
+
+    async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         if not _is_json(request.headers.get("content-type", "")):
             raise APIError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
         if is_small(data):
