@@ -74,7 +74,7 @@ def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
 
 
 def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.http.bodies._MAX_HELD_BYTES", 0)
+    monkeypatch.setattr("server.http.reading._MAX_HELD_BYTES", 0)
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=1000))  # so it holds 4,000
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     body = b'{"prompt": "a"}'.ljust(1000)
@@ -193,7 +193,7 @@ def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.Monke
         threads.append(threading.current_thread().name)
         check_values(decoded)
 
-    monkeypatch.setattr("server.http.bodies.check_values", seen)
+    monkeypatch.setattr("server.http.reading.check_values", seen)
     assert live.chat("Hi").status_code == 200
     assert live.post(CHAT, messages=MESSAGES * 100).status_code == 400
     assert live.complete("Hi", metadata="x" * 20_000).status_code == 200
@@ -232,7 +232,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
             assert go_on.wait(60)
         read(decoded)
 
-    monkeypatch.setattr("server.http.bodies.check_values", slow)
+    monkeypatch.setattr("server.http.reading.check_values", slow)
     large = "x" * 20_000
     clients = [threading.Thread(target=live.complete, args=("busy",), kwargs={"user": large}) for _ in range(4)]
     for client in clients:
