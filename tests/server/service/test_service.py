@@ -76,6 +76,7 @@ def test_metrics(serve: Callable[..., Live]) -> None:
     assert found["vllm:num_requests_running" + labels] >= 1
     assert found["vllm:kv_cache_usage_perc" + labels] == found["vllm:num_requests_running" + labels] / 32
     assert found["vllm:generation_tokens_total" + labels] == 25
+    assert found["vllm:corrupted_requests_total" + labels] == 3
     assert found["vllm:prompt_tokens_total" + labels] == prompt + 4
     assert found["vllm:prompt_tokens_cached_total" + labels] == 5
     assert found['vllm:prompt_tokens_by_source_total{engine="0",model_name="toy",source="local_cache_hit"}'] == 5
