@@ -147,6 +147,8 @@ def test_statistics_line() -> None:
         "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
     )
     assert "throughput: 60.0 tokens/s" in statistics_line(None, after, 10.0)
+    restarted = stats(prompt_tokens=20, generation_tokens=500)
+    assert "throughput: 50.0 tokens/s" in statistics_line(after, restarted, 10.0), "another process counts from 0"
 
 
 def test_statistics_are_logged_while_something_happens(caplog: pytest.LogCaptureFixture) -> None:
