@@ -12,6 +12,7 @@ FUZZ   ?= 60
 
 BIN   := .venv/bin
 READY := .venv/ready
+TESTS := .venv/ready-for-tests
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -24,7 +25,7 @@ help: ## list these commands
 serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://127.0.0.1:8000; more flags in ARGS
 	@exec $(BIN)/quire serve $(MODEL) $(ARGS)
 
-test: $(READY) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
+test: $(TESTS) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # What says most in the least time: no processes, no interpreter of kernels, no fuzz.
@@ -32,21 +33,21 @@ QUICK := tests/core tests/text tests/structured tests/models tests/benchmarks/te
   $(wildcard tests/engine/test_flags.py tests/engine/test_output_collector.py tests/engine/test_engine_loop.py tests/server/parsing) \
   tests/test_layering.py tests/test_words.py
 
-quick: $(READY) ## run the quick tests: some seconds, for the inner loop
+quick: $(TESTS) ## run the quick tests: some seconds, for the inner loop
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not heavy and not hypothesis' -k 'not fuzz and not test_decoder' $(QUICK) $(ARGS)
 
-coverage: $(READY) ## run the tests and report the lines they leave out: engine/core 100 %, all 92 %; pages in htmlcov
+coverage: $(TESTS) ## run the tests and report the lines they leave out: engine/core 100 %, all 92 %; pages in htmlcov
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report= $(ARGS)
 	@$(BIN)/coverage html -q; $(BIN)/coverage report --skip-empty --fail-under=92
 	@$(BIN)/coverage report --include='engine/core/*' --fail-under=100
 
-gpu: $(READY) ## check every kernel and model family on the GPU at hand; a selection in ARGS, such as ARGS="attention products"
+gpu: $(TESTS) ## check every kernel and model family on the GPU at hand; a selection in ARGS, such as ARGS="attention products"
 	@$(BIN)/python -m tests.gpu $(ARGS)
 
-attack: $(READY) ## attack a server on loopback as an unfriendly network would; a selection in ARGS, such as ARGS="slow"
+attack: $(TESTS) ## attack a server on loopback as an unfriendly network would; a selection in ARGS, such as ARGS="slow"
 	@$(BIN)/python -m tests.attack $(ARGS)
 
-soak: $(READY) ## twenty minutes under 64 clients with a fault each minute: what failed, what leaked
+soak: $(TESTS) ## twenty minutes under 64 clients with a fault each minute: what failed, what leaked
 	@$(BIN)/python -m tests.attack.soak $(ARGS)
 
 clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
@@ -54,10 +55,10 @@ clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients a
 	  -o asyncio_default_fixture_loop_scope=function -o asyncio_default_test_loop_scope=session tests/clients $(ARGS)
 	@PATH=$(CURDIR)/.clients/bin:$$PATH python -m tests.clients.fuzz_api --seconds $(FUZZ)
 
-lint: $(READY) ## check style and types
+lint: $(TESTS) ## check style and types
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary
 
-format: $(READY) ## put the code into the project's format
+format: $(TESTS) ## put the code into the project's format
 	@$(BIN)/ruff check -q --fix-only . && $(BIN)/ruff format .
 
 bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
@@ -81,14 +82,21 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH): some minutes, once."; \
 	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
-	if [ $(TORCH) = cpu ] && $(PIP) install --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
+	echo "  1/2  torch"; \
+	if [ $(TORCH) = cpu ] && $(PIP) install -q --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
 	else [ $(TORCH) != cpu ] || echo "No CPU build of torch could be had: taking the default build, which is larger and runs on CPUs too."; \
-	  $(PIP) install torch==$(TORCH_VERSION); fi; \
-	$(PIP) install -c constraints.txt -e '.[test]'; \
+	  $(PIP) install -q torch==$(TORCH_VERSION); fi; \
+	echo "  2/2  Quire and the other packages that serving needs"; \
+	$(PIP) install -q -c constraints.txt -e .; \
 	touch $@
 
+$(TESTS): $(READY)
+	@echo "Installing what the tests need, once."
+	@$(PIP) install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
 # The clients bring plugins of pytest that the project's own tests shall not meet: they live beside .venv and look into it.
-.clients/ready: $(READY) tests/clients/requirements.txt
+.clients/ready: $(TESTS) tests/clients/requirements.txt
 	@set -e; \
 	$(BIN)/python -m venv --clear .clients; \
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \

@@ -1,4 +1,4 @@
-"""The operations that a decoder is made of: tensors in, tensors out.
+"""Quire's operations, of which a decoder is made: tensors in, tensors out.
 
 The docstrings and reference implementations are in `kernels.reference`. The first argument's device picks the backend; an
 operation that a backend does not name is the reference implementation. To support another kind of device, add it to

@@ -1,0 +1,1 @@
+"""Quire's server and command line."""

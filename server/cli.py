@@ -34,6 +34,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    from server.environment import foreign_package
+
+    if (found := foreign_package()) is not None:
+        print(f"quire: error: {found}", file=sys.stderr)
+        return 1
     from engine import __version__
     from engine.flags import Parser
     from engine.log import configure_logging, debugging

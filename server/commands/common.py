@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,19 @@ from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
 from engine.flags import check, flag, load
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo"
+
+def _demo_model() -> Path:
+    """The folder of the bundled model: in a checkout, else where the wheel has put it; a checkout's if there is none."""
+    checkout = Path(__file__).resolve().parents[2] / "configs" / "demo"
+    if not (checkout / "config.json").is_file():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for file in importlib.metadata.files("quire") or ():
+                if file.parts[-4:] == ("share", "quire", "demo", "config.json"):
+                    return Path(str(file.locate())).resolve().parent
+    return checkout
+
+
+DEMO_MODEL = _demo_model()
 DEMO_NAME = "quire-demo"
 
 

@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -22,6 +22,7 @@ class RequestContext:
     scope: Scope
     id: str  # the client's X-Request-Id, or a new one
     received: float  # monotonic seconds
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # of its response, besides others
     span: Any = None  # its `RequestSpan`, where traces are exported
     trace_id: str = ""  # in hex digits
 

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from engine.log import traceback_without_text
+from server.http.context import CURRENT
 
 _log = logging.getLogger(__name__)
 _INTERNAL = "The server failed at this request; its log says why."
@@ -152,7 +153,10 @@ def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return response(request, APIError(500, _INTERNAL))  # starlette logs it
+        answer = response(request, APIError(500, _INTERNAL))  # uvicorn logs it
+        if (context := CURRENT.get()) is not None:  # no middleware sees this response
+            answer.raw_headers.extend(context.headers)
+        return answer
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:

@@ -25,21 +25,21 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         context, status = new_context(scope), 500
+        if self._answers_id:
+            context.headers = [(b"x-request-id", context.id.encode())]
         scope[DIRECT_SEND] = send
-        token = CURRENT.set(context)
+        CURRENT.set(context)  # for all of the task, which works on this request alone: also what reports its failure
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self._answers_id:
-                    message["headers"] = [*message["headers"], (b"x-request-id", context.id.encode())]
+                message["headers"] = [*message["headers"], *context.headers]
             await send(message)
 
         try:
             await self._app(scope, receive, watched)
         finally:
-            CURRENT.reset(token)
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
             self._metrics.see(method, status, handler, time.monotonic() - context.received)

@@ -9,7 +9,9 @@ import logging
 import os
 import shutil
 import signal
+from array import array
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,17 @@ def test_a_restart_finds_the_prefix_and_says_the_same(start: Callable[..., Engin
     third = start()
     assert ask(third, PROMPT, salt="another") == (answer[0], 192)
     assert ask(third, PROMPT, salt="a third") == (answer[0], 0)
+
+
+def test_neither_salts_nor_tokens_are_in_the_file(start: Callable[..., Engine], path: Path) -> None:
+    engine = start()
+    ask(engine, PROMPT, salt="pepper")
+    engine.close()
+    content = path.read_bytes()
+    assert b"pepper" not in content
+    assert sha256(b"pepper").digest() not in content
+    for dtype in ("q", "i", "h", "B"):
+        assert array(dtype, PROMPT[16:20]).tobytes() not in content
 
 
 def test_layers_with_windows(tmp_path: Path, start: Callable[..., Engine]) -> None:

@@ -22,6 +22,7 @@ import torch
 from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from tests.gpu.attention import check_attention, check_rounding
+from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.formats import check_formats
@@ -38,6 +39,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "norms": (check_norms, check_activation),
     "rotary": (check_rotary,),
     "sampling": (check_sampling, check_faults, check_distribution),
+    "blocks": (check_blocks,),
     "families": (check_families,),
     "windows": (check_windows,),
     "story": (check_story,),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kernels
+from engine.worker.block_copier import BlockCopier
 from tests.gpu import attention
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
@@ -29,6 +30,12 @@ def test_the_checks_pass_on_the_reference_implementations() -> None:
     check_products(checks, [(1, 1000, 1000), (7, 1024, 3072), (11, 1000, 192)])
     check_formats(checks, (1, 7), {"qkv": (384, 256), "gate_up": (512, 256), "down": (256, 512)})
     assert failed(checks) == []
+
+
+def test_copied_blocks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["blocks", "--device", "cpu"]) == 0
+    monkeypatch.setattr(BlockCopier, "_indices", lambda self, block_ids: torch.tensor(sorted(block_ids)))
+    assert main(["blocks", "--device", "cpu"]) == 1
 
 
 def test_the_checks_fail_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
 
 Serve = Callable[..., Live]
-OPEN = ("/", "/health", "/ping", "/static/js/app.js")
+OPEN = ("/", "/health", "/livez", "/ping", "/readyz", "/static/js/app.js")
 A, B = {"Authorization": "Bearer key of a"}, {"Authorization": "Bearer key of b"}
 
 

@@ -10,6 +10,8 @@ from engine.errors import ConfigError
 from engine.log import configure_logging
 from server.http.context import CURRENT, new_context
 from server.observability.logs import RequestFields
+from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import run_server
 
 Log = pytest.CaptureFixture[str]
 
@@ -82,3 +84,23 @@ def test_an_unknown_format_is_named(log: Log, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("QUIRE_LOG_FORMAT", "xml")
     with pytest.raises(ConfigError, match="QUIRE_LOG_FORMAT must be one of text, json, got 'xml'"):
         configure_logging()
+
+
+def test_a_failure_of_the_server_itself_has_the_request_s_id(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: object) -> None:
+        raise RuntimeError("broken")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "generate", fail)
+    fields = RequestFields()
+    caplog.handler.addFilter(fields)
+    try:
+        with run_server(engine) as live:
+            answer = live.http.post("/v1/completions", json={"prompt": "Hi"}, headers={"X-Request-Id": "mine"})
+    finally:
+        caplog.handler.removeFilter(fields)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.__dict__["fields"]["request_id"] == "mine"
