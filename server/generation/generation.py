@@ -20,6 +20,7 @@ from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
 from server.parsing.pieces import Piece
 
+TIMEOUT = "timeout"  # the engine's reason to end a request whose deadline has passed
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
 
 
@@ -125,6 +126,10 @@ class Generation:
             self.usage.cached_tokens += update.num_cached_tokens
         if update.finish_reason == "error":
             raise APIError(500, f"the engine failed at this request: {update.error}")
+        if update.finish_reason == TIMEOUT:
+            if not self.usage.completion_tokens:
+                raise APIError(504, "its time was over before the answer began", "timeout_ms")
+            update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
         queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
