@@ -193,6 +193,10 @@ class Engine:
             read = self.in_flight.read() if self.in_flight else None
         except Exception as error:
             return self._step_failed(error, StepOutputs(outputs=failed))
+        if expired := self.scheduler.expire():
+            failed += expired
+            for each in expired:
+                self._grammars.remove(each.request_id)
         num_corrupted = self.scheduler.num_corrupted
         outputs = self.scheduler.update(*read) if read is not None else StepOutputs()
         if self.scheduler.num_corrupted > num_corrupted:

@@ -39,7 +39,7 @@ class RequestUpdate:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None  # one for each of `token_ids`, when asked
-    finish_reason: str | None  # "stop", "length", "abort", "error"; None: more will come
+    finish_reason: str | None  # "stop", "length", "abort", "timeout", "error"; None: more will come
     stop_reason: int | str | None  # the stop token id or stop string that ended it
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: RequestMetrics  # goes on changing with the request

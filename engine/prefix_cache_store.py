@@ -95,9 +95,10 @@ class PrefixCacheStore:
 
     def _read(self, part: Sequence[Entry], buffer: Tensor) -> tuple[Sequence[Entry], list[bool], Tensor]:
         """Fill the buffer's first rows with those entries that are valid."""
-        valid: list[bool] = []
+        rows, row, valid = buffer.numpy(), 0, []
         for entry in part:
-            valid.append(self._file.read(entry, buffer[sum(valid)].numpy()))
+            valid.append(self._file.read(entry, rows[row]))
+            row += valid[-1]
         return part, valid, buffer
 
     def idle(self) -> bool:
@@ -155,7 +156,13 @@ class PrefixCacheStore:
         """The pool was emptied: so is the file."""
         self._sweep = iter(())
         self._saved = SavedBlocks(self._file.num_slots)
-        self._io.submit(self._file.clear).result()
+        self._io.submit(self._clear).result()
+
+    def _clear(self) -> None:
+        try:
+            self._file.clear()
+        except OSError as error:
+            self._fail(error)
 
     def close(self, save: bool) -> None:
         """Save what is not saved yet, the hottest first, for at most `CLOSE_SECONDS`. `save=False`: the content is in doubt."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 STARTING = ("starting", "downloading", "loading", "profiling", "compiling", "capturing")  # phases of a start
 PHASES = (*STARTING, "ready", "restarting", "unresponsive", "dead")
@@ -21,6 +21,15 @@ class EngineState:
     seconds_left: float | None = None
     num_restarts: int = 0  # of the engine process, so far
     reason: str = ""  # why the engine process was lost last
+    at: float = field(
+        default=0.0, compare=False
+    )  # monotonic seconds: when it began to be so, and `seconds_left` was right
+
+    def seconds_left_at(self, now: float) -> float | None:
+        """The estimate at a later moment, in monotonic seconds; None: not known, or it was too low."""
+        if self.seconds_left is None or (left := self.seconds_left - (now - self.at)) <= 0:
+            return None
+        return left
 
     @property
     def is_ready(self) -> bool:
@@ -80,7 +89,7 @@ class StateHolder:
 
     def _set(self, state: EngineState) -> None:
         if state != self.state:
-            self.state = state
+            self.state = replace(state, at=self._clock())
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(None)

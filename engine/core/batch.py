@@ -115,7 +115,7 @@ class EngineOutput:
 
     request_id: str
     new_token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    finish_reason: str | None = None  # "stop", "length", "abort", "timeout", "error"
     stop_reason: int | None = None  # the stop token id that ended it, when not the model's end of text
     logprobs: list[TokenLogprobs] | None = None  # one for each new token, when asked
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache

@@ -40,7 +40,7 @@ class Request:
         self.stop_ids = ends_of_text.union(sampling.stop_token_ids or (), FAULTS)
         # Each of its tokens is reported as an `EngineOutput`: with log-probabilities, or to its grammar.
         self.needs_full_output = sampling.logprobs is not None or sampling.structured_outputs is not None
-        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.finish_reason: str | None = None  # "stop", "length", "abort", "timeout" or "error"
         self.error = ""  # with "error": what went wrong
         self.stop_reason: int | None = None  # the stop token id that ended it, when not an end of text
 

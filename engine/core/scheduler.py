@@ -30,11 +30,13 @@ from engine.core.batch import (
 )
 from engine.core.block_manager import BlockManager
 from engine.core.cache_groups import FULL, CacheGroup
+from engine.core.deadlines import Deadlines
 from engine.core.request import Request
 from engine.core.request_queues import RequestQueues
 
 FAVOUR_FRACTION = 2  # an owner that comes is favoured for this fraction of a step's budget, in tokens
 OTHERS_FRACTION = 64  # and meanwhile others together get at least this one in each step
+MIN_PACED = 64  # computed prompt tokens from which on a prompt tells how fast prompts are computed
 
 _Batched = tuple[list[Request], ScheduledBatch]
 
@@ -97,6 +99,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.queues = RequestQueues(favour=max_num_batched_tokens // FAVOUR_FRACTION)
+        self._deadlines = Deadlines()
+        self._prefill_seconds = 0.0  # for each prompt token that is computed, lately; 0: not known
+        self._late: list[EngineOutput] = []  # of requests that were not begun, since their deadlines could not be met
         self._refused: tuple[Request, int] | None = None  # lacked blocks, after so many releases of blocks
         self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the requests of its batch
         self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
@@ -128,11 +133,12 @@ class Scheduler:
         """Queue a new request. ValueError as `check_new`."""
         self.check_new(request)
         request.queued_time = monotonic()
-        self.queues.add(request)
+        self.put_back(request)
 
     def put_back(self, request: Request) -> None:
         """Queue a request that `drain` took out."""
         self.queues.add(request)
+        self._deadlines.add(request)
 
     def drain(self) -> tuple[list[Request], list[Request]]:
         """Take out all requests, as if none had ever run: steps in flight are forgotten, and so is all cached KV, which they
@@ -143,6 +149,7 @@ class Scheduler:
         in_flight = {request.request_id for _, requests in self._in_flight for request in requests}
         self._in_flight.clear()
         self._removed.clear()
+        self._refused = None
         self._last = [], ScheduledBatch([], [], 0, 0, [])
         taken: tuple[list[Request], list[Request]] = [], []
         for request in sorted(self.queues, key=lambda each: each.order):
@@ -163,9 +170,24 @@ class Scheduler:
         self._forget(request)
         return True
 
+    def expire(self) -> list[EngineOutput]:
+        """End the requests whose deadlines have passed, whatever their state. Returns their final outputs, and those of the
+        requests that `schedule` did not begin since they would have been too late. To be called when that step is launched.
+        """
+        outputs, self._late = self._late, []
+        for request in self._deadlines.passed():
+            if self.queues.find(request.request_id) is request:
+                outputs.append(self._time_out(request))
+        return outputs
+
+    def _time_out(self, request: Request) -> EngineOutput:
+        request.finish_reason = "timeout"
+        self._forget(request)
+        return request.output([])
+
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a launched step is not read back."""
-        return bool(self.queues or self._in_flight)
+        """Whether a request is unfinished, its end is not told or a launched step is not read back."""
+        return bool(self.queues or self._in_flight or self._late)
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step, on the assumption that it is launched at once, before any other call.
@@ -224,6 +246,9 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         while queues.num_waiting and len(queues.running) < self.max_num_seqs:
             request = queues.first_waiting()
+            if self._is_too_late(request):
+                self._late.append(self._time_out(request))
+                continue
             is_favoured = queues.owner_of(request).is_favoured
             most = budget if is_favoured else min(budget, others)
             new_request = self._admit(request) if most else None
@@ -235,6 +260,31 @@ class Scheduler:
             budget -= granted
             others -= 0 if is_favoured else granted
         return new_requests
+
+    def _is_too_late(self, request: Request) -> bool:
+        """Whether its first token would come after its deadline, at the pace of the prompts that were computed lately.
+
+        That is a guess, which is trusted less the more often it is used.
+        """
+        deadline = request.engine_request.deadline
+        if not deadline or request.num_preemptions:
+            return False
+        most = (deadline - monotonic()) / self._prefill_seconds if self._prefill_seconds else request.num_tokens
+        if request.num_tokens <= most:
+            return False
+        num_cached = len(self.blocks.match_prefix(request)[0]) * self.blocks.block_size if request.reads_cache else 0
+        if request.num_tokens - num_cached <= most:
+            return False
+        self._prefill_seconds /= 2
+        return True
+
+    def _learn_pace(self, request: Request) -> None:
+        """Its first token has come."""
+        num_computed = request.num_prompt_tokens - request.num_cached_tokens
+        if num_computed >= MIN_PACED:
+            seconds = (monotonic() - request.scheduled_time) / num_computed
+            known = self._prefill_seconds or seconds
+            self._prefill_seconds = known + (seconds - known) / 8
 
     def _give_way(self) -> bool:
         """Preempt the last running request when the first waiting one lacks a row or blocks and should have them."""
@@ -305,6 +355,8 @@ class Scheduler:
     ) -> EngineOutput | None:
         """Append its new tokens, up to its last one, with all that follows. None: one token, and nothing else to report."""
         num_known = len(request.token_ids)
+        if num_known == request.num_prompt_tokens:
+            self._learn_pace(request)
         new_token_ids = request.append(token_ids)
         num_tokens = len(request.token_ids)
         if request.finish_reason == "error":

@@ -75,7 +75,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _stop(sample: Sample, update: RequestUpdate) -> dict[str, Any]:
-    sequence = update.stop_reason if isinstance(update.stop_reason, str) else None
+    stopped = update.finish_reason == "stop" and isinstance(update.stop_reason, str)
+    sequence = update.stop_reason if stopped else None
     reason = _STOP_REASONS.get(sample.finish_reason(update) or "", "end_turn")
     if sequence is not None and reason == "end_turn":
         reason = "stop_sequence"

@@ -169,6 +169,7 @@ class _Conversation(Body):
     thinking: Thinking | None = optional("Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
+    timeout_ms: int | None = Field(None, ge=1, description="Milliseconds after which the answer ends as it is.")
     output_format: OutputFormat | None = optional("The older name of output_config.format.")
 
     def neutral(self) -> GenerationRequest:
@@ -197,6 +198,7 @@ class _Conversation(Body):
             names=NAMES,
             model=self.model,
             user=(self.metadata.user_id if self.metadata is not None else None) or "",
+            timeout_ms=self.timeout_ms,
             sampling=self.sampling(),
             structured_outputs={"json": format.schema_} if format is not None else {},
             tool_choice=_tool_choice(self.tool_choice),

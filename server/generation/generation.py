@@ -20,6 +20,7 @@ from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
 from server.parsing.pieces import Piece
 
+TIMEOUT = "timeout"  # the engine's reason to end a request whose deadline has passed
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
 
 
@@ -64,7 +65,7 @@ class Generation:
     metrics: Metrics
     log: RequestLog
     running: dict[tuple[str, str], Generation]  # by owner and id
-    ended: Callable[[], None] | None = None  # called when all samples have ended
+    ended: list[Callable[[], None]]  # called when all samples have ended
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
 
@@ -95,8 +96,8 @@ class Generation:
                 if sample.index not in self._ended:
                     sample.watch.abandoned()
             self.log.end(self.record)
-            if self.ended is not None:
-                self.ended()
+            for call in self.ended:
+                call()
         for first in range(0, len(self.samples), self.n):
             watches = [sample.watch for sample in self.samples[first : first + self.n]]
             if watches[0].generates:
@@ -125,6 +126,10 @@ class Generation:
             self.usage.cached_tokens += update.num_cached_tokens
         if update.finish_reason == "error":
             raise APIError(500, f"the engine failed at this request: {update.error}")
+        if update.finish_reason == TIMEOUT:
+            if not self.usage.completion_tokens:
+                raise APIError(504, "its time was over before the answer began", "timeout_ms")
+            update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
         queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))

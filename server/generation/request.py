@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Literal
 
 from server.http.errors import APIError, Names
@@ -129,6 +130,13 @@ class PromptRequest:
     cache_salt: str = ""
     priority: int = 0
     user: str = ""  # who asks, as the client says
+    timeout_ms: int | None = None  # milliseconds that the answer may take; None: any time
+    arrival: float = field(default_factory=monotonic)  # monotonic seconds
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic seconds; 0: none."""
+        return self.arrival + self.timeout_ms / 1000 if self.timeout_ms is not None else 0.0
 
     @property
     def num_prompts(self) -> int:

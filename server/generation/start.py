@@ -232,13 +232,16 @@ async def _begin(
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
     owner = caller.owner(request.user)
+    deadline = request.deadline
     try:
         for index, (prompt, sampling) in enumerate(asked):
             if index % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
-            one = EngineRequest(sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, owner)
+            one = EngineRequest(
+                sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, owner, deadline
+            )
             reader = new_reader() if new_reader is not None else None
             updates = model.engine.generate(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
@@ -258,9 +261,12 @@ async def _begin(
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]
     record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
-    ended = None
+    ended: list[Callable[[], None]] = []
     if model.recorder is not None:
-        ended = partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches))
+        ended.append(partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches)))
+    if caller.tokens_per_minute is not None:
+        model.rate_limits.use_tokens(caller, usage.prompt_tokens)
+        ended.append(lambda: model.rate_limits.use_tokens(caller, usage.completion_tokens))
     return Generation(
         public_id,
         caller.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class Readiness:
     @property
     def headers(self) -> dict[str, str]:
         """Of a response that says no."""
-        seconds = self._engine.state.seconds_left
+        seconds = self._engine.state.seconds_left_at(time.monotonic())
         return {
             "Retry-After": str(UNKNOWN_SECONDS if seconds is None else min(max(math.ceil(seconds), 1), MAX_SECONDS))
         }
@@ -52,7 +53,7 @@ class Readiness:
         state = self._engine.state
         if self.is_draining:
             return {"phase": "draining", "fraction": None, "seconds_left": None, "num_restarts": state.num_restarts}
-        seconds = state.seconds_left
+        seconds = state.seconds_left_at(time.monotonic())
         return {
             "phase": state.phase,
             "fraction": state.fraction,

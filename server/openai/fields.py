@@ -57,6 +57,7 @@ def body_class(name: str, *not_yet: Table) -> Any:
     return create_model(name, __base__=Body, **fields)
 
 
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
 TokenIds = list[int]
 Prompt = Annotated[
     str | TokenIds | list[str] | list[TokenIds],
@@ -151,6 +152,13 @@ class EngineFields(Body):
     )
     safety_identifier: str | None = optional("OpenAI's newer name of `user`.")
 
+    timeout_ms: int | None = optional(
+        "Milliseconds after which the answer ends as it is, with `finish_reason` `abort` and `stop_reason` `timeout`; "
+        "504 when it has not begun by then, or could not. Left out: no limit.",
+        ge=1,
+        le=MAX_TIMEOUT_MS,
+    )
+
     def engine_fields(self) -> dict[str, Any]:
         """Arguments for a neutral request."""
         return {
@@ -160,6 +168,7 @@ class EngineFields(Body):
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,
             "user": self.safety_identifier or self.user or "",
+            "timeout_ms": self.timeout_ms,
         }
 
 

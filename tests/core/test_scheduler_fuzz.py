@@ -10,9 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from string import ascii_letters
+from unittest.mock import patch
 
 import pytest
 
+from engine.core import deadlines, scheduler
 from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.block_manager import BlockManager
 from engine.core.block_pool import Name
@@ -55,6 +57,9 @@ EXPECTED_EVENTS = [
     "deferred, when none is left",
     "prefix-cache hits in a window group",
     "blocks given back by a window",
+    "timed out",
+    "timed out after its first token",
+    "not begun, since it would be late",
     "preempted for another owner",
     "paused for favoured owners",
     "several chunks in one step",
@@ -130,6 +135,7 @@ class Workload:
         self.published: dict[Name, int] = {}
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: Launched | None = None
+        self.now = 0.0  # the time: steps
         self.events: Counter[str] = Counter()
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
@@ -140,11 +146,23 @@ class Workload:
         return rng.choice(kinds)
 
     def run(self) -> Counter[str]:
+        def clock() -> float:
+            return self.now
+
+        with (
+            patch.object(scheduler, "monotonic", clock),
+            patch.object(deadlines, "monotonic", clock),
+            patch.object(scheduler, "MIN_PACED", 1),
+        ):
+            return self._run()
+
+    def _run(self) -> Counter[str]:
         step = 0
         while self.arrivals or self.scheduler.has_work():
             self._come_and_go(step)
             self._step()
             step += 1
+            self.now = float(step)
             assert step < 20_000, "the requests do not finish"
         self._check_end()
         return self.events + self.runner.events
@@ -160,6 +178,9 @@ class Workload:
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
+        for given in scheduler.expire():
+            self._time_out(given)
+        scheduler.check()
         if not self.one_ahead:
             self.in_flight, launched = launched, None
         preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
@@ -295,6 +316,7 @@ class Workload:
             salt_name,
             priority=self.turns.choice([0, 0, 1, -1]),
             owner=self.owners.choice(self.owner_names or [""]),
+            deadline=self.owners.choice([0, 0, 0, self.now + self.owners.randint(1, 60)]),
         )
         request = Request(engine_request, eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
@@ -316,6 +338,18 @@ class Workload:
         self.clients[request_id] = client
         in_flight = self.in_flight.output.batch.request_ids if self.in_flight else []
         self.events["ids used again while in flight"] += request_id in in_flight
+
+    def _time_out(self, output: EngineOutput) -> None:
+        """An end that is neither too early nor at any other time than the deadline's."""
+        client = self.clients.pop(output.request_id)
+        assert (output.finish_reason, output.new_token_ids) == ("timeout", [])
+        assert client.received == client.answer[0][: len(client.received)]
+        late = self.now >= client.request.engine_request.deadline
+        begun = client.request.scheduled_time > 0
+        assert late or not begun, "it had time left"
+        self.last_gone = output.request_id
+        self.events["timed out" if late else "not begun, since it would be late"] += 1
+        self.events["timed out after its first token"] += bool(client.received)
 
     def _abort(self) -> None:
         waiting = self.scheduler.queues.waiting

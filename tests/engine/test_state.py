@@ -74,6 +74,19 @@ def test_a_start_that_is_remembered_tells_how_long_this_one_takes() -> None:
     assert states.start_seconds == 70.0
 
 
+def test_an_estimate_ages() -> None:
+    clock = Clock()
+    states = StateHolder(clock, 60.0)
+    clock.now += 10
+    states.enter("loading")
+    state = states.state
+    assert state.seconds_left == 50.0
+    assert state.seconds_left_at(clock.now + 20) == 30.0
+    assert state.seconds_left_at(clock.now + 50) is None
+    states.enter("ready")
+    assert states.state.seconds_left_at(clock.now) is None
+
+
 def test_a_silence_is_no_start() -> None:
     clock = Clock()
     states = StateHolder(clock)

@@ -84,6 +84,7 @@ class FakeEngine:
         self.step_tokens = StepTokens()
         self.pid = os.getpid()
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
+        self.time_out_after: int | None = None  # tokens after which a request with a deadline ends for that
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # embeddings wait until they are aborted
         self.active: dict[str, list[int]] = {}
@@ -91,6 +92,7 @@ class FakeEngine:
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
         self.owners: list[str] = []
+        self.deadlines: list[float] = []
         self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
@@ -124,6 +126,7 @@ class FakeEngine:
         self._input_processor.check(request)
         self.salts.append(request.cache_salt)
         self.owners.append(request.owner)
+        self.deadlines.append(request.deadline)
         if request.pooling is not None:
             self.embedded.append((prompt, request.pooling, request.priority))
         else:
@@ -204,6 +207,10 @@ class FakeEngine:
                     raise EngineDeadError(self.state.reason)
                 if request_id in self.aborted:
                     collector.add(EngineOutput(request_id, [], "abort"), time.monotonic())
+                    yield collector.take()
+                    return
+                if self.deadlines[-1] and self.time_out_after == len(generated):
+                    collector.add(EngineOutput(request_id, [], "timeout"), time.monotonic())
                     yield collector.take()
                     return
                 token = tokens[len(generated)]

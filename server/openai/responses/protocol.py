@@ -189,7 +189,7 @@ class ResponseStreamOptions(Body):
 _engine_fields: dict[str, Any] = {
     name: (field.annotation, field)
     for name, field in EngineFields.model_fields.items()
-    if name in ("model", "cache_salt", "request_id", "user", "safety_identifier")
+    if name in ("model", "cache_salt", "request_id", "user", "safety_identifier", "timeout_ms")
 }
 _tables: dict[str, Any] = unsupported_fields(NOT_YET_IN_RESPONSES) | fields_without_effect(NO_EFFECT)
 _ResponsesBase: Any = create_model(
@@ -247,6 +247,7 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
             request_id=self.request_id,
             cache_salt=self.cache_salt or "",
             user=self.safety_identifier or self.user or "",
+            timeout_ms=self.timeout_ms,
             sampling=sampling,
             structured_outputs=_structured(self.text),
             tool_choice=_tool_choice(self.tool_choice, self.parallel_tool_calls is not False),

@@ -224,6 +224,7 @@ def test_every_parameter_is_tried() -> None:
     tried |= {"prompt", "echo", "logprobs", "return_tokens_as_token_ids"}  # in test_scores.py
     tried |= {"stream", "stream_options", "add_special_tokens", "cache_salt"}
     tried |= {"user", "safety_identifier"}  # in generation/test_owners.py
+    tried |= {"timeout_ms"}  # in generation/test_deadlines.py
     grammars = {
         name for name in CompletionRequest.model_fields if name.startswith(("guided_", "structured_", "response_"))
     }

@@ -1,0 +1,55 @@
+"""Requests with a time-out: 504 when there is no answer in time, else what there is of it."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.live_server import Live
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": MESSAGES, "model": "toy", "max_tokens": 50},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_that_has_not_begun_in_time_is_an_error(live: Live, path: str) -> None:
+    live.engine.time_out_after = 0
+    before = time.monotonic()
+    response = live.post(path, **BODIES[path], timeout_ms=5000)
+    assert response.status_code == 504, response.text
+    assert "timeout_ms: its time was over before the answer began" in response.json()["error"]["message"]
+    [deadline] = live.engine.deadlines
+    assert before + 5 <= deadline <= time.monotonic() + 5
+    assert live.post(path, **BODIES[path]).status_code == 200
+    assert live.engine.deadlines[1] == 0
+
+
+def test_an_answer_that_has_begun_ends_as_it_is(live: Live) -> None:
+    live.engine.time_out_after = 3
+    choice = live.complete(timeout_ms=5000).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"], len(choice["text"])) == ("abort", "timeout", 3)
+    choice = live.chat(timeout_ms=5000).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "timeout")
+    assert choice["message"]["content"]
+    assert live.post("/v1/responses", input="Hi", timeout_ms=5000).json()["status"] == "incomplete"
+    answer = live.post("/v1/messages", timeout_ms=5000, **BODIES["/v1/messages"]).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+
+
+def test_streams_say_it_too(live: Live) -> None:
+    live.engine.time_out_after = 3
+    assert '"finish_reason":"abort","stop_reason":"timeout"' in live.complete(timeout_ms=5000, stream=True).text
+    live.engine.time_out_after = 0
+    text = live.complete(timeout_ms=5000, stream=True).text
+    assert "its time was over" in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1.5, "1", 10**12])
+def test_times_out_of_range_are_refused(live: Live, timeout: Any) -> None:
+    assert live.complete(timeout_ms=timeout).status_code == 400
