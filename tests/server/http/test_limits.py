@@ -16,7 +16,7 @@ from server.openai.chat.protocol import ChatCompletionRequest
 from server.openai.completions.protocol import CompletionRequest
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, wait_until
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -148,9 +148,9 @@ def test_parameters_are_checked_once_for_all_answers(live: Live, monkeypatch: py
         return encode(text, *args, **options)
 
     monkeypatch.setattr(live.engine.tokenizer, "encode", counted)
-    words = [f"word {number}" for number in range(512)]  # each has two spellings
+    words = [f"#{number}" for number in range(400)]  # each has two spellings
     assert live.complete("a", n=20, max_tokens=1, bad_words=words).status_code == 200
-    assert sum("word" in text for text in texts) == 2 * len(words)
+    assert sum("#" in text for text in texts) == 2 * len(words)
     assert all(len(sampling.bad_words or ()) == 2 * len(words) for _, _, sampling in live.engine.requests)
 
 
@@ -181,6 +181,24 @@ def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.Monke
     assert not threads[0].startswith("worker")
     assert threads[1].startswith("worker")
     assert threads[2].startswith("worker")
+
+
+def test_memory_of_large_bodies_goes_back_to_the_system(
+    serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, trimmed = serve(FakeEngine()), threading.Event()
+    monkeypatch.setattr("server.http.workers._TRIM_SECONDS", 0)
+    monkeypatch.setattr("server.http.workers._malloc_trim", lambda keep: trimmed.set())
+    assert live.complete("Hi").status_code == 200
+    assert not trimmed.is_set()
+    wait_until(lambda: live.complete("Hi", metadata="x" * 20_000).is_success and trimmed.is_set())
+
+
+def test_bad_words_of_too_many_tokens(live: Live) -> None:
+    words = [f"{number:04}" for number in range(500)]
+    assert live.complete("a", bad_words=words[:400], max_tokens=1).status_code == 200
+    text = message(live.complete("a", bad_words=words), 400)
+    assert text == "bad_words must be fewer or shorter: 1000 spellings of up to 5 tokens, whose product is above 4096"
 
 
 def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
