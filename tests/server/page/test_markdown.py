@@ -119,7 +119,7 @@ def test_hostile_text_runs_nothing(page: ChatPage, stub: Stub) -> None:
     page.ask("all")
     for vector in VECTORS:
         stub.answers["one"] = vector
-        page.tab.click("#new-chat")
+        page.new_chat()
         page.ask("one")
     page.run("document.querySelectorAll('.prose a').forEach((each) => each.removeAttribute('target') || each.click())")
     forbidden = "script, img, iframe, svg:not(.icon), object, embed, form:not(#form), style, link:not(head link)"
@@ -140,7 +140,7 @@ def test_titles_and_file_names_are_text_too(page: ChatPage) -> None:
     page.tab.set_input_files("#file", {"name": f"{hostile}.txt", "mimeType": "text/plain", "buffer": hostile.encode()})
     page.set(system=hostile)
     page.ask(hostile)
-    assert page.texts("#conversations a") == [hostile]
+    page.see("#conversations a", hostile)
     assert page.tab.locator("main img, aside img").count() == 0
     assert page.run("window.hit") is None
 
