@@ -40,6 +40,7 @@ GRAMMARS: dict[str, Callable[[Any], str]] = {  # field of StructuredOutputs → 
     "json_object": lambda _: json_grammar({"type": "object"}),
 }
 CHECK_SECONDS = 3.0  # for the schemas of one request's tags
+MAX_BAD_TOKENS = 4096
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
 
 
@@ -148,6 +149,12 @@ class InputProcessor:
         if words := sampling.bad_words:
             ids = [each for word in words for each in ([word] if isinstance(word, list) else self._spellings(word))]
             changes["bad_words"] = [list(each) for each in dict.fromkeys(map(tuple, ids))]
+            longest, spellings = max(map(len, ids)), len(changes["bad_words"])
+            if longest * spellings > MAX_BAD_TOKENS:  # the sampler looks at so many for each row, in each step
+                raise ValueError(
+                    f"bad_words must be fewer or shorter: {spellings} spellings of up to {longest} tokens, whose product "
+                    f"is above {MAX_BAD_TOKENS}"
+                )
         if sampling.dry_multiplier == 0:
             changes |= {"dry_sequence_breakers": None} if breakers else {}
         elif breakers is not None or self.tokenizer is not None:

@@ -61,6 +61,6 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
 
 
 def _num_ranks(size: int, device: Device) -> int:
-    if device.is_accelerator and size > (count := torch.cuda.device_count()):
+    if size > 1 and device.is_accelerator and size > (count := torch.cuda.device_count()):
         raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs that PyTorch sees here, got {size}")
     return size

@@ -18,11 +18,12 @@ from server import anthropic, service
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
-from server.http.bodies import Bodies, StrictJSONRoute
 from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
 from server.http.middleware import RequestMiddleware
+from server.http.rate_limits import RateLimitMiddleware, RateLimits
+from server.http.reading import Bodies, StrictJSONRoute
 from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.observability.readiness import Readiness
@@ -110,7 +111,7 @@ def create_app(
     app.router.route_class = StrictJSONRoute
     max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.max_model_len)
     app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers)
-    _add_middleware(app, settings, server_metrics, traces)
+    _add_middleware(app, settings, server_metrics, traces, model.rate_limits)
     for api in APIS:
         api.add_routes(app, model)
     add_reference(app, APIS, names[0])
@@ -140,13 +141,19 @@ def _traces(settings: ServerConfig) -> Traces | None:
 
 
 def _add_middleware(
-    app: FastAPI, settings: ServerConfig, server_metrics: ServerMetrics, traces: Traces | None = None
+    app: FastAPI,
+    settings: ServerConfig,
+    server_metrics: ServerMetrics,
+    traces: Traces | None = None,
+    rate_limits: RateLimits | None = None,
 ) -> None:
     """From the innermost to the outermost, and what makes responses of errors."""
     own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
     if (keys := settings.read_keys()) is not None:
+        if rate_limits is not None:
+            app.add_middleware(RateLimitMiddleware, limits=rate_limits, formats=formats)
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
     else:
         # A proxy in front of a Unix socket passes on whatever name it is called by; no browser reaches the socket.

@@ -40,15 +40,34 @@ class WorkloadFlags:
         metavar="NAME",
     )
     dataset_path: str | None = flag(None, "file with prompts, instead", metavar="FILE")
-    num_prompts: int | None = flag(None, "how many prompts (else 256 random ones, or all there are)", at_least=1)
-    input_len: int = flag(1024, "prompt tokens of random prompts", at_least=1)
-    output_len: int = flag(128, "tokens of each answer, of random and of files", at_least=1)
+    num_prompts: int | None = flag(
+        None, "how many prompts (else 256 random ones, 16 on a CPU, or all there are)", at_least=1
+    )
+    input_len: int | None = flag(None, "prompt tokens of random prompts (else 1024, 128 on a CPU)", at_least=1)
+    output_len: int | None = flag(
+        None, "tokens of each answer, of random and of files (else 128, 64 on a CPU)", at_least=1
+    )
     temperature: float = flag(0.6, "of sampling", at_least=0, at_most=100)
-    num_runs: int = flag(3, "how often the workload is run", at_least=1)
+    num_runs: int | None = flag(None, "how often the workload is run (else 3 times, once on a CPU)", at_least=1)
     output_json: str | None = flag(None, "where to save the results (else under out/bench)", metavar="FILE")
 
     def __post_init__(self) -> None:
         check(self)
+
+    def sized(self, *, on_cpu: bool) -> SizedWorkload:
+        """What was not given is chosen so that a run ends within a minute."""
+        lengths = (self.input_len or (128 if on_cpu else 1024), self.output_len or (64 if on_cpu else 128))
+        return SizedWorkload(16 if on_cpu else 256, *lengths, self.num_runs or (1 if on_cpu else 3))
+
+
+@dataclass(frozen=True)
+class SizedWorkload:
+    """The sizes of a workload on this machine."""
+
+    num_random_prompts: int  # where no number is given
+    input_len: int
+    output_len: int
+    num_runs: int
 
 
 def main(argv: list[str]) -> int:
@@ -72,9 +91,14 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     from engine.core.sampling_params import SamplingParams
     from engine.input_processor import InputProcessor
     from engine.llm import LLM
+    from engine.worker.device import DeviceNotFoundError, find_device
 
+    try:
+        sized = workload.sized(on_cpu=not find_device(config.device).is_accelerator)
+    except DeviceNotFoundError as error:
+        raise ConfigError(str(error)) from None
     input_processor = InputProcessor.load(config)
-    requests = requests_of(workload, input_processor.spec.vocab_size)
+    requests = requests_of(workload, sized, input_processor.spec.vocab_size)
     prompts = [input_processor.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
     for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         if not prompt or len(prompt) + request.output_len > input_processor.max_model_len:
@@ -106,7 +130,11 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
         return time.perf_counter() - begin, sum(len(result.outputs[0].token_ids) for result in results)
 
     run(4, 8, False)  # the first steps of a process are slower
-    runs = [run(None, None, True) for _ in range(workload.num_runs)]
+    (prefill, _), (both, _) = run(4, 1, False), run(4, 8, False)
+    steps = max(request.output_len for request in requests)
+    at_most = (prefill + max(both - prefill, 0.0) / 7 * steps) * len(requests) / 4
+    print(f"{sized.num_runs} × {len(requests)} requests, each run at most about {at_most:.0f} s", file=sys.stderr)
+    runs = [run(None, None, True) for _ in range(sized.num_runs)]
     llm.close()
     seconds = statistics.median(seconds for seconds, _ in runs)
     num_output, num_prompt = runs[0][1], sum(map(len, prompts))
@@ -124,23 +152,23 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
         "output_tokens_per_second": num_output / seconds,
         "tokens_per_second": (num_prompt + num_output) / seconds,
         "startup_seconds": startup,
-        "workload_settings": dataclasses.asdict(workload),
+        "workload_settings": dataclasses.asdict(workload) | dataclasses.asdict(sized),
         "engine_settings": dataclasses.asdict(config),
         "environment": environment(),
     }
 
 
-def requests_of(workload: WorkloadFlags, vocab_size: int) -> list[Request]:
+def requests_of(workload: WorkloadFlags, sized: SizedWorkload, vocab_size: int) -> list[Request]:
     """What is asked for. `ConfigError` names what is wrong with the file."""
     if workload.dataset_path is not None:
         path = Path(workload.dataset_path)
-        requests = workloads.read_prompts(path, workload.output_len)
+        requests = workloads.read_prompts(path, sized.output_len)
         if any(isinstance(request.prompt[0], dict) for request in requests):
             raise ConfigError(f"dataset_path {path}: has messages, which only quire bench serve can send")
         return workloads.repeated(requests, workload.num_prompts)
     if workload.dataset_name == "random":
         top = min(workloads.MAX_TOKEN_ID, vocab_size - 1)
-        return workloads.fixed(workload.num_prompts or 256, workload.input_len, workload.output_len, top)
+        return workloads.fixed(workload.num_prompts or sized.num_random_prompts, sized.input_len, sized.output_len, top)
     return workloads.repeated(workloads.named(workload.dataset_name, vocab_size).requests, workload.num_prompts)
 
 

@@ -65,7 +65,7 @@ class Generation:
     metrics: Metrics
     log: RequestLog
     running: dict[tuple[str, str], Generation]  # by owner and id
-    ended: Callable[[], None] | None = None  # called when all samples have ended
+    ended: list[Callable[[], None]]  # called when all samples have ended
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
 
@@ -96,8 +96,8 @@ class Generation:
                 if sample.index not in self._ended:
                     sample.watch.abandoned()
             self.log.end(self.record)
-            if self.ended is not None:
-                self.ended()
+            for call in self.ended:
+                call()
         for first in range(0, len(self.samples), self.n):
             watches = [sample.watch for sample in self.samples[first : first + self.n]]
             if watches[0].generates:

@@ -24,9 +24,11 @@ from server.generation.conversation import CheckText, ConversationEncoder, Promp
 from server.generation.generation import Generation
 from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
-from server.http.bodies import Body, is_large
+from server.http.bodies import Body
 from server.http.callers import Caller
 from server.http.errors import APIError
+from server.http.rate_limits import RateLimits
+from server.http.reading import is_large
 from server.http.warnings import Warnings
 from server.http.workers import Workers
 from server.metrics import Metrics
@@ -101,6 +103,7 @@ class ServedModel:
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
         self.requests = RequestLog()
         metrics.registry.register(self.requests)
+        self.rate_limits = RateLimits()
         self.queue = RequestQueue(
             engine.outstanding, engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )

@@ -261,9 +261,12 @@ async def _begin(
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]
     record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
-    ended = None
+    ended: list[Callable[[], None]] = []
     if model.recorder is not None:
-        ended = partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches))
+        ended.append(partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches)))
+    if caller.tokens_per_minute is not None:
+        model.rate_limits.use_tokens(caller, usage.prompt_tokens)
+        ended.append(lambda: model.rate_limits.use_tokens(caller, usage.completion_tokens))
     return Generation(
         public_id,
         caller.name,

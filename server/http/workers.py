@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _T = TypeVar("_T")
 _NUM_THREADS = 4
+_TRIM_SECONDS = 5.0
+_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Workers:
@@ -16,9 +19,20 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "worker")
+        self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[..., _T], *args: object) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        loop = asyncio.get_running_loop()
+        if self._trim is None and _malloc_trim is not None:
+            self._trim = loop.call_later(_TRIM_SECONDS, self._return_memory, _malloc_trim)
+        return await loop.run_in_executor(self._threads, function, *args)
 
     def close(self) -> None:
+        if self._trim is not None:
+            self._trim.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _return_memory(self, trim: Callable[[int], int]) -> None:
+        """What large requests needed goes back to the system; the C library would keep most of it."""
+        self._trim = None
+        self._threads.submit(trim, 0)

@@ -14,6 +14,7 @@ _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
+    429: "RateLimitError",
     422: "UnprocessableEntityError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
@@ -34,7 +35,10 @@ ERROR_SCHEMA = {
                         "message": {"type": "string"},
                         "type": {"type": "string"},
                         "param": {"type": ["string", "null"], "description": "the field that is to blame"},
-                        "code": {"type": "integer", "description": "the HTTP status"},
+                        "code": {
+                            "type": ["integer", "string"],
+                            "description": "the HTTP status; `rate_limit_exceeded` instead of 429",
+                        },
                     },
                 },
                 {"type": "string"},
@@ -50,9 +54,8 @@ def error_body(error: APIError) -> bytes:
     name = _TYPES.get(status)
     if name is None:
         name = "InternalServerError" if status >= 500 else HTTPStatus(status).phrase.replace(" ", "") + "Error"
-    return msgspec.json.encode(
-        {"error": {"message": error.message, "type": name, "param": error.param, "code": status}}
-    )
+    code = "rate_limit_exceeded" if status == 429 else status  # what OpenAI's clients ask for
+    return msgspec.json.encode({"error": {"message": error.message, "type": name, "param": error.param, "code": code}})
 
 
 def failure(error: APIError) -> bytes:

@@ -38,7 +38,8 @@ SLOWER = 3.0  # times, that another client's request may take beside an attack
 GROWTH = 1.2  # times, that memory may have grown after an attack
 SETTLE_SECONDS = 15.0
 ALONE_SECONDS = 8.0
-HOSTILE_MODELS = "tests/models/test_hostile_models.py"
+KEYS = {"attacker": "attacker-" + "k" * 32, "bystander": "bystander-" + "k" * 32}
+HOSTILE_MODELS = "tests/models/test_hostile_folders.py"
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Result:
 
 async def attack(target: Target, each: Attack, alone: Waits) -> Result:
     before, start = target.resident_bytes(), time.perf_counter()
-    with watching(target.port) as waits:
+    with watching(target) as waits:
         statuses = await each.run(target)
     seconds = time.perf_counter() - start
     after, in_use = await asyncio.to_thread(_settled, target, int(before * GROWTH))
@@ -109,22 +110,28 @@ def hostile_models() -> str:
 
 
 async def run(attacks: list[Attack], console: Console) -> list[Result]:
-    with serving("--kv-cache-memory-bytes", "64m") as target:
-        with watching(target.port):
-            await asyncio.sleep(ALONE_SECONDS / 2)  # the first requests warm up what start-up does not
-        with watching(target.port) as alone:
-            await asyncio.sleep(ALONE_SECONDS)
-        console.print(
-            f"alone: /health {alone.longest_health * 1e3:.0f} ms, a request {alone.slow_request * 1e3:.0f} ms"
-        )
-        results = []
-        for each in attacks:
-            results.append(await attack(target, each, alone))
-            console.print(f"{each.name}: {'; '.join(results[-1].failures) or 'held'}", highlight=False)
-            if target.process.poll() is not None:
-                console.print("the server has ended")
-                break
-        return results
+    results = []
+    for keyless, keys in ((False, KEYS), (True, {})):
+        if wanted := [each for each in attacks if each.keyless == keyless]:
+            with serving("--kv-cache-memory-bytes", "64m", keys=keys) as target:
+                results += await run_all(target, wanted, console)
+    return results
+
+
+async def run_all(target: Target, attacks: list[Attack], console: Console) -> list[Result]:
+    with watching(target):
+        await asyncio.sleep(ALONE_SECONDS / 2)  # the first requests warm up what start-up does not
+    with watching(target) as alone:
+        await asyncio.sleep(ALONE_SECONDS)
+    console.print(f"alone: /health {alone.longest_health * 1e3:.0f} ms, a request {alone.slow_request * 1e3:.0f} ms")
+    results = []
+    for each in attacks:
+        results.append(await attack(target, each, alone))
+        console.print(f"{each.name}: {'; '.join(results[-1].failures) or 'held'}", highlight=False)
+        if target.process.poll() is not None:
+            console.print("the server has ended")
+            break
+    return results
 
 
 def table(results: list[Result]) -> Table:

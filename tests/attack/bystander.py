@@ -1,6 +1,6 @@
 """Another client, in a process of its own so that an attack's own work does not slow it: how long it waits.
 
-    python -m tests.attack.bystander PORT
+    python -m tests.attack.bystander PORT [KEY]
 
 Asks for /health and for eight tokens, each in a thread, until its standard input closes; then prints the seconds of each as
 JSON. A request that fails counts as infinitely long.
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tests.attack.target import Target
 from tests.support.served import ROOT
 
 BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True, "temperature": 0}).encode()
@@ -49,9 +50,9 @@ class Waits:
 
 
 @contextlib.contextmanager
-def watching(port: int) -> Iterator[Waits]:
+def watching(target: Target) -> Iterator[Waits]:
     """Another client while the block runs."""
-    command = [sys.executable, "-m", "tests.attack.bystander", str(port)]
+    command = [sys.executable, "-m", "tests.attack.bystander", str(target.port), target.keys.get("bystander", "")]
     waits = Waits()
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -63,11 +64,12 @@ def watching(port: int) -> Iterator[Waits]:
             waits.health, waits.requests = measured["health"], measured["requests"]
 
 
-def _ask(port: int, method: str, path: str, body: bytes | None) -> float:
+def _ask(port: int, key: str, method: str, path: str, body: bytes | None) -> float:
     start = time.perf_counter()
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-        connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        headers = {"Content-Type": "application/json"} if body else {}
+        connection.request(method, path, body, headers | ({"Authorization": f"Bearer {key}"} if key else {}))
         response = connection.getresponse()
         response.read()
         connection.close()
@@ -76,13 +78,13 @@ def _ask(port: int, method: str, path: str, body: bytes | None) -> float:
     return time.perf_counter() - start if response.status == 200 else math.inf
 
 
-def main(port: int) -> None:
+def main(port: int, key: str) -> None:
     done = threading.Event()
     seconds: dict[str, list[float]] = {"health": [], "requests": []}
 
     def repeat(name: str, method: str, path: str, body: bytes | None) -> None:
         while not done.is_set():
-            seconds[name].append(_ask(port, method, path, body))
+            seconds[name].append(_ask(port, key, method, path, body))
             done.wait(PAUSE_SECONDS)
 
     jobs = [("health", "GET", "/health", None), ("requests", "POST", "/v1/completions", BODY)]
@@ -98,4 +100,4 @@ def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

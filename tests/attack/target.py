@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -38,10 +38,14 @@ class Target:
     port: int
     process: subprocess.Popen[bytes]
     log: Path
+    keys: Mapping[str, str] = field(default_factory=dict)  # of each client, by its name; none: the server is open
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def headers(self, client: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.keys[client]}"} if self.keys else {}
 
     def pids(self) -> list[int]:
         """The API process and all that descend from it."""
@@ -73,7 +77,7 @@ class Target:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over the labels that are not named; 0 where there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", timeout=60, headers=self.headers("bystander")).text
         total = 0.0
         for found, value in re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE):
             if all(f'{key}="{each}"' in found for key, each in labels.items()):
@@ -103,7 +107,20 @@ class Target:
 
     async def post(self, path: str, body: bytes, patience: float = 120.0, **headers: str) -> Answer:
         """A request with a JSON body, on a connection of its own."""
-        return await self.send(request("POST", path, body, headers), patience)
+        return await self.send(self.request("POST", path, body, **headers), patience)
+
+    def request(self, method: str, path: str, body: bytes = b"", client: str = "attacker", **headers: str) -> bytes:
+        """As bytes, with the client's key; the server closes the connection after its answer."""
+        lines = {
+            "Host": "127.0.0.1",
+            "Connection": "close",
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **self.headers(client),
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
@@ -120,33 +137,28 @@ async def _ignoring_resets(waiting: object) -> None:
         await waiting  # type: ignore[misc]
 
 
-def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-    """As bytes; the server closes the connection after its answer."""
-    lines = {
-        "Host": "127.0.0.1",
-        "Connection": "close",
-        "Content-Type": "application/json",
-        "Content-Length": str(len(body)),
-        **{name.replace("_", "-"): value for name, value in (headers or {}).items()},
-    }
-    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
-
-
 @contextlib.contextmanager
-def serving(*flags: str, module: str = "server.cli", environment: Mapping[str, str] | None = None) -> Iterator[Target]:
-    """A server that is ready, ended with SIGTERM; `module`: what is run instead of `server.cli`."""
+def serving(
+    *flags: str,
+    keys: Mapping[str, str] | None = None,
+    module: str = "server.cli",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Target]:
+    """A server that is ready, ended with SIGTERM; `keys`: of its clients; `module`: what is run instead of `server.cli`."""
     port = free_port()
-    command: Sequence[str] = [
+    command = [
         sys.executable, "-m", module, "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1", "--port", str(port),
         *flags,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="quire-attack-") as folder:
-        log = Path(folder) / "log"
+        log, key_file = Path(folder) / "log", Path(folder) / "keys"
+        if keys:
+            key_file.write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+            command = [*command, "--api-key-file", str(key_file)]
         with log.open("wb") as file:
             env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
             process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env)
-        target = Target(port, process, log)
+        target = Target(port, process, log, keys or {})
         try:
             _wait_until_ready(target)
             yield target

@@ -217,10 +217,17 @@ def test_forked_process_is_told_to_make_its_own(llm: LLM, monkeypatch: pytest.Mo
             llm.generate("abc", GREEDY, use_tqdm=False)
 
 
-def test_failed_step_ends_the_llm(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_ends_its_request_and_a_broken_device_the_llm(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = LLM(model=str(tiny_model), device="cpu", num_gpu_blocks_override=512, disable_log_stats=True)
     assert other.generate("abc", GREEDY, use_tqdm=False)[0].metrics is None
+    with monkeypatch.context() as failing:
+        failing.setattr(other._engine.runner, "launch", lambda output: 1 / 0)
+        assert other.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "error"
+    assert other.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
     monkeypatch.setattr(other._engine.runner, "launch", lambda output: 1 / 0)
+    monkeypatch.setattr(other._engine.runner.batch, "clear", lambda: 1 / 0)  # type: ignore[attr-defined]
     with pytest.raises(ZeroDivisionError):
         other.generate("abc", GREEDY, use_tqdm=False)
     with pytest.raises(EngineDeadError):

@@ -307,9 +307,12 @@ class GrammarMask(Processor):
 
 
 def _restrict(logits: Tensor, allowed: Tensor, raw: Tensor) -> None:
-    """Keep the tokens that are allowed [n, V] bool; with their `raw` logits [n, V] in a row where all of them are banned."""
+    """Keep the tokens that are allowed [n, V] bool; with their `raw` logits [n, V] in a row where all of them are banned.
+
+    A row of which all tokens are allowed stays as it is: it is here because of others.
+    """
     logits.masked_fill_(~allowed, -torch.inf)
-    stuck = logits.amax(1, keepdim=True) == -torch.inf
+    stuck = (logits.amax(1, keepdim=True) == -torch.inf) & ~allowed.all(1, keepdim=True)
     torch.where(stuck & allowed, raw, logits, out=logits)
 
 

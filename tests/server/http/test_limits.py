@@ -1,5 +1,6 @@
 """What is too large is refused before work is done for it, and what is large leaves the event loop."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -16,7 +17,7 @@ from server.openai.chat.protocol import ChatCompletionRequest
 from server.openai.completions.protocol import CompletionRequest
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, wait_until
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -70,6 +71,24 @@ def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 0.05 seconds" in answer
+
+
+def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.http.reading._MAX_HELD_BYTES", 0)
+    live = serve(FakeEngine(), ServerConfig(max_body_bytes=1000))  # so it holds 4,000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    body = b'{"prompt": "a"}'.ljust(1000)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=20))
+            connection.sendall(head + body[:900])
+        wait_until(lambda: live.complete("x" * 400).status_code == 503)
+        response = live.complete("x" * 400)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    wait_until(lambda: live.complete("x" * 400).status_code == 200)
+    for _ in range(20):  # what has been read is not counted any more
+        assert live.http.post(COMPLETIONS, content=body, headers=JSON).status_code == 200
+        assert live.http.post(COMPLETIONS, content=body, headers={"Content-Type": "text/plain"}).status_code == 400
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/responses", "/v1/embeddings", "/v1/messages"])
@@ -148,9 +167,9 @@ def test_parameters_are_checked_once_for_all_answers(live: Live, monkeypatch: py
         return encode(text, *args, **options)
 
     monkeypatch.setattr(live.engine.tokenizer, "encode", counted)
-    words = [f"word {number}" for number in range(512)]  # each has two spellings
+    words = [f"#{number}" for number in range(400)]  # each has two spellings
     assert live.complete("a", n=20, max_tokens=1, bad_words=words).status_code == 200
-    assert sum("word" in text for text in texts) == 2 * len(words)
+    assert sum("#" in text for text in texts) == 2 * len(words)
     assert all(len(sampling.bad_words or ()) == 2 * len(words) for _, _, sampling in live.engine.requests)
 
 
@@ -174,13 +193,31 @@ def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.Monke
         threads.append(threading.current_thread().name)
         check_values(decoded)
 
-    monkeypatch.setattr("server.http.bodies.check_values", seen)
+    monkeypatch.setattr("server.http.reading.check_values", seen)
     assert live.chat("Hi").status_code == 200
     assert live.post(CHAT, messages=MESSAGES * 100).status_code == 400
     assert live.complete("Hi", metadata="x" * 20_000).status_code == 200
     assert not threads[0].startswith("worker")
     assert threads[1].startswith("worker")
     assert threads[2].startswith("worker")
+
+
+def test_memory_of_large_bodies_goes_back_to_the_system(
+    serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, trimmed = serve(FakeEngine()), threading.Event()
+    monkeypatch.setattr("server.http.workers._TRIM_SECONDS", 0)
+    monkeypatch.setattr("server.http.workers._malloc_trim", lambda keep: trimmed.set())
+    assert live.complete("Hi").status_code == 200
+    assert not trimmed.is_set()
+    wait_until(lambda: live.complete("Hi", metadata="x" * 20_000).is_success and trimmed.is_set())
+
+
+def test_bad_words_of_too_many_tokens(live: Live) -> None:
+    words = [f"{number:04}" for number in range(500)]
+    assert live.complete("a", bad_words=words[:400], max_tokens=1).status_code == 200
+    text = message(live.complete("a", bad_words=words), 400)
+    assert text == "bad_words must be fewer or shorter: 1000 spellings of up to 5 tokens, whose product is above 4096"
 
 
 def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +232,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
             assert go_on.wait(60)
         read(decoded)
 
-    monkeypatch.setattr("server.http.bodies.check_values", slow)
+    monkeypatch.setattr("server.http.reading.check_values", slow)
     large = "x" * 20_000
     clients = [threading.Thread(target=live.complete, args=("busy",), kwargs={"user": large}) for _ in range(4)]
     for client in clients:
