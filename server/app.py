@@ -18,12 +18,12 @@ from server import anthropic, service
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
-from server.http.bodies import Bodies, StrictJSONRoute
 from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
 from server.http.middleware import RequestMiddleware
 from server.http.rate_limits import RateLimitMiddleware, RateLimits
+from server.http.reading import Bodies, StrictJSONRoute
 from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.observability.readiness import Readiness

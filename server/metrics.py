@@ -297,8 +297,6 @@ async def log_statistics(stats: Stats, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
         now, after = time.monotonic(), stats()
-        if before and after and after.generation_tokens < before.generation_tokens:
-            before = None  # another engine process counts from 0
         if after is not None and (after != before or after.num_running or after.num_waiting or after.num_deferred):
             _log.info(statistics_line(before, after, now - at))
         before, at = after, now
@@ -306,6 +304,8 @@ async def log_statistics(stats: Stats, interval: float) -> None:
 
 def statistics_line(before: SchedulerStats | None, after: SchedulerStats, seconds: float) -> str:
     """What happened between two statistics."""
+    if before is not None and after.generation_tokens < before.generation_tokens:
+        before = None  # another engine process, which counts from 0
     prompt = after.prompt_tokens - (before.prompt_tokens if before else 0)
     generated = after.generation_tokens - (before.generation_tokens if before else 0)
     hit_rate = after.prefix_hits / after.prefix_queries if after.prefix_queries else 0.0

@@ -24,10 +24,11 @@ from server.generation.conversation import CheckText, ConversationEncoder, Promp
 from server.generation.generation import Generation
 from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
-from server.http.bodies import Body, is_large
+from server.http.bodies import Body
 from server.http.callers import Caller
 from server.http.errors import APIError
 from server.http.rate_limits import RateLimits
+from server.http.reading import is_large
 from server.http.warnings import Warnings
 from server.http.workers import Workers
 from server.metrics import Metrics

@@ -58,7 +58,8 @@ def test_each_kind_of_request(tiny_model: Path, poisoned: None, caplog: pytest.L
         (output,) = loop.outputs[name]
         assert (output.finish_reason, output.error, output.new_token_ids) == ("error", FAULTS[NOT_FINITE], []), name
         assert f"request {name}: the logits are not finite" in caplog.text
-    assert loop.engine.stats().num_corrupted == len(bad)
+    stats = loop.engine.stats()
+    assert stats.num_corrupted == len(bad)
     loop.engine.close()
 
 

@@ -14,7 +14,7 @@ from server.settings import ServerConfig
 from tests.support.live_server import Live
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -25,6 +25,24 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
         ROOT / path for path in re.findall(r"`((?:engine|server|kernels|tests|configs|benchmarks)/[\w./-]*)`", text)
     ]
     assert [str(path) for path in links + paths if not path.exists()] == []
+
+
+def test_the_tests_behind_the_security_page_exist() -> None:
+    named = re.findall(r"`tests/([a-z_/]+\.py)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_messages_to_look_up_are_written_somewhere() -> None:
+    rows = (
+        (ROOT / "docs" / "deploy.md").read_text().partition("## Troubleshooting")[2].partition("\n## ")[0].splitlines()
+    )
+    messages = re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in rows if row.startswith("| `")))
+    source = "".join(path.read_text() for folder in ("engine", "server") for path in (ROOT / folder).rglob("*.py"))
+    plain = re.sub(r"[\"']\s+f?[\"']", "", re.sub(r"\{[^{}]*\}", "{}", source))  # texts that go on in the next line
+    parts = {part.strip(" :{}") for message in messages for part in re.split("…|[0-9]+|SIGKILL", message)}
+    assert len(messages) > 12
+    assert [part for part in parts if part not in plain] == []
 
 
 def test_flags_of_the_readme_exist() -> None:

@@ -187,6 +187,7 @@ class FakeEngine:
             prefix_hits=self._generated,
             prompt_tokens=50,
             generation_tokens=self._generated,
+            num_corrupted=3,
         )
 
     async def _generate(

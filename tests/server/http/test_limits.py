@@ -1,5 +1,6 @@
 """What is too large is refused before work is done for it, and what is large leaves the event loop."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -70,6 +71,24 @@ def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 0.05 seconds" in answer
+
+
+def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.http.reading._MAX_HELD_BYTES", 0)
+    live = serve(FakeEngine(), ServerConfig(max_body_bytes=1000))  # so it holds 4,000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    body = b'{"prompt": "a"}'.ljust(1000)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=20))
+            connection.sendall(head + body[:900])
+        wait_until(lambda: live.complete("x" * 400).status_code == 503)
+        response = live.complete("x" * 400)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    wait_until(lambda: live.complete("x" * 400).status_code == 200)
+    for _ in range(20):  # what has been read is not counted any more
+        assert live.http.post(COMPLETIONS, content=body, headers=JSON).status_code == 200
+        assert live.http.post(COMPLETIONS, content=body, headers={"Content-Type": "text/plain"}).status_code == 400
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/responses", "/v1/embeddings", "/v1/messages"])
@@ -174,7 +193,7 @@ def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.Monke
         threads.append(threading.current_thread().name)
         check_values(decoded)
 
-    monkeypatch.setattr("server.http.bodies.check_values", seen)
+    monkeypatch.setattr("server.http.reading.check_values", seen)
     assert live.chat("Hi").status_code == 200
     assert live.post(CHAT, messages=MESSAGES * 100).status_code == 400
     assert live.complete("Hi", metadata="x" * 20_000).status_code == 200
@@ -213,7 +232,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
             assert go_on.wait(60)
         read(decoded)
 
-    monkeypatch.setattr("server.http.bodies.check_values", slow)
+    monkeypatch.setattr("server.http.reading.check_values", slow)
     large = "x" * 20_000
     clients = [threading.Thread(target=live.complete, args=("busy",), kwargs={"user": large}) for _ in range(4)]
     for client in clients:

@@ -76,6 +76,7 @@ def test_metrics(serve: Callable[..., Live]) -> None:
     assert found["vllm:num_requests_running" + labels] >= 1
     assert found["vllm:kv_cache_usage_perc" + labels] == found["vllm:num_requests_running" + labels] / 32
     assert found["vllm:generation_tokens_total" + labels] == 25
+    assert found["vllm:corrupted_requests_total" + labels] == 3
     assert found["vllm:prompt_tokens_total" + labels] == prompt + 4
     assert found["vllm:prompt_tokens_cached_total" + labels] == 5
     assert found['vllm:prompt_tokens_by_source_total{engine="0",model_name="toy",source="local_cache_hit"}'] == 5
@@ -146,6 +147,8 @@ def test_statistics_line() -> None:
         "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
     )
     assert "throughput: 60.0 tokens/s" in statistics_line(None, after, 10.0)
+    restarted = stats(prompt_tokens=20, generation_tokens=500)
+    assert "throughput: 50.0 tokens/s" in statistics_line(after, restarted, 10.0), "another process counts from 0"
 
 
 def test_statistics_are_logged_while_something_happens(caplog: pytest.LogCaptureFixture) -> None:

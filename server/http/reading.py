@@ -1,0 +1,160 @@
+"""Reads the bodies of requests: within limits, as strict JSON, and off the event loop where they are large."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import typing
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+
+from server.http.disconnect import disconnected, ended_by
+from server.http.errors import APIError, from_validation, unexpected
+from server.http.limits import check_values, is_small
+from server.http.workers import Workers
+
+_decode = msgspec.json.decode
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_LARGE = "quire.large_body"  # key of a scope
+_CLIENT_CLOSED = 499
+_CLOSE = {"Connection": "close"}
+_LINGER_SECONDS = 1.0
+_MAX_HELD_BYTES = 256 << 20  # of all bodies that are arriving or wait to be read, or four of the largest size
+
+
+class StrictJSONRoute(APIRoute):
+    """Reads bodies with the application's `Bodies`: `app.state.bodies`.
+
+    An endpoint that has a body takes `body` and `request`, and returns a response; it is cancelled when the client hangs
+    up. All others are left to the framework.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, endpoint = super().get_route_handler(), self.endpoint
+        if "body" not in inspect.signature(endpoint).parameters:
+            return handle
+        body_type = TypeAdapter(typing.get_type_hints(endpoint, include_extras=True)["body"])
+
+        async def handle_strictly(request: Request) -> Response:
+            bodies: Bodies = request.app.state.bodies
+            data = await bodies.receive(request)
+            response: Response = Response(status_code=_CLIENT_CLOSED)
+            async with ended_by(disconnected(request.receive)):
+                try:
+                    body = await bodies.checked(request, data, body_type)
+                    response = await endpoint(body=body, request=request)
+                except BaseException as error:
+                    if type(error).__name__ != "PanicException":
+                        raise
+                    raise unexpected(error) from None  # of a library in Rust; no `Exception`, so nothing else takes it
+            return response
+
+        return handle_strictly
+
+
+class Bodies:
+    """Reads the bodies of requests: within limits, and off the event loop where they are large.
+
+    JSON is as RFC 8259 has it, in UTF-8: NaN, halves of surrogate pairs and numbers beyond a double are refused. So whatever
+    a request holds can be written into an answer again.
+    """
+
+    def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
+        """`max_bytes` of a body; `timeout`: seconds until it must have arrived."""
+        self._max_bytes, self._timeout, self._workers = max_bytes, timeout, workers
+        self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
+
+    async def receive(self, request: Request) -> bytes:
+        """The body, for `checked`. `APIError` 413 when it is too large, 408 when it takes too long, 503 when there are too
+        many.
+        """
+        if int(request.headers.get("content-length", 0)) > self._max_bytes:
+            raise await self._too_large(request)
+        data, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self._timeout):
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise APIError(_CLIENT_CLOSED, "the client hung up")
+                    chunk, more = message.get("body", b""), message.get("more_body", False)
+                    data += chunk
+                    self._num_held_bytes += len(chunk)
+                    if len(data) > self._max_bytes:
+                        raise await self._too_large(request)
+                    if self._num_held_bytes > self._max_held_bytes:
+                        reason = "too many large bodies are arriving: try again in 5 seconds"
+                        raise APIError(503, reason, headers={**_CLOSE, "Retry-After": "5"})
+        except BaseException as error:
+            self._num_held_bytes -= len(data)
+            if isinstance(error, TimeoutError):
+                reason = f"the body did not arrive within {self._timeout:g} seconds"
+                raise APIError(408, reason, headers=_CLOSE) from None
+            raise
+        return bytes(data)
+
+    async def _too_large(self, request: Request) -> APIError:
+        """Clients that send without asking read the answer only when all is sent, so some more is read and dropped."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while "expect" not in request.headers:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        break
+        reason = f"the body may have at most {self._max_bytes} bytes (--max-body-bytes of the server)"
+        return APIError(413, reason, headers=_CLOSE)
+
+    async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
+        """A body that has arrived, as its type has it. `APIError` says what is wrong."""
+        try:
+            return await self._checked(request, data, body_type)
+        finally:
+            self._num_held_bytes -= len(data)
+
+    async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
+        if not _is_json(request.headers.get("content-type", "")):
+            raise APIError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
+        if is_small(data):
+            return _read(data, body_type)
+        request.scope[_LARGE] = True
+        return await self._workers.run(_read, data, body_type)
+
+
+def is_large(request: Request) -> bool:
+    """Whether what follows from the body may take more than a millisecond, and is work for a thread."""
+    return _LARGE in request.scope
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _read(data: bytes, body_type: TypeAdapter[Any]) -> Any:
+    if not data:
+        raise APIError(400, "the body is empty: it must be a JSON object")
+    decoded = _decoded(data.removeprefix(_BYTE_ORDER_MARK))
+    check_values(decoded)
+    try:
+        return body_type.validate_python(decoded)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from None
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return _decode(data)
+    except UnicodeDecodeError as error:
+        reason = f"it must be UTF-8 ({error.reason} at byte {error.start})"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except msgspec.DecodeError as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+    raise APIError(400, f"the body is not valid JSON: {reason}")
