@@ -111,6 +111,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32, 8, tied=False, factor=8.0),
 }
 
+SHAPES |= {
+    f"llama-3.1-8b-{name}": SHAPES["llama-3.1-8b"] | {"quantization_config": quantization}
+    for name, quantization in {
+        "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    }.items()
+}
+
 
 def model_folder(name: str, root: Path) -> Path:
     """The folder of a model: `name` itself if it is one, else `root/name`, written for a shape of that name."""

@@ -35,7 +35,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.cpu.matmul": ("pack_weight", "linear", "linear_add", "norm_linear", "norm_swiglu"),
     },
     "cuda": {
-        "kernels.triton.activation": ("silu_and_mul",),
+        "kernels.triton.activation": ("gelu_and_mul", "silu_and_mul"),
         "kernels.triton.attention_decode": ("paged_attention_decode", "plan_decode"),
         "kernels.triton.attention_prefill": ("paged_attention_prefill",),
         "kernels.triton.kv_cache": ("store_kv",),
@@ -89,6 +89,7 @@ def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
 rms_norm = _dispatched(reference.rms_norm)
 add_rms_norm = _dispatched(reference.add_rms_norm)
 silu_and_mul = _dispatched(reference.silu_and_mul)
+gelu_and_mul = _dispatched(reference.gelu_and_mul)
 pack_weight = _dispatched(reference.pack_weight)
 dequantize = _dispatched(reference.dequantize)
 quantize_rows = _dispatched(reference.quantize_rows)

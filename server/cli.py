@@ -13,6 +13,7 @@ EPILOG = """examples:
   quire serve Qwen/Qwen3-0.6B        serve a model of Hugging Face, downloaded once
   quire chat --model ./my-model      chat in the terminal
   quire generate "Once upon a time"  continue a text
+  quire models                       which model families and formats there are
   quire check http://127.0.0.1:8000  test what a server of the OpenAI API can do
   quire bench throughput --help      measure speed
   quire top http://127.0.0.1:8000    watch a running server
@@ -42,7 +43,7 @@ def _run(words: list[str]) -> int:
     from engine import __version__
     from engine.flags import Parser
     from engine.log import configure_logging, debugging
-    from server.commands import bench, chat, check, completion, generate, keys, serve, top
+    from server.commands import bench, chat, check, completion, generate, keys, models, serve, top
 
     parser = Parser(
         prog="quire",
@@ -51,7 +52,7 @@ def _run(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for module in (serve, chat, generate, check, bench, top, keys):
+    for module in (serve, chat, generate, models, check, bench, top, keys):
         module.add_parser(commands)
     completion.add_parser(commands, parser)
     if not words:

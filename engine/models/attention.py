@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.models.layers import CheckpointModule, Linear, RMSNorm, Scope
+from engine.models.layers import CheckpointModule, Linear, Norm, Residual, Scope
 from engine.models.spec import AttentionSpec
 
 # Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them, and which rows of kv_scale
 # they fill. Queries and probabilities, which they may scale too, are not quantised here.
 SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
+
+
+MakeNorm = Callable[[Scope, int], Norm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,21 @@ class Attention(CheckpointModule):
     cos_sin: Tensor | None
     kv_scale: Tensor
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, eps: float, cos_sin: Tensor | None, scope: Scope) -> None:
+    def __init__(
+        self, spec: AttentionSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
+    ) -> None:
         """cos_sin: `rope_table` of the layer's RoPE, None without one."""
         super().__init__()
-        self.spec, self.eps = spec.for_rank(scope.shard), eps
+        self.spec = spec.for_rank(scope.shard)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = Linear(scope, hidden_size, parts, bias=spec.qkv_bias, shard="column", width=spec.head_dim)
-        self.q_norm = RMSNorm(scope / "q_norm", spec.head_dim, eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(scope / "k_norm", spec.head_dim, eps) if spec.qk_norm else None
+        fused = "qkv_proj" if spec.fused else ""
+        self.qkv = Linear(
+            scope, hidden_size, parts, bias=spec.qkv_bias, shard="column", width=spec.head_dim, fused=fused
+        )
+        over = (query_size, kv_size) if spec.qk_norm_over_heads else (spec.head_dim,) * 2
+        self.q_norm = make_norm(scope / "q_norm", over[0]) if spec.qk_norm else None
+        self.k_norm = make_norm(scope / "k_norm", over[1]) if spec.qk_norm else None
         self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
         # What the keys and the values of each head are divided by where the cache is e4m3: [2, Hkv].
@@ -62,13 +71,25 @@ class Attention(CheckpointModule):
         self._scope, self._num_kv_heads = scope, spec.num_kv_heads
 
     def forward(
-        self, hidden: Tensor, norm: RMSNorm, positions: Tensor, kv: Tensor, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        hidden: Tensor,
+        residual: Residual,
+        positions: Tensor,
+        kv: Tensor,
+        metadata: AttentionMetadata,
     ) -> Tensor:
-        """hidden [T, hidden] + the attention of the normed hidden, in hidden's memory; `kv` gains their keys and values."""
+        """hidden [T, hidden] + the attention of x [T, hidden], in hidden's memory; `kv` gains their keys and values."""
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
+        qkv, q_norm, k_norm = residual.project(self.qkv, x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
+        if q_norm is not None and k_norm is not None and spec.qk_norm_over_heads:
+            query, key = qkv.split((len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)), 1)[:2]
+            query.copy_(q_norm(query))
+            key.copy_(k_norm(key))
+            q_norm = k_norm = None
         query = kernels.rope_and_store(
-            self.qkv.after_norm(hidden, norm),  # [T, (H + 2 Hkv) D]
+            qkv,
             positions,
             self.cos_sin,
             kv[0],
@@ -76,13 +97,14 @@ class Attention(CheckpointModule):
             metadata.slot_mapping,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
-            q_norm=self.q_norm.weight if self.q_norm else None,
-            k_norm=self.k_norm.weight if self.k_norm else None,
-            eps=self.eps,
+            q_norm=q_norm.weight if q_norm else None,
+            k_norm=k_norm.weight if k_norm else None,
+            eps=q_norm.eps if q_norm else 0.0,
             kv_scale=kv_scale,
+            interleaved=spec.rope is not None and spec.rope.interleaved,
         )  # [T, H, D]
         out = attend(query, kv, metadata, spec, kv_scale)
-        return self.o.add_to(hidden, out.flatten(1))
+        return residual.add(self.o, hidden, out.flatten(1))
 
     def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         for owner in SCALE_OWNERS:

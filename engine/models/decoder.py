@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
-from engine.models.attention import Attention, AttentionMetadata
+from engine.models.attention import Attention, AttentionMetadata, MakeNorm
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import Embedding, Linear, LMHead, RMSNorm, Scope
+from engine.models.layers import Embedding, LayerNorm, Linear, LMHead, Norm, Residual, RMSNorm, Scope
 from engine.models.mlp import MLP
 from engine.models.rope import rope_table
 from engine.models.spec import LayerSpec, ModelSpec
@@ -33,18 +34,20 @@ class Decoder(nn.Module):
             rope: rope_table(rope, max_model_len or spec.context_length).to(scope.device) if rope else None
             for rope in ropes
         }
-        body, eps = scope / "model", spec.rms_norm_eps
+        body, make_norm = scope / "model", norm_maker(spec)
         self.embed_tokens = Embedding(body / "embed_tokens", spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(layer, spec, tables[layer.mixer.rope], body / "layers" / i)
+            DecoderLayer(layer, spec.hidden_size, tables[layer.mixer.rope], make_norm, body / "layers" / i)
             for i, layer in enumerate(spec.layers)
         )
-        self.norm = RMSNorm(body / "norm", spec.hidden_size, eps)
+        self.norm = make_norm(body / "norm", spec.hidden_size)
         if spec.tie_word_embeddings:
             scope = replace(scope, weight_formats=FLOATS)  # the embedding's
         self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        # As families were trained: in the dtype of the weights.
+        self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
 
     def pack_weights(self) -> None:
         """Repack all filled weights for the products of their device. They can no longer be filled."""
@@ -65,26 +68,52 @@ class Decoder(nn.Module):
         where the kernels take one), and attention, one object for all layers of the same cache group.
         """
         hidden = self.embed_tokens(input_ids)
+        if self._embedding_multiplier != 1:
+            hidden = hidden * self._embedding_multiplier
         for layer, kv, metadata in zip(self.layers, kv_cache, attention, strict=True):
             hidden = layer(hidden, positions, kv, metadata)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype; in `out` where that is given."""
-        return self.lm_head.after_norm(hidden, self.norm, out)
+        logits, cap = self.lm_head.after_norm(hidden, self.norm, out), self.spec.logits_soft_cap
+        if self.spec.logits_multiplier != 1:
+            logits.mul_(self.spec.logits_multiplier)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then MLP: each reads the normed residual stream and adds to it, in place."""
+    """Attention, then MLP: each reads the residual stream and adds to it, in place."""
 
-    def __init__(self, layer: LayerSpec, spec: ModelSpec, cos_sin: Tensor | None, scope: Scope) -> None:
+    def __init__(
+        self, layer: LayerSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
+    ) -> None:
         super().__init__()
-        size, eps = spec.hidden_size, spec.rms_norm_eps
-        self.input_norm = RMSNorm(scope / "input_layernorm", size, eps)
-        self.attention = Attention(layer.mixer, size, eps, cos_sin, scope / "self_attn")
-        self.post_attention_norm = RMSNorm(scope / "post_attention_layernorm", size, eps)
-        self.mlp = MLP(layer.mlp, size, scope / "mlp")
+        names, multiplier = layer.norms, layer.residual_multiplier
+
+        def norm(name: str) -> Norm | None:
+            return make_norm(scope / name, hidden_size) if name else None
+
+        before = norm(names.before_mixer)
+        self.shared_norm = before if layer.parallel else None
+        before_mlp = None if layer.parallel else norm(names.before_mlp)
+        self.around_attention = Residual(None if layer.parallel else before, norm(names.after_mixer), multiplier)
+        self.around_mlp = Residual(before_mlp, norm(names.after_mlp), multiplier)
+        self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
+        self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
 
     def forward(self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata) -> Tensor:
-        hidden = self.attention(hidden, self.input_norm, positions, kv, metadata)
-        return self.mlp(hidden, self.post_attention_norm)
+        x = hidden if self.shared_norm is None else self.shared_norm(hidden)
+        hidden = self.attention(x, hidden, self.around_attention, positions, kv, metadata)
+        return self.mlp(hidden if self.shared_norm is None else x, hidden, self.around_mlp)
+
+
+def norm_maker(spec: ModelSpec) -> MakeNorm:
+    """What makes the norms of a model, of a size in a scope."""
+
+    def make(scope: Scope, size: int) -> Norm:
+        if spec.norm == "rms":
+            return RMSNorm(scope, size, spec.norm_eps, spec.norm_offset)
+        return LayerNorm(scope, size, spec.norm_eps, spec.norm_offset, bias=spec.norm == "layer_bias")
+
+    return make

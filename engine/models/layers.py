@@ -31,6 +31,8 @@ class CheckpointTensor:
     aliases: tuple[str, ...] = ()  # other names that it may have
     take: Callable[[Tensor], None] | None = None  # fills the memory from the part in the file, where a copy does not
 
+    others: tuple[CheckpointTensor, ...] = ()  # further parts of the same tensor, which fill other memory
+
     @property
     def shape(self) -> list[int]:
         """In the checkpoint."""
@@ -47,6 +49,8 @@ class CheckpointTensor:
             self.memory.copy_(part)
         else:
             self.take(part)
+        for other in self.others:
+            other.fill(value)
 
 
 class CheckpointModule(nn.Module):
@@ -128,7 +132,7 @@ class Linear(CheckpointModule):
     """
 
     weight: kernels.Weight
-    stored: dict[tuple[str, str], Tensor]  # (part, name) → what a quantised checkpoint holds, until it is packed
+    stored: dict[tuple[int, str], Tensor]  # (part, name) → what a quantised checkpoint holds, until it is packed
     bias: nn.Parameter | None
 
     def __init__(
@@ -140,49 +144,59 @@ class Linear(CheckpointModule):
         bias: bool = False,
         shard: Literal["column", "row", "vocab"] | None = None,
         width: int = 1,
+        fused: str = "",
     ) -> None:
-        """parts: the stacked projections' names in the checkpoint → how many rows each has on all ranks together."""
+        """parts: the stacked projections' names in the checkpoint → how many rows each has on all ranks together.
+
+        fused: the checkpoint's name of one tensor that holds all of them, one after the other.
+        """
         super().__init__()
         self.shard, self.communicator = scope.shard, scope.communicator
         self.is_partial = shard == "row" and self.shard.size > 1  # the true product is the sum over ranks
-        self.columns = Span.whole(in_features)
-        names = {scope.name(part): rows for part, rows in parts.items()}
-        self.parts = {name: Span.whole(rows) for name, rows in names.items()}
-        self.num_rows = sum(names.values())  # that this rank has memory for
-        if shard == "row":
-            self.columns = self.shard.span("in_features", in_features)
-        elif shard == "column":
-            self.parts = {
-                name: self.shard.span(name, rows // width, width=width, replicate=width > 1)
-                for name, rows in names.items()
-            }
-            self.num_rows = sum(map(len, self.parts.values()))
-        elif shard == "vocab":
-            [(name, rows)] = names.items()
-            self.parts[name], self.num_rows = self.shard.padded_span(rows)
-        self.bias_parts = dict(self.parts) if bias else {}
+        self.columns = self.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
+        self.parts: list[tuple[str, Span]] = []  # the name of each in the checkpoint, and this rank's rows of it
+        for part, rows in parts.items():
+            span = Span.whole(rows)
+            if shard == "column":
+                span = self.shard.span(scope.name(part), rows // width, width=width, replicate=width > 1)
+            elif shard == "vocab":
+                span, self.num_rows = self.shard.padded_span(rows)
+            self.parts.append((scope.name(part), span))
+        if shard != "vocab":
+            self.num_rows = sum(len(span) for _, span in self.parts)  # that this rank has memory for
+        if fused:
+            self.parts = _fused(scope.name(fused), self.parts)
+        self.bias_parts = list(self.parts) if bias else []
         if self.is_partial and self.shard.rank:  # rank 0 alone adds the bias
-            self.bias_parts = {name: Span(span.total, 0, 0) for name, span in self.bias_parts.items()}
-        self.format = scope.weight_formats.for_linear(list(names))
+            self.bias_parts = [(name, Span(span.total, 0, 0)) for name, span in self.bias_parts]
+        self.format = scope.weight_formats.for_linear([name for name, _ in self.parts])
         self.format.create(self, scope.dtype, scope.device)
-        self.bias = scope.empty(self.num_rows) if any(map(len, self.bias_parts.values())) else None
+        self.bias = scope.empty(self.num_rows) if any(len(span) for _, span in self.bias_parts) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
 
-    def after_norm(self, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+    def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
         """The projection of the normed x, in `out` where that is given."""
+        if not isinstance(norm, RMSNorm):
+            result = self(x if norm is None else norm(x))
+            return result if out is None else out.copy_(result)
         return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
-    def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def swiglu_after_norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         """silu(gate) · up, where gate and up are the two stacked projections of the normed x."""
+        if not isinstance(norm, RMSNorm):
+            return kernels.silu_and_mul(self.after_norm(x, norm))
         return kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + the projection of x, in residual's memory. With "row", x is this rank's channels."""
-        if not self.is_partial:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
+        """residual + multiplier · the (normed) projection of x, in residual's memory. With "row", x is this rank's channels."""
+        if not self.is_partial and norm is None and multiplier == 1:
             return kernels.linear_add(residual, x, self.weight, self.bias)
-        return residual.add_(self.communicator.all_reduce(kernels.linear(x, self.weight, self.bias)))
+        out = self(x)
+        if self.is_partial:
+            out = self.communicator.all_reduce(out)
+        return residual.add_(out if norm is None else norm(out), alpha=multiplier)
 
     def pack(self) -> None:
         """Repack the filled weights for the products of their device. They can no longer be filled."""
@@ -196,10 +210,19 @@ class Linear(CheckpointModule):
         return self.format.optional_tensors(self)
 
 
-def stacked(name: str, parts: Mapping[str, Span], memory: Tensor, *columns: Span) -> Iterator[CheckpointTensor]:
+def _fused(name: str, parts: Sequence[tuple[str, Span]]) -> list[tuple[str, Span]]:
+    """The parts as rows of the one tensor that holds all of them."""
+    total, first, fused = sum(span.total for _, span in parts), 0, []
+    for _, span in parts:
+        fused.append((name, Span(total, first + span.start, first + span.stop)))
+        first += span.total
+    return fused
+
+
+def stacked(name: str, parts: Sequence[tuple[str, Span]], memory: Tensor, *columns: Span) -> Iterator[CheckpointTensor]:
     """One float tensor for each part, "<part>.<name>", which fills the part's rows of the memory."""
     start = 0
-    for part, span in parts.items():
+    for part, span in parts:
         end = start + len(span)
         yield CheckpointTensor(f"{part}.{name}", (span, *columns), memory[start:end])
         start = end
@@ -212,7 +235,7 @@ class LMHead(Linear):
         super().__init__(scope, hidden_size, {"lm_head": vocab_size}, shard="vocab")
         self.vocab_size = vocab_size
 
-    def after_norm(self, x: Tensor, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+    def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
         if self.shard.size == 1:
             return super().after_norm(x, norm, out)
         logits = self.communicator.all_gather(super().after_norm(x, norm))[:, : self.vocab_size]
@@ -240,16 +263,61 @@ class Embedding(CheckpointModule):
         yield CheckpointTensor(self._name, (self.rows, columns), self.weight[: len(self.rows)])
 
 
-class RMSNorm(CheckpointModule):
-    """x [..., n] → x / rms(x) · weight."""
+class Norm(CheckpointModule):
+    """A norm of x [..., n] times its stored weight plus `offset`."""
 
-    def __init__(self, scope: Scope, size: int, eps: float) -> None:
+    def __init__(self, scope: Scope, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps, self._name = eps, scope.name("weight")
-        self.weight = scope.empty(size)
+        self.eps, self._name, self._offset = eps, scope.name("weight"), offset
+        dtype = torch.float32 if offset else scope.dtype  # in which the sum is exact
+        self.weight = empty(size, dtype=dtype, device=scope.device)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        take = self._take if self._offset else None
+        yield CheckpointTensor(self._name, (Span.whole(len(self.weight)),), self.weight, take=take)
+
+    def _take(self, stored: Tensor) -> None:
+        self.weight.copy_(stored.float() + self._offset)
+
+
+class RMSNorm(Norm):
+    """x / rms(x) · weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
+
+class LayerNorm(Norm):
+    """(x - mean(x)) / std(x) · weight, and a bias where there is one."""
+
+    def __init__(self, scope: Scope, size: int, eps: float, offset: float = 0.0, *, bias: bool = False) -> None:
+        super().__init__(scope, size, eps, offset)
+        self.bias = empty(size, dtype=self.weight.dtype, device=scope.device) if bias else None
+        self._bias_name = scope.name("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return F.layer_norm(wide, x.shape[-1:], self.weight, self.bias, self.eps).to(x.dtype)
+
     def tensors(self) -> Iterator[CheckpointTensor]:
-        yield CheckpointTensor(self._name, (Span.whole(len(self.weight)),), self.weight)
+        yield from super().tensors()
+        if self.bias is not None:
+            yield CheckpointTensor(self._bias_name, (Span.whole(len(self.bias)),), self.bias)
+
+
+class Residual(nn.Module):
+    """How a sublayer reads the residual stream and adds to it: normed before or after or both, times a factor."""
+
+    def __init__(self, before: Norm | None, after: Norm | None, multiplier: float) -> None:
+        super().__init__()
+        self.before, self.after, self.multiplier = before, after, multiplier
+
+    def project(self, linear: Linear, x: Tensor) -> Tensor:
+        return linear.after_norm(x, self.before)
+
+    def swiglu(self, linear: Linear, x: Tensor) -> Tensor:
+        return linear.swiglu_after_norm(x, self.before)
+
+    def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Tensor:
+        """hidden [T, hidden] + what `linear` makes of x, in hidden's memory."""
+        return linear.add_to(hidden, x, self.after, self.multiplier)

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
 
-from engine.models.layers import Linear, RMSNorm, Scope
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernels
+from engine.models.layers import Linear, Residual, Scope
 from engine.models.spec import DenseSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of MLPs that are not gated
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square_(),
+}
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
+    """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
 
     def __init__(self, spec: DenseSpec, hidden_size: int, scope: Scope) -> None:
         super().__init__()
-        inner, bias = spec.intermediate_size, spec.bias
-        self.gate_up = Linear(scope, hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias, shard="column")
-        self.down = Linear(scope, inner, {"down_proj": hidden_size}, bias=bias, shard="row")
+        inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
+        parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
+        fused = "gate_up_proj" if spec.fused else ""
+        self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=fused)
+        self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row")
 
-    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden [T, hidden] + the MLP of the normed hidden, in hidden's memory."""
-        return self.down.add_to(hidden, self.gate_up.swiglu_after_norm(hidden, norm))
+    def forward(self, x: Tensor, hidden: Tensor, residual: Residual) -> Tensor:
+        """hidden [T, hidden] + the MLP of x [T, hidden], in hidden's memory."""
+        return residual.add(self.down, hidden, self._activate(x, residual))
+
+    def _activate(self, x: Tensor, residual: Residual) -> Tensor:
+        if self.spec.gated and self.spec.activation == "silu":
+            return residual.swiglu(self.gate_up, x)
+        projected = residual.project(self.gate_up, x)
+        if self.spec.gated:
+            return kernels.gelu_and_mul(projected)
+        return ACTIVATIONS[self.spec.activation](projected)

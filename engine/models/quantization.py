@@ -122,7 +122,7 @@ def _group(config: Mapping[str, Any], key: str, default: int, path: str = "") ->
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantization:
-    """DeepSeek's and Qwen's blocks of 128 × 128, or one scale for a matrix (Mistral, AutoFP8)."""
+    """fp8 in DeepSeek's and Qwen's blocks of 128 × 128, or with one scale for a matrix (Mistral, AutoFP8)."""
     _choice(config, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _choice(config, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     block = config.get("weight_block_size")
@@ -135,13 +135,14 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
 
 
 def _fbgemm(config: Mapping[str, Any]) -> Quantization:
-    """A scale for each row."""
+    """fp8 with a scale for each row."""
     scheme = Scheme(layout="plain", kind="e4m3", activations=True)
     ignored = _names(config, "modules_to_not_convert")
     return Quantization(method="fbgemm_fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
 
 
 def _awq(config: Mapping[str, Any]) -> Quantization:
+    """int4 in groups of channels, with zero points."""
     _choice(config, "bits", (4,), default=4)
     _choice(config, "version", ("gemm", "GEMM"), default="gemm")
     symmetric = not _choice(config, "zero_point", (True, False), default=True)
@@ -152,6 +153,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
+    """int4 or int8 in groups of channels, with and without desc_act."""
     bits = _choice(config, "bits", (4, 8), default=4)
     file_format = _choice(config, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
     scheme = Scheme(
@@ -172,6 +174,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Quantization:
+    """NVIDIA's fp8, and nvfp4 (weights only)."""
     algorithm = _choice(config, "quant_algo", ("FP8", "NVFP4"))
     if algorithm == "FP8":
         scheme = Scheme(layout="plain", kind="e4m3", rows=0, activations=True)
@@ -182,7 +185,7 @@ def _modelopt(config: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
-    """llm-compressor's: a scheme for each group of modules."""
+    """llm-compressor's fp8, int8, int4, nvfp4 and mxfp4 (the last three: weights only), different ones for groups of modules."""
     sparsity = config.get("sparsity_config") or {}
     sparse_format = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if sparse_format != "dense":

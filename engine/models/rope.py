@@ -18,7 +18,8 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
 
     Dynamic NTK scaling is position-wise here: a position below the original length has the plain frequencies; a position p
     beyond it has those of a sequence of length p + 1. So a token's key does not depend on what follows it, can be cached
-    and reused, and equals what token-by-token decoding gives.
+    and reused, and equals what token-by-token decoding gives. LongRoPE has its long factors at all positions where the table
+    goes beyond the original length.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _frequencies(rope, positions)
@@ -37,6 +38,9 @@ def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
         return _llama3(rope, plain)
     if rope.scaling == "yarn":
         return _yarn(rope, plain)
+    if rope.scaling == "longrope":
+        is_long = len(positions) > rope.original_max_position_embeddings
+        return plain / torch.tensor(rope.long_factors if is_long else rope.short_factors)
     assert rope.scaling == "default", rope.scaling
     return plain
 

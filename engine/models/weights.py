@@ -21,7 +21,7 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
 from engine.models.formats import weight_formats
-from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Scope
+from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Norm, Scope
 from engine.models.progress import Progress, silent
 from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
 from engine.models.spec import ModelSpec
@@ -94,7 +94,9 @@ def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
     for module in model.modules():
         if isinstance(module, CheckpointModule):
             for tensor in module.tensors():
-                assert tensor.name not in found, f"{tensor.name} is declared twice"
+                if (first := found.get(tensor.name)) is not None:  # parts of one tensor
+                    assert tensor.index != first.index or not tensor.spans, f"{tensor.name} is declared twice"
+                    tensor = replace(first, others=(*first.others, tensor))
                 found[tensor.name] = tensor
     return found
 
@@ -288,8 +290,9 @@ def _fill_randomly(model: Decoder, seed: int) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.format.fill_randomly(module, generator)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, Norm)}
+    for parameter in model.parameters():
+        if id(parameter) in norms:
             parameter.fill_(1.0)
         elif parameter.is_floating_point():
             parameter.normal_(0.0, 0.02, generator=generator)

@@ -8,7 +8,7 @@ A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], satura
 kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
 """
 
-from kernels.reference.activation import silu_and_mul
+from kernels.reference.activation import gelu_and_mul, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
 from kernels.reference.kv_cache import store_kv, to_e4m3
 from kernels.reference.matmul import linear, linear_add, norm_linear, norm_swiglu, pack_weight
@@ -30,7 +30,7 @@ from kernels.reference.sampling import (
 from kernels.reference.step import plan_decode, prepare_step
 
 __all__ = [
-    "NOTHING_ALLOWED", "NOT_FINITE", "Part", "add_rms_norm", "dequantize", "gumbel", "linear", "linear_add",
+    "NOTHING_ALLOWED", "NOT_FINITE", "Part", "add_rms_norm", "dequantize", "gelu_and_mul", "gumbel", "linear", "linear_add",
     "mark_faults", "mask_logits", "norm_linear", "norm_swiglu", "pack_nibbles", "pack_weight",
     "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "quantize_rows",
     "random_bits", "rms_norm", "rope", "rope_and_store", "sample", "sampling_thresholds", "silu_and_mul", "store_kv",

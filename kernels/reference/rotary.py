@@ -10,17 +10,22 @@ from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 
 
-def _rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """heads [T, N, D] -> [T, N, D]: NeoX rotation of the first cos_sin.shape[1] channels by each token's position."""
+def _rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+    """heads [T, N, D] -> [T, N, D]: rotation of the first R = cos_sin.shape[1] channels by each token's position.
+
+    Pairs are channels i and i + R / 2, or, interleaved, 2i and 2i + 1.
+    """
     rotary_dim = cos_sin.shape[1]
     table = cos_sin[positions].unsqueeze(1)  # [T, 1, rotary_dim]
     wide = to_wide(heads)
     if wide.dtype != table.dtype:
         table = table.to(wide.dtype)
     cos, sin = table.chunk(2, -1)
-    first, second = wide[..., :rotary_dim].chunk(2, -1)
     out = torch.empty_like(wide)
-    rotated = out[..., :rotary_dim].chunk(2, -1)
+    (first, second), rotated = (
+        (x[..., :rotary_dim:2], x[..., 1:rotary_dim:2]) if interleaved else x[..., :rotary_dim].chunk(2, -1)
+        for x in (wide, out)
+    )
     torch.mul(first, cos, out=rotated[0]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=rotated[1]).addcmul_(first, sin)
     if rotary_dim < heads.shape[-1]:
@@ -36,18 +41,20 @@ def rope(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, D], k [T, Hkv, D] -> (q, k): RMSNorm of each head where a weight [D] is given, then rotation.
 
     positions [T] int32 or int64; cos_sin [max_position, rotary_dim] float32, its first half cosines and its second half
-    sines, or None for no rotation. Only the first rotary_dim channels of a head rotate.
+    sines, or None for no rotation. Only the first rotary_dim channels of a head rotate, by pairs of channels i and
+    i + rotary_dim / 2, or, interleaved, 2i and 2i + 1.
     """
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     if cos_sin is not None:
-        q, k = _rotate(q, positions, cos_sin), _rotate(k, positions, cos_sin)
+        q, k = _rotate(q, positions, cos_sin, interleaved), _rotate(k, positions, cos_sin, interleaved)
     return q, k
 
 
@@ -65,6 +72,7 @@ def rope_and_store(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
 
@@ -73,9 +81,9 @@ def rope_and_store(
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
     if q_norm is None and k_norm is None and cos_sin is not None:  # one rotation serves queries and keys
-        rotated = _rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin)
+        rotated = _rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin, interleaved)
         query, key = rotated.split((num_heads, num_kv_heads), 1)
     else:
-        query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps)
+        query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps, interleaved)
     store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale)
     return query

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP, in Triton: one program for a piece of a row."""
+"""The gated activations of MLPs, in Triton: one program for a piece of a row."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
@@ -13,7 +13,9 @@ from kernels.triton.launch import launch_dependents, pdl_options, wait_for_input
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(
+    x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -22,12 +24,25 @@ def _silu_and_mul_kernel(x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.conste
     mask = offs < WIDTH
     gate = tl.load(x + row * stride_x + offs, mask=mask).to(tl.float32)
     up = tl.load(x + row * stride_x + WIDTH + offs, mask=mask).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + offs, silu * up, mask=mask)
+    if GELU:  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
+    else:
+        active = gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * WIDTH + offs, active.to(x.dtype.element_ty).to(tl.float32) * up, mask=mask)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `kernels.reference.silu_and_mul`. Rows must be contiguous, the row stride is free."""
+    return _gated(x, gelu=False)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See `kernels.reference.gelu_and_mul`. Rows must be contiguous, the row stride is free."""
+    return _gated(x, gelu=True)
+
+
+def _gated(x: Tensor, gelu: bool) -> Tensor:
     width = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     x = x.reshape(x.numel() // (2 * width), 2 * width)
@@ -35,7 +50,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if len(x):
         block = min(triton.next_power_of_2(width), 1024)
         grid = (len(x), triton.cdiv(width, block))
-        _silu_and_mul_kernel[grid](
-            x, out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        _gated_kernel[grid](
+            x, out, x.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4, **pdl_options(x.device)
         )  # fmt: skip
     return out

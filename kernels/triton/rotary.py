@@ -21,19 +21,23 @@ def _rope_heads(
     source, target, weight, table, scales, stride_table, stride_target, position, eps, first_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
 
-    A head is read as the two halves of its ROTARY first channels and the rest of them. An e4m3 `target` has `scales`.
+    A head is read as the first and the second channels of the pairs among its ROTARY first ones, and the rest of them. An
+    e4m3 `target` has `scales`.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     heads = (first_head + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, HALF_PAD)[None, :]
     mask = (heads < NUM_HEADS) & (i < HALF)
-    at = source + heads * HEAD_DIM + i
+    a = 2 * i if INTERLEAVED else i
+    OTHER: tl.constexpr = 1 if INTERLEAVED else HALF
+    at = source + heads * HEAD_DIM + a
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + OTHER, mask=mask, other=0.0).to(tl.float32)
     j = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
     rest_mask = (heads < NUM_HEADS) & (j < HEAD_DIM)
     if REST > 0:
@@ -45,8 +49,8 @@ def _rope_heads(
             squares += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         # Rounded as the norm's output would be if it were stored.
-        first_weight = tl.load(weight + i, mask=i < HALF).to(tl.float32)
-        second_weight = tl.load(weight + HALF + i, mask=i < HALF).to(tl.float32)
+        first_weight = tl.load(weight + a, mask=i < HALF).to(tl.float32)
+        second_weight = tl.load(weight + a + OTHER, mask=i < HALF).to(tl.float32)
         first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
         second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
         if REST > 0:
@@ -62,8 +66,8 @@ def _rope_heads(
         if REST > 0:
             rest = to_e4m3(rest.to(dtype), scale)
     to = target + heads * stride_target
-    tl.store(to + i, first, mask=mask)
-    tl.store(to + HALF + i, second, mask=mask)
+    tl.store(to + a, first, mask=mask)
+    tl.store(to + a + OTHER, second, mask=mask)
     if REST > 0:
         tl.store(to + j, rest, mask=rest_mask)
 
@@ -74,8 +78,8 @@ def _rope_kernel(
     stride_qkv, stride_table, stride_block, stride_head, stride_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -90,7 +94,7 @@ def _rope_kernel(
         _rope_heads(
             source, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, kv_scale, stride_table,
             HEAD_DIM, position, eps, part * HEADS,
-            NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE,
+            NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE, INTERLEAVED,
         )  # fmt: skip
     else:
         slot = tl.load(slot_mapping + token)
@@ -101,6 +105,7 @@ def _rope_kernel(
                 _rope_heads(
                     source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, kv_scale, stride_table, stride_head,
                     position, eps, part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
+                    INTERLEAVED,
                 )  # fmt: skip
             else:
                 heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -128,6 +133,7 @@ def rope_and_store(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
     num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -147,7 +153,7 @@ def rope_and_store(
             HALF_PAD=triton.next_power_of_2(rotary_dim // 2),
             REST_PAD=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
             D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None,
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None, INTERLEAVED=interleaved,
             BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(qkv.device),
         )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
+from server.http.callers import caller_of
 from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_values, is_small
@@ -118,7 +119,7 @@ class Bodies:
         if is_small(data):
             return _read(data, body_type)
         request.scope[_LARGE] = True
-        return await self._workers.run(_read, data, body_type)
+        return await self._workers.run(_read, data, body_type, owner=caller_of(request).owner(""))
 
 
 def is_large(request: Request) -> bool:

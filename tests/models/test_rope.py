@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.families import llama
+from engine.models.families.llama_like import llama
 from engine.models.rope import rope_table
 
 transformers = pytest.importorskip("transformers")

@@ -33,6 +33,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500000.0,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "attention_factor": 1.2,
+    "short_factor": [1.0 + i / 16 for i in range(16)],
+    "long_factor": [2.0 + i / 4 for i in range(16)],
+}
 # name → (transformers' model class without "ForCausalLM", what its configuration adds to SHAPE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
@@ -61,7 +68,76 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "seed_oss": ("SeedOss", {"head_dim": 48, "attention_out_bias": True, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.05,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.75, "sliding_window": 24}),
+    "phi3-long": ("Phi3", {"pad_token_id": 0, "original_max_position_embeddings": 1, "rope_parameters": LONGROPE}),
+    "phi3-short": ("Phi3", {"pad_token_id": 0, "original_max_position_embeddings": 256, "rope_parameters": LONGROPE}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 64, "use_bias": True}),
+    "helium": ("Helium", {"head_dim": 32, "pad_token_id": 0}),
+    "gemma": ("Gemma", {"head_dim": 64, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {"head_dim": 48, "query_pre_attn_scalar": 40, "sliding_window": 24}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 64,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4-window": (
+        "Exaone4",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "glm": ("Glm", {"head_dim": 32, "pad_token_id": 0, "eos_token_id": None}),
+    "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0, "eos_token_id": None}),
+    "cohere": ("Cohere", {"logit_scale": 0.25, "eos_token_id": None}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "eos_token_id": None,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"bos_token_id": None, "eos_token_id": None}),
+    "nemotron": ("Nemotron", {"mlp_bias": True}),
 }
+ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 64
 MAX_ERROR, MAX_RATIO = 1e-4, 1.5
@@ -77,8 +153,9 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
     transformers.utils.logging.disable_progress_bar()
     family, changes = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes, **(shape or {})})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**{**SHAPE, **changes, **(shape or {})}, attn_implementation=ATTENTION)
+    model = model_class(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
@@ -129,7 +206,9 @@ def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
         if dtype is torch.float32:
             theirs = expected
         else:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=ATTENTION
+            ).to(device)
             theirs = [transformers_decode(loaded, p, NUM_TOKENS, t) for p, t in zip(prompts, tokens, strict=True)]
         model = load_model(folder, read_spec(folder), dtype=dtype, device=device, max_model_len=256)
     runs = [decode(model, prompts, NUM_TOKENS, chunk=chunk, forced=tokens) for chunk in (256, 11)]

@@ -28,7 +28,7 @@ class PagedRunner:
     """
 
     def __init__(self, model: Decoder, num_sequences: int, *, block_size: int = 16, max_len: int = 256) -> None:
-        spec, weight = model.spec, model.norm.weight
+        spec, weight = model.spec, model.embed_tokens.weight
         self.model, self.device, self.block_size = model, weight.device, block_size
         max_blocks = -(-max_len // block_size)
         num_blocks = num_sequences * max_blocks + 1

@@ -40,9 +40,10 @@ def norm(dtype: torch.dtype) -> None:
 
 
 def activation(dtype: torch.dtype) -> None:
-    from kernels.triton.activation import silu_and_mul
+    from kernels.triton.activation import gelu_and_mul, silu_and_mul
 
     silu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
+    gelu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
 
 
 def kv_scale(num_kv_heads: int, cache: Tensor) -> Tensor | None:
@@ -50,7 +51,12 @@ def kv_scale(num_kv_heads: int, cache: Tensor) -> Tensor | None:
 
 
 def rotary(
-    head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None
+    head_dim: int,
+    rotary_dim: int,
+    normed: bool,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+    interleaved: bool = False,
 ) -> None:
     from kernels.triton.rotary import rope_and_store
 
@@ -60,6 +66,7 @@ def rotary(
     rope_and_store(
         tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), table, cache, cache, tensor(3, dtype=I64),
         num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight, kv_scale=kv_scale(8, cache),
+        interleaved=interleaved,
     )  # fmt: skip
 
 
@@ -160,6 +167,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(rotary, 64, 64, False, F16),
     functools.partial(rotary, 80, 40, True, F32),
     functools.partial(rotary, 256, 0, False),
+    functools.partial(rotary, 128, 64, False, interleaved=True),
     functools.partial(kv_cache, BF16),
     functools.partial(attention, 128, 2, 16),
     functools.partial(attention, 128, 7, 16, few=False),

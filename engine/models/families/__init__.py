@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense, num_layers
-from engine.models.families.fields import Config, flag, integer
+from engine.models.families import llama_like, other_norms
+from engine.models.families.fields import Config
 from engine.models.files import read_json
 from engine.models.generation_config import read_eos_token_ids
 from engine.models.pooling_config import is_embedding_model
@@ -41,55 +42,34 @@ def _family(config: Config) -> Callable[[Config], ModelSpec]:
     for name in (names[0], names[0].removesuffix("Model") + "ForCausalLM"):  # LlamaModel: without an output head
         if name in FAMILIES:
             return FAMILIES[name]
-    raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
-
-
-def llama(config: Config) -> ModelSpec:
-    """Llama 1, 2 and 3.x, and what is shaped like them."""
-    bias = flag(config, "attention_bias")
-    mlp = dense(config, bias=flag(config, "mlp_bias"))
-    return decoder(config, attention(config, qkv_bias=bias, o_bias=bias), mlp)
-
-
-def mistral(config: Config) -> ModelSpec:
-    """Mistral: every layer has the sliding window if there is one (null: none has)."""
-    window = 0 if config.get("sliding_window", 4096) is None else integer(config, "sliding_window", 4096)
-    return decoder(config, attention(config, window=window), dense(config))
-
-
-def qwen2(config: Config) -> ModelSpec:
-    """Qwen2 and Qwen2.5: bias on query, key and value."""
-    return decoder(config, attention(config, qkv_bias=True), dense(config), windows=_qwen_windows(config))
-
-
-def qwen3(config: Config) -> ModelSpec:
-    """Qwen3: RMSNorm of each query and key head."""
-    bias = flag(config, "attention_bias")
-    mixer = attention({"head_dim": 128, **config}, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return decoder(config, mixer, dense(config), windows=_qwen_windows(config))
+    stems = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}
+    close = difflib.get_close_matches(names[0][:99].removesuffix("ForCausalLM"), stems, n=3, cutoff=0.7)
+    nearest = f"; the nearest that are: {', '.join(stems[stem] for stem in close)}" if close else ""
+    raise ModelError(f"architecture {names[0]!r} is not supported{nearest}; `quire models` lists all that are")
 
 
 FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
+    "LlamaForCausalLM": llama_like.llama,
+    "MistralForCausalLM": llama_like.mistral,
+    "MinistralForCausalLM": llama_like.ministral,
+    "Qwen2ForCausalLM": llama_like.qwen2,
+    "Qwen3ForCausalLM": llama_like.qwen3,
+    "SmolLM3ForCausalLM": llama_like.smollm3,
+    "SeedOssForCausalLM": llama_like.seed_oss,
+    "GraniteForCausalLM": llama_like.granite,
+    "Phi3ForCausalLM": llama_like.phi3,
+    "Ernie4_5ForCausalLM": llama_like.ernie,
+    "HeliumForCausalLM": llama_like.helium,
+    "GemmaForCausalLM": other_norms.gemma,
+    "Gemma2ForCausalLM": other_norms.gemma2,
+    "Gemma3ForCausalLM": other_norms.gemma3,
+    "Olmo2ForCausalLM": other_norms.olmo2,
+    "Olmo3ForCausalLM": other_norms.olmo3,
+    "Exaone4ForCausalLM": other_norms.exaone4,
+    "GlmForCausalLM": other_norms.glm,
+    "Glm4ForCausalLM": other_norms.glm4,
+    "CohereForCausalLM": other_norms.cohere,
+    "Cohere2ForCausalLM": other_norms.cohere2,
+    "Starcoder2ForCausalLM": other_norms.starcoder2,
+    "NemotronForCausalLM": other_norms.nemotron,
 }
-
-
-def _qwen_windows(config: Config) -> tuple[int, ...]:
-    """The window of each layer: by `layer_types`, else for the layers from `max_window_layers` on."""
-    count = num_layers(config)
-    types = config.get("layer_types")
-    if types is None:
-        slides_at_all = flag(config, "use_sliding_window")
-        first = integer(config, "max_window_layers", 28, minimum=0) if slides_at_all else count
-        slides = [layer >= first for layer in range(count)]
-    elif not isinstance(types, list) or len(types) != count:
-        raise ModelError(f"'layer_types' must be a list of num_hidden_layers={count} names, got {types!r}")
-    elif unknown := sorted({str(name) for name in types} - {"full_attention", "sliding_attention"}):
-        raise ModelError(f"'layer_types' may name full_attention and sliding_attention, got {', '.join(unknown)}")
-    else:
-        slides = [name == "sliding_attention" for name in types]
-    window = integer(config, "sliding_window") if any(slides) else 0
-    return tuple(window if slide else 0 for slide in slides)

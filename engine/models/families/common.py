@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.rope import context_length, read_rope
 from engine.models.generation_config import token_ids
 from engine.models.quantization import read_quantization
-from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec
+from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, Norms
 
 MAX_LAYERS = 1024  # a description of each is made before the weights are looked at
 MAX_HEAD_DIM = 1024
 
 
 def attention(
-    config: Config, *, window: int = 0, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False
+    config: Config,
+    *,
+    window: int = 0,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+    rotary_factor: float = 1.0,
+    interleaved: bool = False,
+    layer_type: str = "",
 ) -> AttentionSpec:
+    """layer_type: whose RoPE it has, in families that have one for each type of layer. Others: see `read_rope`."""
     if not flag(config, "is_causal", True):
         raise ModelError("'is_causal' must be true: attention to later tokens is not supported")
     hidden_size = integer(config, "hidden_size")
@@ -38,7 +48,7 @@ def attention(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=read_rope(config, head_dim),
+        rope=read_rope(config, head_dim, layer_type=layer_type, rotary_factor=rotary_factor, interleaved=interleaved),
         window=window,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
@@ -46,21 +56,48 @@ def attention(
     )
 
 
-def dense(config: Config, *, bias: bool = False) -> DenseSpec:
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"'hidden_act' {activation!r} is not supported; supported: silu")
-    return DenseSpec(intermediate_size=integer(config, "intermediate_size"), bias=bias)
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu_tanh",  # in old configurations of Gemma, which was trained with that
+    "relu2": "relu2",
+}
 
 
 def num_layers(config: Config) -> int:
     return integer(config, "num_hidden_layers", maximum=MAX_LAYERS)
 
 
-def decoder(config: Config, mixer: AttentionSpec, mlp: DenseSpec, *, windows: Sequence[int] | None = None) -> ModelSpec:
-    """A decoder whose layers are alike but for their windows, where those are given."""
-    if windows is None:
-        windows = (mixer.window,) * num_layers(config)
+def dense(
+    config: Config,
+    *,
+    bias: bool = False,
+    activations: Sequence[str] = ("silu", "swish"),
+    gated: bool = True,
+    fused: bool = False,
+) -> DenseSpec:
+    """activations: that the family may have; the first one is the default."""
+    name = config.get("hidden_activation") or config.get("hidden_act", activations[0])
+    if name not in activations:
+        raise ModelError(f"'hidden_act' {name!r} is not supported; supported: {activations[0]}")
+    size = integer(config, "intermediate_size")
+    return DenseSpec(intermediate_size=size, bias=bias, activation=ACTIVATIONS[name], gated=gated, fused=fused)
+
+
+def decoder(
+    config: Config,
+    mixer: AttentionSpec | Sequence[AttentionSpec],
+    mlp: DenseSpec,
+    *,
+    windows: Sequence[int] | None = None,
+    norms: Norms | None = None,
+    eps_name: str = "rms_norm_eps",
+) -> ModelSpec:
+    """A decoder whose layers are alike but for their mixers or windows, where those are given."""
+    mixers = [mixer] * num_layers(config) if isinstance(mixer, AttentionSpec) else list(mixer)
+    if windows is not None:
+        mixers = [replace(each, window=window) for each, window in zip(mixers, windows, strict=True)]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ModelError(f"'dtype' must be bfloat16, float16 or float32, got {dtype!r}")
@@ -69,12 +106,30 @@ def decoder(config: Config, mixer: AttentionSpec, mlp: DenseSpec, *, windows: Se
         architecture=config["architectures"][0],
         hidden_size=integer(config, "hidden_size"),
         vocab_size=integer(config, "vocab_size"),
-        layers=tuple(LayerSpec(mixer=replace(mixer, window=window), mlp=mlp) for window in windows),
-        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
-        context_length=context_length(config, mixer.rope),
+        layers=tuple(LayerSpec(mixer=each, mlp=mlp, norms=norms or Norms()) for each in mixers),
+        norm_eps=number(config, eps_name, 1e-6),
+        context_length=context_length(config, mixers[-1].rope or mixers[0].rope),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         dtype=dtype,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(config, "eos_token_id"),
         quantization=read_quantization(config.get("quantization_config")),
     )
+
+
+def slides(config: Config, pattern: int = 0) -> list[bool]:
+    """Which layers have the sliding window: by `layer_types`, else all but each `pattern`-th; 0: none."""
+    count, types = num_layers(config), config.get("layer_types")
+    if types is None:
+        return [pattern > 0 and (layer + 1) % pattern != 0 for layer in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise ModelError(f"'layer_types' must be a list of num_hidden_layers={count} names, got {types!r}")
+    if unknown := sorted({str(name) for name in types} - {"full_attention", "sliding_attention"}):
+        raise ModelError(f"'layer_types' may name full_attention and sliding_attention, got {', '.join(unknown)}")
+    return [name == "sliding_attention" for name in types]
+
+
+def windows_of(config: Config, slides: Sequence[bool], default: int | None = None) -> list[int]:
+    """The window of each layer; 0: none."""
+    window = integer(config, "sliding_window", default) if any(slides) else 0
+    return [window if slide else 0 for slide in slides]

@@ -13,22 +13,32 @@ from engine.models.spec import RopeSpec
 MAX_CONTEXT = 2**24  # positions that float32, in which angles are computed, tells apart
 
 
-def read_rope(config: Config, head_dim: int) -> RopeSpec:
-    """From `rope_scaling` + `rope_theta`, or from `rope_parameters`, which holds both."""
+def read_rope(
+    config: Config, head_dim: int, *, layer_type: str = "", rotary_factor: float = 1.0, interleaved: bool = False
+) -> RopeSpec:
+    """From `rope_scaling` + `rope_theta`, or from `rope_parameters`, which holds both, maybe for each type of layer.
+
+    rotary_factor: the family's `partial_rotary_factor`, where the configuration says none.
+    """
     fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(fields, dict):
         raise ModelError(f"'rope_scaling' must be an object, got {fields!r}")
     if any(isinstance(value, dict) for value in fields.values()):
-        raise ModelError("'rope_parameters' per layer type are not supported")
+        if not isinstance(fields.get(layer_type), dict):
+            known = f"; it must have {layer_type}" if layer_type else " for this family"
+            raise ModelError(f"'rope_parameters' per layer type are not supported{known}")
+        fields = fields[layer_type]
     outside: Config = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     fields = outside | fields
-    if fields.get("partial_rotary_factor") not in (None, 1):
-        raise ModelError(f"'partial_rotary_factor' must be 1, got {fields['partial_rotary_factor']!r}")
+    rotary_dim = int(head_dim * number(fields, "partial_rotary_factor", rotary_factor))
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"'partial_rotary_factor' must make an even part of head_dim={head_dim}, got {rotary_dim}")
     scaling = fields.get("rope_type") or fields.get("type") or "default"
     if not isinstance(scaling, str) or scaling not in SCALINGS:
         raise ModelError(f"RoPE scaling {scaling!r} is not supported; supported: {', '.join(SCALINGS)}")
     theta = number(fields, "rope_theta", 10000.0)
-    return SCALINGS[scaling](RopeSpec(rotary_dim=head_dim, theta=theta, scaling=scaling), fields, config)
+    rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, scaling=scaling, interleaved=interleaved)
+    return SCALINGS[scaling](rope, fields, config)
 
 
 def _default(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
@@ -78,12 +88,34 @@ def _yarn(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
     )
 
 
+def _longrope(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
+    original = _original_length(fields, config)
+    factor = number(fields, "factor", integer(config, "max_position_embeddings") / original)
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return replace(
+        rope,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=number(fields, "attention_factor", attention_factor),
+        short_factors=_factors(fields, "short_factor", rope.rotary_dim // 2),
+        long_factors=_factors(fields, "long_factor", rope.rotary_dim // 2),
+    )
+
+
+def _factors(fields: Config, name: str, count: int) -> tuple[float, ...]:
+    factors = fields.get(name)
+    if not isinstance(factors, list) or len(factors) != count or not all(isinstance(f, int | float) for f in factors):
+        raise ModelError(f"{name!r} must be a list of {count} numbers, one for each pair of channels, got {factors!r}")
+    return tuple(map(float, factors))
+
+
 SCALINGS: dict[str, Callable[[RopeSpec, Config, Config], RopeSpec]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
@@ -97,10 +129,10 @@ def context_length(config: Config, rope: RopeSpec | None) -> int:
     """The longest context the model is meant for, its RoPE scaling counted as vLLM counts it.
 
     Linear and dynamic scaling stretch `max_position_embeddings`; yarn stretches the original length; llama3's
-    `max_position_embeddings` is already stretched.
+    and longrope's `max_position_embeddings` is already stretched.
     """
     trained = integer(config, "max_position_embeddings", maximum=MAX_CONTEXT)
-    if rope is None or rope.scaling in ("default", "llama3"):
+    if rope is None or rope.scaling in ("default", "llama3", "longrope"):
         return trained
     stretched = rope.factor * (rope.original_max_position_embeddings if rope.scaling == "yarn" else trained)
     if stretched > MAX_CONTEXT:

@@ -233,7 +233,7 @@ class Online(WeightFormat):
 
     def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
         weight, start = self._weight(linear), 0
-        for part, rows in linear.parts.items():
+        for part, rows in linear.parts:
             own = slice(start, start + len(rows))
             codes, scale, start = weight.codes[own], weight.scale[own], own.stop
 

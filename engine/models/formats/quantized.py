@@ -77,46 +77,46 @@ class QuantizedFormat(WeightFormat):
         """Values of a stored tensor, so that weights have a standard deviation of about 0.02."""
 
     def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        if sum(map(len, linear.parts.values())) < linear.num_rows:
-            raise ModelError(f"{', '.join(linear.parts)}: a quantised matrix cannot be divided unevenly among ranks")
+        if sum(len(rows) for _, rows in linear.parts) < linear.num_rows:
+            raise ModelError(f"{linear.parts[0][0]}: a quantised matrix cannot be divided unevenly among ranks")
         linear.stored = {
             (part, stored.name): torch.empty(
-                [len(span) for span in stored.spans(rows, linear.columns, part)], dtype=stored.dtype, device=device
+                [len(span) for span in stored.spans(rows, linear.columns, name)], dtype=stored.dtype, device=device
             )
-            for part, rows in linear.parts.items()
+            for part, (name, rows) in enumerate(linear.parts)
             for stored in self.stored()
         }
 
     def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        for part, rows in linear.parts.items():
+        for part, (name, rows) in enumerate(linear.parts):
             for stored in self.stored():
                 yield CheckpointTensor(
-                    f"{part}.{stored.name}",
-                    stored.spans(rows, linear.columns, part),
+                    f"{name}.{stored.name}",
+                    stored.spans(rows, linear.columns, name),
                     linear.stored[part, stored.name],
                     stored.dtypes,
-                    tuple(f"{part}.{alias}" for alias in stored.aliases),
+                    tuple(f"{name}.{alias}" for alias in stored.aliases),
                 )
 
     def optional_tensors(self, linear: Linear) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-        for part in linear.parts:
-            yield from ((f"{part}.{name}", lambda value: None) for name in self.ignored)
+        for name in dict.fromkeys(name for name, _ in linear.parts):
+            yield from ((f"{name}.{ignored}", lambda value: None) for ignored in self.ignored)
 
     def fill_randomly(self, linear: Linear, generator: torch.Generator) -> None:
-        for part in linear.parts:
+        for part in range(len(linear.parts)):
             for stored in self.stored():
                 memory = linear.stored[part, stored.name]
                 memory.copy_(self.random(tuple(memory.shape), stored, generator))
 
     def pack(self, linear: Linear) -> None:
-        spans = linear.parts.values()
+        names, spans = [name for name, _ in linear.parts], [rows for _, rows in linear.parts]
         parts = [
-            self.decode({stored.name: linear.stored.pop((name, stored.name)) for stored in self.stored()})
-            for name in linear.parts
+            self.decode({stored.name: linear.stored.pop((part, stored.name)) for stored in self.stored()})
+            for part in range(len(names))
         ]
         codes, order = torch.cat([part.codes for part in parts]), parts[0].order
         if order is not None and not all(part.order is not None and part.order.equal(order) for part in parts):
-            raise ModelError(f"{', '.join(linear.parts)}: their channels are in different orders ('g_idx')")
+            raise ModelError(f"{', '.join(names)}: their channels are in different orders ('g_idx')")
         block = self.scheme.rows
         aligned = block > 1 and all(span.start % block == 0 and len(span) % block == 0 for span in spans)
         scales = [

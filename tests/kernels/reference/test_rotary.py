@@ -58,3 +58,13 @@ def test_e4m3_rounds_to_nearest_saturates_and_keeps_what_is_not_finite_as_nan() 
     assert got.dtype == torch.float8_e4m3fn
     torch.testing.assert_close(got.float(), want.expand(2, -1), rtol=0, atol=0, equal_nan=True)
     assert reference.to_e4m3(x[None, 7:10].bfloat16(), scale[:1]).float().tolist() == [[448.0, 448.0, -448.0]]
+
+
+def test_interleaved_pairs_are_halves_in_another_order() -> None:
+    q, k, table = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(9, 12)
+    positions = torch.randint(0, 9, (5,))
+    order = torch.tensor([0, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11, 12, 13, 14, 15])
+    halves = reference.rope(q[..., order], k[..., order], positions, table)
+    pairs = reference.rope(q, k, positions, table, interleaved=True)
+    for got, want in zip(pairs, halves, strict=True):
+        torch.testing.assert_close(got[..., order], want)

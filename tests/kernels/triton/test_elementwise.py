@@ -48,12 +48,14 @@ def test_norm_of_rows_with_a_stride() -> None:
 def test_silu_and_mul(shape: Any, dtype: torch.dtype) -> None:
     x = 10 * torch.randn(shape).to(dtype)
     close(activation.silu_and_mul(x), reference.silu_and_mul(x.double()), 3)
+    close(activation.gelu_and_mul(x / 8), reference.gelu_and_mul((x / 8).double()), 4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is inf, as on a GPU, which does not warn
 def test_silu_of_large_numbers() -> None:
     x = torch.tensor([[-1e4, 1e4, -200.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
     assert activation.silu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]
+    assert activation.gelu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]
 
 
 class Step:
@@ -119,6 +121,23 @@ def test_rope_takes_int32_positions_and_one_norm() -> None:
     )
     close(got, want, 4)
     close(step.caches, other, 4)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32)])
+def test_rope_of_interleaved_pairs(head_dim: int, rotary_dim: int) -> None:
+    """Pairs are channels 2i and 2i + 1; the norm's weights stay with their channels."""
+    step = Step(4, 2, head_dim)
+    table, weights, exact = torch.randn(40, rotary_dim), torch.randn(2, head_dim), step.caches.double()
+    options = {"num_heads": 4, "num_kv_heads": 2, "interleaved": True}
+    got = rotary.rope_and_store(
+        step.qkv, step.positions, table, *step.caches, step.slots, q_norm=weights[0], k_norm=weights[1], **options
+    )
+    want = reference.rope_and_store(
+        step.qkv.double().contiguous(), step.positions, table, *exact, step.slots,
+        q_norm=weights[0].double(), k_norm=weights[1].double(), **options,
+    )  # fmt: skip
+    close(got, want, 4)
+    close(step.caches, exact, 4)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 6])
