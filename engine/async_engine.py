@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine_process import EngineProcess
 from engine.errors import EngineDeadError, EngineError
+from engine.fair_executor import FairExecutor
 from engine.input_processor import InputProcessor
 from engine.messages import Abort, Add, Ready, Start, Step
 from engine.models.spec import ModelSpec
@@ -60,7 +60,7 @@ class AsyncEngine:
         self.outstanding = Outstanding()
         self._pace = _Pace()
         self._closed = False
-        self._compile_threads: ThreadPoolExecutor | None = None
+        self._compile_threads: FairExecutor | None = None
         self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
         self.step_tokens = StepTokens()
         self._launched = time.perf_counter()
@@ -157,18 +157,18 @@ class AsyncEngine:
         """Requests whose outputs are still read."""
         return len(self._streams)
 
-    async def prepare(self, sampling: SamplingParams) -> SamplingParams:
+    async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams:
         """The parameters checked, for `generate`: what in it may take a while, once for all answers to a request.
 
-        `ValueError` when they cannot be used. Others go on meanwhile.
+        `ValueError` when they cannot be used. Others go on meanwhile, and `owner`'s work does not delay that of others.
         """
         structured, prepare = sampling.structured_outputs, self._input_processor.prepare
         texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
         if (structured is None or structured.compiled is not None) and sum(map(len, texts)) <= FEW_TEXTS:
             return prepare(sampling)
         if self._compile_threads is None:
-            self._compile_threads = make_executor(COMPILE_THREADS)
-        return await asyncio.wrap_future(self._compile_threads.submit(prepare, sampling))
+            self._compile_threads = FairExecutor(make_executor(COMPILE_THREADS))
+        return await asyncio.wrap_future(self._compile_threads.submit(owner, prepare, sampling))
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
@@ -224,7 +224,7 @@ class AsyncEngine:
             return
         self._closed = True
         if self._compile_threads is not None:
-            self._compile_threads.shutdown(wait=False, cancel_futures=True)
+            self._compile_threads.shutdown()
         if self.state.phase != "dead":
             self._end("the engine was closed")
         self._task.cancel()

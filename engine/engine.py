@@ -164,7 +164,7 @@ class Engine:
         else:
             self.scheduler.check_new(request)
             assert structured.compiled is not None, "the input processor checks grammars"
-            self._grammars.add(request_id, structured.compiled, request)
+            self._grammars.add(request_id, structured.compiled, request, engine_request.owner)
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output. False when there is none of this id."""

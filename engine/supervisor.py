@@ -55,13 +55,15 @@ class Watchdog:
         self._looked_at = 0.0
         self._silent = 0.0
 
-    def look(self, count: int) -> float:
-        """Seconds of silence, given the heartbeat's count now. To be called at least every MAX_LOOK_SECONDS."""
+    def look(self, count: int, interval: float) -> float:
+        """Seconds of silence, given the heartbeat's count now. To be called each `interval` seconds: of much longer ones a part
+        counts.
+        """
         now = self._clock()
         if count != self._count:
             self._count, self._silent = count, 0.0
         else:
-            self._silent += min(now - self._looked_at, 2 * MAX_LOOK_SECONDS)
+            self._silent += min(now - self._looked_at, 2 * interval)
         self._looked_at = now
         return self._silent
 
@@ -83,7 +85,7 @@ class Supervisor:
         """`watchdog_timeout`: seconds without a sign of life after which a process is killed; 0: it is not watched."""
         self.process = process
         self._owner, self._states, self._policy = owner, states, policy
-        self._watchdog_timeout = watchdog_timeout
+        self.watchdog_timeout = watchdog_timeout
         self._takes_commands = False
 
     def send(self, command: Command) -> bool:
@@ -162,12 +164,14 @@ class Supervisor:
 
     async def _watch(self, process: EngineProcess) -> str:
         """Look at the heartbeat, until it has been silent for too long."""
-        timeout, watchdog = self._watchdog_timeout, Watchdog()
+        watchdog = Watchdog()
         while True:
-            await asyncio.sleep(min(timeout / 8, MAX_LOOK_SECONDS) if timeout else 3600)
+            timeout = self.watchdog_timeout
+            interval = min(timeout / 8, MAX_LOOK_SECONDS) if timeout else 3600.0
+            await asyncio.sleep(interval)
             if not (timeout and self._takes_commands):
                 continue
-            silent = watchdog.look(process.heartbeat.read())
+            silent = watchdog.look(process.heartbeat.read(), interval)
             is_silent = silent >= timeout / 2
             if silent >= timeout:
                 return f"the engine process gave no sign of life for {timeout:.0f} s (--engine-watchdog-timeout)"

@@ -22,7 +22,7 @@ from server.http.callers import Caller
 _log = logging.getLogger(__name__)
 
 MARK = "sha256:"
-MAX_FILE_BYTES = 16 << 20
+MAX_FILE_BYTES = 1 << 20  # some 10,000 keys
 CHECK_SECONDS = 1.0  # between looks at whether the file has changed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(MARK + r"[0-9a-fA-F]{64}")

@@ -72,7 +72,8 @@ class MadeUp:
         self._left: dict[str, int] = {}
         self._begun: set[str] = set()
         self._next = self._num_tokens = 0.0
-        self.runner = self
+        self.runner = self.options = self
+        self.max_num_seqs = config.max_num_seqs or 1024
         self.num_blocks, self.block_size, self.max_model_len = 1 << 20, 16, config.max_model_len or 4096
 
     def summary(self) -> str:
@@ -87,6 +88,9 @@ class MadeUp:
 
     def has_work(self) -> bool:
         return bool(self._left)
+
+    def idle(self) -> bool:
+        return False
 
     def step(self) -> StepOutputs:
         now = time.monotonic()

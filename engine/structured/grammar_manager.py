@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -17,6 +17,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from engine.fair_executor import FairExecutor
 from engine.structured.grammar import Compiler, make_executor
 
 MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
@@ -37,6 +38,7 @@ class _Held(Generic[T]):
 
     request: T
     grammar: str
+    owner: str
     matcher: Future[LLMatcher] | None = None  # None: compiling has not begun
 
 
@@ -139,7 +141,7 @@ class GrammarManager(Generic[T]):
         self._held: dict[str, _Held[T]] = {}
         self._followed: dict[str, _Followed] = {}
         self._weights: dict[str, int] = {}  # characters of grammars being compiled or followed
-        self._compile_thread: ThreadPoolExecutor | None = None
+        self._compile_thread: FairExecutor | None = None
         self._fill = _Filler()
         self._next = 0  # the row of masks to begin with when the deadline does not allow for all
         self._seconds = float("inf")  # until the deadline
@@ -157,9 +159,9 @@ class GrammarManager(Generic[T]):
     def holds(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def add(self, request_id: str, grammar: str, request: T) -> None:
-        """Hold the request until its grammar is compiled."""
-        self._held[request_id] = _Held(request, grammar)
+    def add(self, request_id: str, grammar: str, request: T, owner: str = "") -> None:
+        """Hold the request until its grammar is compiled: one of each owner, then another of each."""
+        self._held[request_id] = _Held(request, grammar, owner)
         self._start_compiling()
 
     def _start_compiling(self) -> None:
@@ -171,16 +173,16 @@ class GrammarManager(Generic[T]):
                 break
             self._weights[request_id] = len(held.grammar)
             weight += len(held.grammar)
-            held.matcher = self._compile(held.grammar)
+            held.matcher = self._compile(held)
 
-    def _compile(self, grammar: str) -> Future[LLMatcher]:
-        if (matcher := self._compiler.remembered(grammar)) is not None:
+    def _compile(self, held: _Held[T]) -> Future[LLMatcher]:
+        if (matcher := self._compiler.remembered(held.grammar)) is not None:
             found: Future[LLMatcher] = Future()
             found.set_result(matcher)
             return found
         if self._compile_thread is None:
-            self._compile_thread = make_executor(1)
-        return self._compile_thread.submit(self._compiler.compile, grammar)
+            self._compile_thread = FairExecutor(make_executor(1))
+        return self._compile_thread.submit(held.owner, self._compiler.compile, held.grammar)
 
     def take_compiled(self, idle: bool = False) -> tuple[list[T], dict[str, str]]:
         """The requests that may start; and by id, why the grammars of others cannot be compiled: these are removed.
@@ -288,4 +290,4 @@ class GrammarManager(Generic[T]):
 
     def close(self) -> None:
         if self._compile_thread is not None:
-            self._compile_thread.shutdown(wait=False, cancel_futures=True)
+            self._compile_thread.shutdown()

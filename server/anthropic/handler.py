@@ -46,7 +46,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         warnings, asked = await model.read(request, body, CountTokensRequest.neutral)
         with spelled(asked.names):
             model.check_name(asked.model)
-            [prompt] = await model.encode(asked)
+            [prompt] = await model.encode(asked.of(caller_of(request)))
         return json_response({"input_tokens": len(prompt.token_ids)}, warnings)
 
 

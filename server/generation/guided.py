@@ -47,7 +47,7 @@ async def guided(
         tags = _tags(request, format, model.takes_several_calls(request), free_form) if format is not None else None
         try:
             structured = StructuredOutputs(**content, tags=tags, thoughts=thoughts)
-            return await model.engine.prepare(sampling.clone(structured_outputs=structured))
+            return await model.engine.prepare(sampling.clone(structured_outputs=structured), request.owner)
         except TagsError as error:
             assert not free_form
             free_form = _not_enforced(request, error, warnings)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from server.http.callers import Caller
 from server.http.errors import APIError, Names
 
 FUNCTION_NAME = r'^[^\s"\\<>{}\[\]]{1,256}$'
@@ -130,8 +131,13 @@ class PromptRequest:
     cache_salt: str = ""
     priority: int = 0
     user: str = ""  # who asks, as the client says
+    owner: str = ""  # requests of different owners get fair parts of the server; see `of`
     timeout_ms: int | None = None  # milliseconds that the answer may take; None: any time
     arrival: float = field(default_factory=monotonic)  # monotonic seconds
+
+    def of(self, caller: Caller) -> Self:
+        """The same with its owner."""
+        return replace(self, owner=caller.owner(self.user))
 
     @property
     def deadline(self) -> float:

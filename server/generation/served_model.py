@@ -25,7 +25,7 @@ from server.generation.generation import Generation
 from server.generation.queue import RequestQueue
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
 from server.http.bodies import Body
-from server.http.callers import Caller
+from server.http.callers import Caller, caller_of
 from server.http.errors import APIError
 from server.http.rate_limits import RateLimits
 from server.http.reading import is_large
@@ -73,7 +73,7 @@ class EngineClient(Protocol):
     def generates(self) -> bool: ...
     @property
     def default_pooling(self) -> str: ...
-    async def prepare(self, sampling: SamplingParams) -> SamplingParams: ...
+    async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams: ...
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]: ...
     async def abort(self, request_id: str) -> None: ...
 
@@ -154,15 +154,16 @@ class ServedModel:
             raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): give the prompt as token ids")
         return self.engine.tokenizer
 
-    async def in_thread(self, function: Callable[..., T], *args: Any, num_chars: int | None = None) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any, owner: str, num_chars: int | None = None) -> T:
         """Text work beside the event loop: long prompts and slow templates do not hold up other requests.
 
-        `num_chars`: how much text it is, where that is known; a short one is done sooner than it gets there and back.
+        `owner`: of the request, among which the threads are fair. `num_chars`: how much text it is, where that is known; a
+        short one is done sooner than it gets there and back.
         """
         try:
             if num_chars is not None and num_chars <= _SHORT_TEXT:
                 return function(*args)
-            return await self._workers.run(function, *args)
+            return await self._workers.run(function, *args, owner=owner)
         except TokenizerError as error:
             raise APIError(400, str(error)) from None
 
@@ -172,7 +173,8 @@ class ServedModel:
         def work() -> tuple[Warnings, T]:
             return Warnings(self.settings.strict).add_fields(body), convert(body)
 
-        return await self._workers.run(work) if is_large(request) else work()
+        owner = caller_of(request).owner("")
+        return await self._workers.run(work, owner=owner) if is_large(request) else work()
 
     async def encode(self, request: PromptRequest, *, is_to_fit: bool = False) -> list[Prompt]:
         """The request's prompts, not truncated.
@@ -184,7 +186,12 @@ class ServedModel:
         if isinstance(given, list):
             num_chars = sum(map(len, given))
             return await self.in_thread(
-                self._encode_texts, given, request.add_special_tokens, check, num_chars=num_chars
+                self._encode_texts,
+                given,
+                request.add_special_tokens,
+                check,
+                owner=request.owner,
+                num_chars=num_chars,
             )
         if self.template is None:
             raise APIError(400, self._no_template)
@@ -196,7 +203,14 @@ class ServedModel:
             short_call_ids=self.tool_format is not None and self.tool_format.short_ids,
         )
         return [
-            await self.in_thread(encoder.encode, given, request.add_special_tokens, check, num_chars=given.num_chars)
+            await self.in_thread(
+                encoder.encode,
+                given,
+                request.add_special_tokens,
+                check,
+                owner=request.owner,
+                num_chars=given.num_chars,
+            )
         ]
 
     def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, check: CheckText | None) -> list[Prompt]:

@@ -54,9 +54,10 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
     with spelled(request.names):
         model.check_name(request.model)
         _check_priority(request, caller)
+        request = request.of(caller)
         sampling = _sampling(model, request)
         _check_num_answers(request, sampling.n)
-        with model.queue.entering(request.num_prompts * sampling.n, caller.owner(request.user)):
+        with model.queue.entering(request.num_prompts * sampling.n, request.owner):
             return await _generate(model, request, caller, sampling, warnings)
 
 
@@ -69,7 +70,7 @@ async def _generate(
     _check_stop(request)
     _warn_of_unused_variables(model, request, warnings)
     prompts = await model.encode(request, is_to_fit=True)
-    sampling = await _prepared(model, _with_marks(model, request, sampling))
+    sampling = await _prepared(model, request, _with_marks(model, request, sampling))
     sampling = await guided(model, request, prompts[0], sampling, warnings)
     if not model.engine.generates:
         reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
@@ -86,12 +87,13 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
     with spelled(request.names):
         model.check_name(request.model)
         _check_priority(request, caller)
+        request = request.of(caller)
         try:
             pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
         except ValueError as error:
             raise engine_error(error, _FIELDS) from None
         _check_num_answers(request, 1)
-        with model.queue.entering(request.num_prompts, caller.owner(request.user)):
+        with model.queue.entering(request.num_prompts, request.owner):
             prompts = await model.encode(request, is_to_fit=True)
             token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
             _check_prompts(model, token_ids, 0)
@@ -176,10 +178,10 @@ def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
         raise engine_error(error, _FIELDS) from None
 
 
-async def _prepared(model: ServedModel, sampling: SamplingParams) -> SamplingParams:
+async def _prepared(model: ServedModel, request: PromptRequest, sampling: SamplingParams) -> SamplingParams:
     """Checked once for all answers."""
     try:
-        return await model.engine.prepare(sampling)
+        return await model.engine.prepare(sampling, request.owner)
     except ValueError as error:
         raise engine_error(error, _FIELDS) from None
 
@@ -231,8 +233,6 @@ async def _begin(
     engine_id = f"{public_id}-{unique}" if request.request_id else public_id
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
-    owner = caller.owner(request.user)
-    deadline = request.deadline
     try:
         for index, (prompt, sampling) in enumerate(asked):
             if index % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
@@ -240,7 +240,14 @@ async def _begin(
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
             one = EngineRequest(
-                sample_id, prompt, sampling, pooling, request.cache_salt, request.priority, owner, deadline
+                sample_id,
+                prompt,
+                sampling,
+                pooling,
+                request.cache_salt,
+                request.priority,
+                request.owner,
+                request.deadline,
             )
             reader = new_reader() if new_reader is not None else None
             updates = model.engine.generate(one)

@@ -13,9 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.http.callers import Caller, set_caller
 from server.http.errors import APIError, ErrorFormats
 
-PROBES = frozenset(
-    ["/health", "/livez", "/ping", "/readyz"]
-)  # for what watches the server; they tell nothing of requests
+# For what watches the server: they tell nothing of requests.
+PROBES = frozenset(["/health", "/livez", "/ping", "/readyz"])
 # Read in browsers, which cannot send a Bearer token when they open a page: these ask for a password, the key.
 PAGES = frozenset(["/docs", "/metrics", "/openapi.json"])
 

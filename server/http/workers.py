@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from engine.fair_executor import FairExecutor
+
 _T = TypeVar("_T")
 _NUM_THREADS = 4
 _TRIM_SECONDS = 5.0
@@ -18,21 +20,22 @@ class Workers:
     """A few threads. Work that waits for one is dropped when the task that waits for it is cancelled."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "worker")
+        self._threads = FairExecutor(ThreadPoolExecutor(_NUM_THREADS, "worker"))
         self._trim: asyncio.TimerHandle | None = None
 
-    async def run(self, function: Callable[..., _T], *args: object) -> _T:
+    async def run(self, function: Callable[..., _T], *args: object, owner: str) -> _T:
+        """`owner`: of the request, of whose work many others' must not wait."""
         loop = asyncio.get_running_loop()
         if self._trim is None and _malloc_trim is not None:
             self._trim = loop.call_later(_TRIM_SECONDS, self._return_memory, _malloc_trim)
-        return await loop.run_in_executor(self._threads, function, *args)
+        return await asyncio.wrap_future(self._threads.submit(owner, function, *args))
 
     def close(self) -> None:
         if self._trim is not None:
             self._trim.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     def _return_memory(self, trim: Callable[[int], int]) -> None:
         """What large requests needed goes back to the system; the C library would keep most of it."""
         self._trim = None
-        self._threads.submit(trim, 0)
+        self._threads.submit("", trim, 0)

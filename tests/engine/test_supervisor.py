@@ -31,22 +31,22 @@ def test_without_restarts_the_first_loss_is_the_last() -> None:
 def test_silence_is_measured_from_the_last_beat() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
-    assert watchdog.look(7) == 0
+    assert watchdog.look(7, 1) == 0
     for seconds in (1, 2, 3):
         clock.now += 1
-        assert watchdog.look(7) == seconds
+        assert watchdog.look(7, 1) == seconds
     clock.now += 1
-    assert watchdog.look(8) == 0
+    assert watchdog.look(8, 1) == 0
 
 
 def test_time_in_which_nothing_looked_does_not_count() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
-    watchdog.look(7)
+    watchdog.look(7, 1)
     clock.now += 3600  # the machine slept, or the event loop was held up
-    assert watchdog.look(7) == 2
+    assert watchdog.look(7, 1) == 2
     clock.now -= 50
-    assert watchdog.look(7) <= 2
+    assert watchdog.look(7, 1) <= 2
 
 
 def test_a_heartbeat_is_read_in_another_mapping(tmp_path: Path) -> None:

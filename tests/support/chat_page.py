@@ -26,6 +26,10 @@ class ChatPage:
         self.tab.locator(".turn.question").nth(before).wait_for()
         return self.wait(until)
 
+    def new_chat(self) -> None:
+        self.tab.click("#new-chat")
+        self.tab.wait_for_selector("#welcome", state="visible")
+
     def wait(self, state: str) -> ChatPage:
         """Until the newest answer is in this state."""
         script = "(state) => [...document.querySelectorAll('.answer')].at(-1)?.dataset.state === state"

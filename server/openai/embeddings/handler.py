@@ -38,7 +38,7 @@ async def _answer(model: ServedModel, generation: Generation, warnings: Warnings
             raise APIError(409, "the request was aborted")
         found[sample.index] = update.embedding
     end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]
-    data = await model.in_thread(_data, found, as_base64)
+    data = await model.in_thread(_data, found, as_base64, owner=generation.owner)
     return b'{"id":%b,"object":"list","created":%d,"data":[%b],%b%b}' % (
         _encode(generation.id), generation.created, data, end, warnings.member,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from server.generation.served_model import ServedModel
+from server.http.callers import caller_of
 from server.http.errors import APIError, spelled
 from server.http.responses import json_response
 from server.http.warnings import Warnings
@@ -27,17 +28,25 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         warnings, asked = await model.read(request, body, lambda body: body.neutral())
         with spelled(asked.names):
             model.check_name(asked.model)
-            [prompt] = await model.encode(asked)
+            [prompt] = await model.encode(asked.of(caller_of(request)))
         num_tokens = len(prompt.token_ids)
         return await model.in_thread(
-            _tokens, model, prompt.token_ids, bool(body.return_token_strs), warnings, num_chars=num_tokens
+            _tokens,
+            model,
+            prompt.token_ids,
+            bool(body.return_token_strs),
+            warnings,
+            owner=caller_of(request).owner(""),
+            num_chars=num_tokens,
         )
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         warnings = Warnings(model.settings.strict).add_fields(body)
         model.check_name(body.model)
-        return await model.in_thread(_text, model, body.tokens, warnings, num_chars=len(body.tokens))
+        return await model.in_thread(
+            _text, model, body.tokens, warnings, owner=caller_of(request).owner(""), num_chars=len(body.tokens)
+        )
 
 
 def _cards(model: ServedModel) -> list[dict[str, Any]]:

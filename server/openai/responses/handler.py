@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         warnings, asked = await model.read(request, body, _converter(store, caller_of(request), body))
         with spelled(asked.request.names):
             model.check_name(body.model)
-            [prompt] = await model.encode(asked.request)
+            [prompt] = await model.encode(asked.request.of(caller_of(request)))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
 
     @app.get("/v1/responses/{response_id}", response_model=None)

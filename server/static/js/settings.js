@@ -6,7 +6,7 @@ import { parseTools } from "./tools.js";
 const DEFAULTS = "quire.settings";
 // Parameters that have a control of their own, or that the page sets itself.
 const OWN = new Set(
-  ("model messages tools tool_choice stream stream_options response_format n logprobs top_logprobs prompt_logprobs " +
+  ("model messages user tools tool_choice stream stream_options response_format n logprobs top_logprobs prompt_logprobs " +
     "return_token_ids return_tokens_as_token_ids temperature max_tokens max_completion_tokens continue_final_message " +
     "add_generation_prompt request_id include_reasoning guided_json guided_regex guided_choice guided_grammar").split(" "),
 );

@@ -316,8 +316,8 @@ def test_leaving_and_aborting(live: Live) -> None:
         next(response.iter_raw())
     live.wait_idle()
     assert live.http.get(f"{PATH}/resp_mine").status_code == 404, "it was never finished"
-    with live.http.stream("POST", PATH, json=body) as response:
+    with live.http.stream("POST", PATH, json=body | {"request_id": "other"}) as response:
         chunks = response.iter_raw()
         next(chunks)
-        assert live.http.post("/v1/requests/resp_mine/abort").status_code == 200
+        assert live.http.post("/v1/requests/resp_other/abort").status_code == 200
         assert b"response.incomplete" in b"".join(chunks)

@@ -151,7 +151,7 @@ def test_a_question_without_an_answer_is_left_out_of_the_prompt(page: ChatPage, 
 
 def test_a_text_file_goes_with_the_question(page: ChatPage, stub: Stub) -> None:
     page.tab.set_input_files("#file", {"name": "a.py", "mimeType": "text/x-python", "buffer": b"```\nprint(1)"})
-    assert page.texts(".chip bdi") == ["a.py"]
+    page.see(".chip bdi", "a.py")
     page.ask("echo what this is")
     assert stub.requests[-1]["messages"][0]["content"] == "a.py:\n````\n```\nprint(1)\n````\n\necho what this is"
     assert page.texts(".attachment summary") == ["a.py"]

@@ -28,8 +28,7 @@ def menu(page: ChatPage, title: str, action: str) -> None:
 def test_a_new_chat_destroys_nothing(page: ChatPage) -> None:
     page.ask("1 and 2")
     first = page.tab.url
-    page.tab.click("#new-chat")
-    page.tab.wait_for_selector("#welcome", state="visible")
+    page.new_chat()
     page.ask("3 and 4")
     page.see("#conversations a", "1 and 2")
     assert titles(page) == ["3 and 4", "1 and 2"]
@@ -45,8 +44,7 @@ def test_a_new_chat_destroys_nothing(page: ChatPage) -> None:
 def test_an_answer_goes_on_while_another_conversation_is_shown(page: ChatPage, stub: Stub) -> None:
     stub.delay = 0.003
     page.ask("a long one", until="streaming")
-    page.tab.click("#new-chat")
-    page.tab.wait_for_selector("#welcome", state="visible")
+    page.new_chat()
     assert not page.tab.is_visible("#stop")
     stub.delay = 0
     page.ask("1 and 2")
@@ -59,8 +57,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(page: ChatPage, s
 def test_drafts_are_kept(page: ChatPage) -> None:
     page.ask("1 and 2")
     page.tab.fill("#prompt", "half a thou")
-    page.tab.click("#new-chat")
-    page.tab.wait_for_selector("#welcome", state="visible")
+    page.new_chat()
     assert page.run("document.querySelector('#prompt').value") == ""
     page.tab.fill("#prompt", "another")
     page.tab.click("#conversations a")
@@ -76,8 +73,7 @@ def test_drafts_are_kept(page: ChatPage) -> None:
 
 def test_search_rename_delete_and_undo(page: ChatPage) -> None:
     page.ask("1 and 2")
-    page.tab.click("#new-chat")
-    page.tab.wait_for_selector("#welcome", state="visible")
+    page.new_chat()
     page.ask("a story")
     page.tab.keyboard.press("Control+k")
     page.tab.keyboard.type("LIGHTHOUSE")  # of the answer
@@ -91,6 +87,7 @@ def test_search_rename_delete_and_undo(page: ChatPage) -> None:
     page.see("#conversations a", "Sums")
     menu(page, "a story", "delete")
     page.tab.wait_for_selector("#welcome", state="visible")
+    page.until("document.querySelectorAll('#conversations li').length === 1")
     assert titles(page) == ["Sums"]
     page.tab.click("#toast-action")
     page.see(".question-text", "a story")

@@ -119,7 +119,7 @@ def test_hostile_text_runs_nothing(page: ChatPage, stub: Stub) -> None:
     page.ask("all")
     for vector in VECTORS:
         stub.answers["one"] = vector
-        page.tab.click("#new-chat")
+        page.new_chat()
         page.ask("one")
     page.run("document.querySelectorAll('.prose a').forEach((each) => each.removeAttribute('target') || each.click())")
     forbidden = "script, img, iframe, svg:not(.icon), object, embed, form:not(#form), style, link:not(head link)"
@@ -140,7 +140,7 @@ def test_titles_and_file_names_are_text_too(page: ChatPage) -> None:
     page.tab.set_input_files("#file", {"name": f"{hostile}.txt", "mimeType": "text/plain", "buffer": hostile.encode()})
     page.set(system=hostile)
     page.ask(hostile)
-    assert page.texts("#conversations a") == [hostile]
+    page.see("#conversations a", hostile)
     assert page.tab.locator("main img, aside img").count() == 0
     assert page.run("window.hit") is None
 
@@ -202,22 +202,20 @@ def test_right_to_left_text_has_its_direction(page: ChatPage, stub: Stub) -> Non
     assert page.run(directions) == ["rtl", "ltr", "rtl", "ltr"]
 
 
-def test_a_long_answer_streams_without_long_tasks(page: ChatPage, stub: Stub) -> None:
+def test_a_long_answer_leaves_alone_what_is_finished(page: ChatPage, stub: Stub) -> None:
     page.run("""() => {
-        window.work = { blocks: 0, replaced: 0 };
+        window.work = { added: 0, disturbed: 0 };
         new MutationObserver((changes) => {
-          for (const change of changes) {
-            if (!change.target.matches?.(".prose")) continue;
-            work.blocks += change.addedNodes.length;
-            work.replaced += change.removedNodes.length;
+          for (const { target, addedNodes, removedNodes, nextSibling } of changes) {
+            if (!target.matches(".prose")) continue;
+            work.added += addedNodes.length;
+            if (nextSibling !== null) work.disturbed += removedNodes.length;
           }
         }).observe(document.querySelector("#log"), { childList: true, subtree: true });
       }""")
     page.ask("endless 20000")
-    blocks = page.tab.locator(".prose > *").count()
+    assert page.tab.locator(".prose > *").count() > 300
+    # Only the newest block is ever made anew, so that a frame costs the same at the end as at the beginning.
     work = page.run("window.work")
-    # What is finished keeps its elements: only the newest block is ever made anew.
-    assert blocks > 300
-    assert work["blocks"] - work["replaced"] == blocks
-    first = page.run("document.querySelector('.prose').firstElementChild.outerHTML.length")
-    assert first > 0
+    assert work["added"] > 300
+    assert work["disturbed"] == 0

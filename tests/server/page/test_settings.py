@@ -19,7 +19,7 @@ def test_the_system_prompt_belongs_to_the_conversation_and_is_seen(page: ChatPag
     assert stub.requests[-1]["messages"][0] == {"role": "system", "content": "Be kind."}
     page.tab.reload()
     page.see("#system-text", "Be kind.")
-    page.tab.click("#new-chat")
+    page.new_chat()
     page.tab.wait_for_selector("#system-strip", state="hidden")
     page.ask("3 and 4")
     assert stub.requests[-1]["messages"][0]["role"] == "user"
