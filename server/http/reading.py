@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import typing
 from collections.abc import Callable, Coroutine
@@ -26,7 +25,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LARGE = "quire.large_body"  # key of a scope
 _CLIENT_CLOSED = 499
 _CLOSE = {"Connection": "close"}
-_LINGER_SECONDS = 1.0
 _MAX_HELD_BYTES = 256 << 20  # of all bodies that are arriving or wait to be read, or four of the largest size
 
 
@@ -77,7 +75,7 @@ class Bodies:
         many.
         """
         if int(request.headers.get("content-length", 0)) > self._max_bytes:
-            raise await self._too_large(request)
+            raise self._too_large(request)
         data, more = bytearray(), True
         try:
             async with asyncio.timeout(self._timeout):
@@ -89,10 +87,10 @@ class Bodies:
                     data += chunk
                     self._num_held_bytes += len(chunk)
                     if len(data) > self._max_bytes:
-                        raise await self._too_large(request)
+                        raise self._too_large(request)
                     if self._num_held_bytes > self._max_held_bytes:
                         reason = "too many large bodies are arriving: try again in 5 seconds"
-                        raise APIError(503, reason, headers={**_CLOSE, "Retry-After": "5"})
+                        raise APIError(503, reason, headers={"Retry-After": "5"})
         except BaseException as error:
             self._num_held_bytes -= len(data)
             if isinstance(error, TimeoutError):
@@ -101,16 +99,12 @@ class Bodies:
             raise
         return bytes(data)
 
-    async def _too_large(self, request: Request) -> APIError:
-        """Clients that send without asking read the answer only when all is sent, so some more is read and dropped."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while "expect" not in request.headers:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body"):
-                        break
+    def _too_large(self, request: Request) -> APIError:
+        """What still arrives is dropped, so that clients that send all before they read get the answer. A client that waits
+        to be asked sends nothing more, and its next request would be taken for the body.
+        """
         reason = f"the body may have at most {self._max_bytes} bytes (--max-body-bytes of the server)"
-        return APIError(413, reason, headers=_CLOSE)
+        return APIError(413, reason, headers=_CLOSE if "expect" in request.headers else None)
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """A body that has arrived, as its type has it. `APIError` says what is wrong."""

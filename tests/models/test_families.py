@@ -162,8 +162,9 @@ def test_context_length(read: Any, rope: Any, length: int) -> None:
         ({"architectures": []}, "'architectures' must be a list of one name, got []"),
         (
             family("Mamba"),
-            "architecture 'MambaForCausalLM' is not supported; the nearest that are: GemmaForCausalLM, Llam",
+            "architecture 'MambaForCausalLM' is not supported; `quire models` lists all that are",
         ),
+        (family("Qwen2Moe"), "'Qwen2MoeForCausalLM' is not supported; the nearest that are: Qwen2ForCausalLM"),
         ({"rope_scaling": {"type": "mrope"}}, "RoPE scaling 'mrope' is not supported; supported: default, lin"),
         (
             {"rope_scaling": {"type": "longrope"}},

@@ -85,6 +85,7 @@ def test_metrics(serve: Callable[..., Live]) -> None:
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
         "num_preemptions_total",
+        "corrupted_requests_total",
         "num_requests_waiting",
     ):
         assert f"vllm:{name}{labels}" in found
