@@ -74,7 +74,7 @@ def test_graphs_share_the_memory_of_another(monkeypatch: pytest.MonkeyPatch) -> 
     pools: list[object] = []
 
     class Capturing:
-        def __init__(self, graph: Graph, pool: object) -> None:
+        def __init__(self, graph: Graph, pool: object, capture_error_mode: str) -> None:
             pools.append(pool)
 
         def __enter__(self) -> None: ...

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kernels
 
+MAX_PENALTY = 1e30
 DRY_MAX_MATCH = 50  # a longer repetition is punished like one of this length
 DRY_ELEMENTS = 1 << 26  # comparisons at once
 COIN = -1  # in place of a token id: the random bits of a (seed, position) that belong to no token
@@ -56,7 +57,7 @@ def dont_repeat(
     """DRY: a token that would prolong a repetition of the history's end loses multiplier * base ** (length - allowed).
 
     breakers [n, V] bool: tokens that no repetition reaches over, and that are not punished; the others are [n]. Of
-    several repetitions that a token would prolong the longest counts.
+    several repetitions that a token would prolong the longest counts. A penalty excludes nothing: it is finite.
     """
     n, num_tokens = history.shape
     step = max(DRY_ELEMENTS // (num_tokens * DRY_MAX_MATCH), 1)
@@ -64,7 +65,7 @@ def dont_repeat(
         part = slice(i, i + step)
         longest = _longest_repetitions(history[part], lengths[part], breakers[part])
         penalty = multiplier[part, None] * base[part, None] ** (longest - allowed_length[part, None])
-        logits[part] -= torch.where(longest >= allowed_length[part, None], penalty, 0)
+        logits[part] -= torch.where(longest >= allowed_length[part, None], penalty.clamp_(max=MAX_PENALTY), 0)
 
 
 def _longest_repetitions(history: Tensor, lengths: Tensor, breakers: Tensor) -> Tensor:
@@ -135,6 +136,6 @@ def exclude_top_choices(
     coin = kernels.random_bits(seeds, positions, torch.tensor(COIN)).double()
     tossed = (coin + 2.0**31 + 0.5) * 2.0**-32 < probability
     probs = (logits / temperature.unsqueeze(1)).softmax(1)
-    top = probs >= threshold.unsqueeze(1)
+    top = (probs >= threshold.unsqueeze(1)) & (logits > -math.inf)  # what is excluded already is no choice
     least = probs.masked_fill(~top, math.inf).amin(1, keepdim=True)
     logits.masked_fill_(top & (probs > least) & tossed.unsqueeze(1), -math.inf)

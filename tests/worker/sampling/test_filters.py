@@ -111,3 +111,18 @@ def test_xtc_tosses_its_coin_as_often_as_asked() -> None:
     ones = torch.ones(n)
     filters.exclude_top_choices(logits, ones, ones * 0.1, ones * 0.3, torch.full((n,), 7), torch.arange(n))
     assert (logits[:, 0] == -float("inf")).float().mean() == pytest.approx(0.3, abs=0.03)
+
+
+def test_xtc_leaves_a_token_where_others_were_excluded_before() -> None:
+    logits, one = torch.tensor([[0.0, 1.0, 2.0, -float("inf")]]), torch.ones(1)
+    filters.exclude_top_choices(logits, one, one * 0, one, torch.tensor([7]), torch.tensor([0]))
+    assert logits.isfinite().tolist() == [[True, False, False, False]]
+
+
+def test_dry_punishes_and_never_excludes() -> None:
+    history, one = torch.zeros(1, 60, dtype=torch.long), torch.ones(1)
+    logits = torch.zeros(1, 4)
+    no_breakers = torch.zeros(1, 4, dtype=torch.bool)
+    filters.dont_repeat(logits, history, torch.tensor([60]), no_breakers, one * 2, one * 50, one * 2)
+    assert logits.isfinite().all()
+    assert logits[0, 0] < -1e20
