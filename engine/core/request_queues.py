@@ -45,6 +45,7 @@ class RequestQueues:
         """`favour`: weighted tokens for which an owner that comes is favoured."""
         self.running: list[Request] = []
         self.num_waiting = 0
+        self.is_shared = False  # there are requests of more than one owner
         self._favour = favour
         self._owners: dict[str, Owner] = {}
         self._heads: list[_Key] = []  # of owners that have requests waiting, the next one to run first
@@ -71,11 +72,6 @@ class RequestQueues:
     def waiting(self) -> list[Request]:
         """All of them, by owner."""
         return [request for owner in self._owners.values() for request in owner.waiting.values()]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are requests of more than one owner."""
-        return len(self._owners) > 1
 
     @property
     def has_favoured(self) -> bool:
@@ -151,6 +147,7 @@ class RequestQueues:
         if not (owner.waiting or owner.num_running):
             del self._owners[owner.name]
             self._num_favoured -= owner.is_favoured
+            self.is_shared = len(self._owners) > 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Its first `num_tokens` tokens are computed now or were before. What was charged once is not charged again."""
@@ -203,6 +200,7 @@ class RequestQueues:
                 request.num_charged = max(request.num_charged, request.num_computed_tokens)
         owner = self._owners[name] = Owner(name, service, service + self._favour)
         self._num_favoured += 1
+        self.is_shared = len(self._owners) > 1
         return owner
 
     def _place(self, owner: Owner) -> None:
@@ -238,6 +236,7 @@ class RequestQueues:
                 for r in running:
                     overtakes = oldest_waiting is not None and r.order > oldest_waiting
                     assert r.engine_request.priority != priority or not overtakes, "a request overtook an older one"
+        assert self.is_shared == (len(self._owners) > 1)
         assert self._num_favoured == sum(owner.is_favoured for owner in self._owners.values())
         if self._is_sorted:
             ranks: Counter[str] = Counter()
