@@ -54,7 +54,7 @@ class Record:
     """All that the soak saw. Seconds since it began; bytes."""
 
     seconds: float = 0.0
-    outcomes: dict[str, Counter[str]] = field(default_factory=dict)  # kind of client → how many requests went how
+    outcomes: dict[str, dict[str, int]] = field(default_factory=dict)  # kind of client → how many requests went how
     faults: list[Fault] = field(default_factory=list)
     failures: list[tuple[float, float, str, str]] = field(default_factory=list)  # begin, end, kind, reason
     samples: list[tuple[float, int, int]] = field(default_factory=list)  # time, resident bytes, descriptors
@@ -99,7 +99,7 @@ class Soak:
         self._every, self._seed = every, seed
         self._begin = time.monotonic()
         self._deadline = self._begin + minutes * 60
-        self.record = Record(outcomes={kind.__name__: Counter() for kind in KINDS})
+        self.record = Record(outcomes={kind.__name__: {} for kind in KINDS})
 
     @property
     def _now(self) -> float:
@@ -129,7 +129,8 @@ class Soak:
         while self._running:
             kind, begin = client.random.choice(KINDS), self._now
             outcome: Outcome = await run_once(client, kind)
-            self.record.outcomes[kind.__name__][outcome.how] += 1
+            counts = self.record.outcomes[kind.__name__]
+            counts[outcome.how] = counts.get(outcome.how, 0) + 1
             if outcome.how == FAILED:
                 self.record.failures.append((begin, self._now, kind.__name__, outcome.reason))
                 await asyncio.sleep(0.2)
@@ -202,7 +203,7 @@ def plot(record: Record, path: str) -> None:
 
 
 def report(record: Record) -> None:
-    total: Counter[str] = sum(record.outcomes.values(), Counter())
+    total: Counter[str] = sum(map(Counter, record.outcomes.values()), Counter())
     print(f"{sum(total.values())} requests in {record.seconds / 60:.1f} minutes: {dict(total)}")
     for fault in record.faults:
         print(
