@@ -95,7 +95,7 @@ def _axes(
     """A figure and its axes side by side. `across`: bars run from left to right."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height), layout="guided")
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(1, columns, squeeze=False)[0]
     for ax in axes:
