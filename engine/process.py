@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, S
 from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.progress import TerminalProgress
+from engine.worker.lifeline import end_with_parent
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class EngineLoop:
 def main(build: Callable[..., Any] = Engine) -> None:
     """Run until told to stop: exit code 0; 1 when the engine cannot start or a step fails. `build`: makes the engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says Shutdown
-    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    end_with_parent()
     configure_logging()
     heartbeat = Heartbeat(Path(sys.argv[3]))  # before `Ready`, when the parent removes the file
     with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as events:
@@ -177,12 +177,6 @@ def _start(start: Start, build: Callable[..., Any], progress: Progress = silent)
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _die_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

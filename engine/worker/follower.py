@@ -9,27 +9,21 @@ import logging
 import os
 import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 
 import torch
 
+from engine.worker.lifeline import end_with_parent
 from engine.worker.ranks import follow
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then closes
-    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(torch.get_num_threads() // 2, 1))
     follow(Connection(int(sys.argv[1])))
-
-
-def _die_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

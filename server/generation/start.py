@@ -240,15 +240,9 @@ async def _begin(
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = model.metrics.watch(len(prompt), sampling)
             one = EngineRequest(
-                sample_id,
-                prompt,
-                sampling,
-                pooling,
-                request.cache_salt,
-                request.priority,
-                request.owner,
-                request.deadline,
-            )
+                sample_id, prompt, sampling, pooling,
+                request.cache_salt, request.priority, request.owner, request.deadline,
+            )  # fmt: skip
             reader = new_reader() if new_reader is not None else None
             updates = model.engine.generate(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
@@ -268,28 +262,22 @@ async def _begin(
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]
     record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
+    ended = _at_the_end(model, caller, usage, Ended(record.received, request.cache_salt, prompts, watches))
+    return Generation(
+        public_id, caller.name, now, name, role, n, prompts, samples, usage, record,
+        model.metrics, model.requests, model.running, ended,
+    )  # fmt: skip
+
+
+def _at_the_end(model: ServedModel, caller: Caller, usage: Usage, recorded: Ended) -> list[Callable[[], None]]:
+    """What is to be done when a request has ended. The prompt's tokens count against the caller's limit at once."""
     ended: list[Callable[[], None]] = []
     if model.recorder is not None:
-        ended.append(partial(model.recorder.add, Ended(record.received, request.cache_salt, prompts, watches)))
+        ended.append(partial(model.recorder.add, recorded))
     if caller.tokens_per_minute is not None:
         model.rate_limits.use_tokens(caller, usage.prompt_tokens)
         ended.append(lambda: model.rate_limits.use_tokens(caller, usage.completion_tokens))
-    return Generation(
-        public_id,
-        caller.name,
-        now,
-        name,
-        role,
-        n,
-        prompts,
-        samples,
-        usage,
-        record,
-        model.metrics,
-        model.requests,
-        model.running,
-        ended,
-    )
+    return ended
 
 
 def _numbers(params: SamplingParams | PoolingParams) -> str:
