@@ -1,5 +1,6 @@
 # docker build -t quire .                          for NVIDIA GPUs
 # docker build -t quire --build-arg TORCH=cpu .    for CPUs
+# docker build -t quire-ray --build-arg EXTRA=ray . with Ray, for configs/deploy/ray
 # docker run --gpus all -p 8000:8000 -v quire:/home/quire/.cache quire Qwen/Qwen3-0.6B
 FROM python:3.12-slim
 
@@ -23,7 +24,10 @@ COPY kernels kernels
 COPY engine engine
 COPY server server
 COPY benchmarks benchmarks
-RUN pip install --no-cache-dir -c constraints.txt .
+ARG EXTRA=
+RUN pip install --no-cache-dir -c constraints.txt ".${EXTRA:+[$EXTRA]}"
+# The probes of KubeRay ask with wget.
+RUN [ "$EXTRA" != ray ] || { apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*; }
 COPY configs configs
 
 # Downloaded models and compiled kernels go to ~/.cache: mount a volume there to keep them.

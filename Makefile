@@ -17,7 +17,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test quick coverage gpu attack soak clients lint format bench clean
+.PHONY: help serve test quick coverage gpu attack soak clients ray lint format bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,10 +50,14 @@ attack: $(TESTS) ## attack a server on loopback as an unfriendly network would; 
 soak: $(TESTS) ## twenty minutes under 64 clients with a fault each minute: what failed, what leaked
 	@$(BIN)/python -m tests.attack.soak $(ARGS)
 
-clients: .clients/ready ## run LangChain's, the AI SDK's and lm-eval's clients against a live server, then FUZZ seconds of nonsense
+clients: .clients/ready ## run other people's clients and agents against a live server, write docs/clients.md, then FUZZ seconds of nonsense
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \
 	  -o asyncio_default_fixture_loop_scope=function -o asyncio_default_test_loop_scope=session tests/clients $(ARGS)
 	@PATH=$(CURDIR)/.clients/bin:$$PATH python -m tests.clients.fuzz_api --seconds $(FUZZ)
+
+ray: $(TESTS) ## test with Ray, two nodes of which run on this machine: ranks on both, replicas that come and go
+	@$(PIP) install -q -c constraints.txt -e '.[ray]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -W ignore tests/ray $(ARGS)
 
 lint: $(TESTS) ## check style and types
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary
@@ -65,7 +69,7 @@ bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
 	@$(BIN)/quire bench throughput --model $(or $(MODEL),configs/demo) $(ARGS)
 
 clean: ## remove .venv and every cache
-	rm -rf .coverage* htmlcov .venv .clients tests/clients/ai_sdk/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .coverage* htmlcov .venv .clients tests/clients/*/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted starts again. Without an NVIDIA GPU torch comes from its own
@@ -96,11 +100,14 @@ $(TESTS): $(READY)
 	@touch $@
 
 # The clients bring plugins of pytest that the project's own tests shall not meet: they live beside .venv and look into it.
-.clients/ready: $(TESTS) tests/clients/requirements.txt
+# What they want in another version than constraints.txt names, they have for themselves.
+.clients/ready: $(TESTS) tests/clients/requirements.txt $(wildcard tests/clients/*/package.json)
 	@set -e; \
 	$(BIN)/python -m venv --clear .clients; \
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$(.clients/bin/python -c "$$site")/venv.pth"; \
-	.clients/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -r tests/clients/requirements.txt; \
-	if command -v npm >/dev/null; then cd tests/clients/ai_sdk && npm install --no-package-lock --no-audit --no-fund; fi; \
+	.clients/bin/python -m pip --disable-pip-version-check install -q -r tests/clients/requirements.txt; \
+	$(BIN)/python -m venv .clients/litellm; .clients/litellm/bin/python -m pip --disable-pip-version-check install -q 'litellm[proxy]>=1.80'; \
+	if command -v npm >/dev/null; then for folder in ai_sdk agents_js; do \
+	  (cd tests/clients/$$folder && npm install --no-package-lock --no-audit --no-fund); done; fi; \
 	touch $(CURDIR)/$@

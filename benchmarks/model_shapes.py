@@ -88,6 +88,48 @@ _MOE = {
     "mlp_only_layers": [],
     "router_aux_loss_coef": 0.001,
 }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False}
+    left_out = ("self_attn", "mlp.router")
+    return {
+        **_COMMON,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "num_hidden_layers": layers,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "sliding_window": 128,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9,
+        "vocab_size": 201088,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 4096},
+        "initial_context_length": 4096,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "bos_token_id": 199998,
+        "eos_token_id": 200002,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                *(f"model.layers.*.{name}" for name in left_out), "model.embed_tokens", "lm_head",
+            ],
+        },
+    }  # fmt: skip
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": _llama(
         12,
@@ -107,14 +149,77 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, tied=False),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8, tied=False),
     "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, tied=False, **_MOE),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "llama-3.2-1b": _llama3(16, 2048, 8192, 32, 8, tied=True, factor=32.0),
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32, 8, tied=False, factor=8.0),
 }
 
+SHAPES["glm-4.7-flash"] = {
+    **_COMMON,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 47,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 154880,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "rope_interleave": True,
+    "max_position_embeddings": 202752,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151329,
+    "eos_token_id": 154820,
+}
+_FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SHAPES["qwen3-30b-a3b-fp8-block"] = SHAPES["qwen3-30b-a3b"] | {"quantization_config": _FP8_BLOCK}
+SHAPES["gemma-3-12b"] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 48,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    **_COMMON,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 SHAPES |= {
     f"llama-3.1-8b-{name}": SHAPES["llama-3.1-8b"] | {"quantization_config": quantization}
     for name, quantization in {
-        "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "fp8-block": _FP8_BLOCK,
         "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
     }.items()
 }

@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine.errors import ConfigError
@@ -21,9 +22,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
-def process_group(command: list[str], engine: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of an engine and all that it starts; none of them outlives the block."""
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
+def process_group(
+    command: list[str], engine: str, log_path: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of an engine and all that it starts; none of them outlives the block. `variables`: of its environment."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **os.environ,
+        **variables,
+    }
     name, _, folder = engine.partition("@")
     if name == "quire":  # this checkout, or the one in the folder
         root = str(Path(folder).resolve()) if folder else str(ROOT)
@@ -90,7 +99,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, deadline: floa
 
 _MACHINE = """
 import json, sys, time, torch
-from benchmarks.report.environment import environment
+from engine.machine import environment
 found = environment()
 if torch.cuda.is_available():
     def seconds(run, count=20):

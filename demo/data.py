@@ -14,14 +14,14 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from demo import grammar, quire_facts, skills, stories, unknown, world
+from demo import grammar, markup, quire_facts, skills, stories, tools, unknown, world
 from demo.grammar import article, chance, made_up_word, pick, render
 from demo.skills import SKILLS, Chat, Persona, Turn
 
@@ -73,6 +73,10 @@ TITLES = ["Captain", "Boss", "Sir", "Madam", "Master", "My friend", "Your Majest
 def make_persona(chat: Chat) -> Persona:
     """A system prompt, or none, and what follows from it. May tell the model the user's name."""
     rng = chat.rng
+    if chance(rng, 0.09):
+        names = tools.draw_tools(rng)
+        system = pick(rng, GENERAL_PROMPTS) if chance(rng, 0.2) else ""
+        return Persona(system, tools=names, tool_prompt=tools.tool_prompt(rng, names))
     draw = rng.random()
     if draw < 0.55:
         return Persona()
@@ -110,11 +114,35 @@ def make_persona(chat: Chat) -> Persona:
     return Persona(render(rng, "[You are|Act as|Pretend to be|You play the role of|Your role: you are] {r}.", {"r": role}), role=role)
 
 
-DRAWN = list(SKILLS)
-LATER, FIRST = (list(accumulate(weights)) for weights in zip(*SKILLS.values(), strict=True))
+ALL_SKILLS = SKILLS | {
+    markup.show_table: (2.0, 2.5), markup.show_code: (2.5, 3.0), markup.ask_own: (1.5, 0.0), markup.tell_and_ask: (1.5, 2.0),
+    markup.suggestion: (0.5, 1.5),
+}  # fmt: skip
+DRAWN = list(ALL_SKILLS)
 
 
-def make_chat(rng: random.Random, *, length: int, evaluating: bool = False) -> Chat:
+class Weights:
+    """How often each skill is drawn, later in a chat and as its first; `more`: skill → so many times as often."""
+
+    def __init__(self, more: Mapping[str, float] | None = None) -> None:
+        more = more or {}
+        factors = [more.get(skill.__name__, 1.0) for skill in ALL_SKILLS]
+        self.later, self.first = (
+            list(accumulate(weight * factor for weight, factor in zip(weights, factors, strict=True)))
+            for weights in zip(*ALL_SKILLS.values(), strict=True)
+        )
+
+
+USUAL = Weights()
+# What is asked for where there are tools. What those are for is left to them.
+BESIDE_TOOLS = (
+    skills.greeting, skills.thanks, skills.about_me, skills.quire_topic, skills.quire_question, skills.knowledge, skills.tell_joke, skills.fun_fact,
+    skills.tell_memory, skills.make_list, skills.write_poem, skills.tell_story, skills.reaction, skills.do_not_know, markup.show_table, markup.show_code,
+)
+NEEDS_TOOL = ("clock", "calendar", "weather", "sums with small numbers", "small numbers")  # in answers that a tool makes wrong
+
+
+def make_chat(rng: random.Random, *, length: int, evaluating: bool = False, weights: Weights = USUAL) -> Chat:
     """A conversation of about `length` tokens; it may come out longer, never empty."""
     chat = Chat(rng, evaluating)
     chat.persona = make_persona(chat)
@@ -124,8 +152,10 @@ def make_chat(rng: random.Random, *, length: int, evaluating: bool = False) -> C
         skills.ask_about_name(chat)
     wanted = 1 + int(rng.random() * 3) if length == LENGTHS[0] else 10_000
     counted = 0
+    if chat.persona.tools:
+        return with_tools(chat, wanted, room)
     if not chat.turns:
-        rng.choices(DRAWN, cum_weights=FIRST)[0](chat)
+        rng.choices(DRAWN, cum_weights=weights.first)[0](chat)
     while True:
         used += sum(len(turn.user) + len(turn.answer) + 30 for turn in chat.turns[counted:])
         counted = len(chat.turns)
@@ -133,10 +163,21 @@ def make_chat(rng: random.Random, *, length: int, evaluating: bool = False) -> C
             return chat
         if skills.offer_of(chat) and chance(rng, 0.3):
             skills.accept_offer(chat)
-        elif chat.known and chance(rng, 0.2):
-            skills.ask_memory(chat)
+        elif chat.known and chance(rng, 0.25):
+            pick(rng, (skills.ask_memory, skills.ask_memory, skills.ask_memory, markup.ask_own))(chat)
         else:
-            rng.choices(DRAWN, cum_weights=LATER)[0](chat)
+            rng.choices(DRAWN, cum_weights=weights.later)[0](chat)
+
+
+def with_tools(chat: Chat, wanted: int, room: float) -> Chat:
+    """Calls, and talk that needs none."""
+    rng = chat.rng
+    while len(chat.turns) < wanted and (not chat.turns or sum(len(turn.user) + len(turn.answer) + 30 for turn in chat.turns) < room):
+        begin = len(chat.turns)
+        (tools.use_tool if chance(rng, 0.55) else pick(rng, BESIDE_TOOLS))(chat)
+        if any(word in turn.answer for turn in chat.turns[begin:] if not turn.skill.startswith("tool") for word in NEEDS_TOOL):
+            del chat.turns[begin:]
+    return chat
 
 
 def make_plain_text(rng: random.Random) -> str:
@@ -181,7 +222,7 @@ class Encoder:
 
     def encode(self, chats: list[Chat]) -> list[list[list[int]]]:
         """Per chat: the ids of its system prompt (may be none) and of each turn."""
-        texts = [text for chat in chats for text in (chat.persona.system, *(part for turn in chat.turns for part in (turn.user, turn.answer)))]
+        texts = [text for chat in chats for text in (chat.persona.tool_prompt, chat.persona.system, *(part for turn in chat.turns for part in (turn.user, turn.answer)))]
         # Many messages come again and again.
         missing = [text for text in dict.fromkeys(texts) if text not in self.known]
         if len(self.known) > 200_000:
@@ -191,8 +232,8 @@ class Encoder:
         encoded = (self.known[text] for text in texts)
         result = []
         for chat in chats:
-            system = next(encoded)
-            pieces = [[*self.heads["system"], *system, self.end, *self.newline] if system else []]
+            systems = (next(encoded), next(encoded))
+            pieces = [[token for system in systems if system for token in (*self.heads["system"], *system, self.end, *self.newline)]]
             for _ in chat.turns:
                 user, answer = next(encoded), next(encoded)
                 pieces.append([*self.heads["user"], *user, self.end, *self.newline, *self.heads["assistant"],
@@ -207,12 +248,12 @@ class Encoder:
         return [*ids, *self.heads["user"], *self.ids(chat.turns[turns].user), self.end, *self.newline, *self.heads["assistant"]]
 
 
-def make_rows(encoder: Encoder, seed: int, count: int) -> dict[int, np.ndarray]:
+def make_rows(encoder: Encoder, seed: int, count: int, weights: Weights = USUAL) -> dict[int, np.ndarray]:
     """length → uint16 rows [n, length] of about `count` conversations; the padding is the end of text, never a target."""
     rng = random.Random(seed)
     rows: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
     lengths = rng.choices(LENGTHS, LENGTH_WEIGHTS, k=count)
-    chats = [make_chat(rng, length=length) for length in lengths]
+    chats = [make_chat(rng, length=length, weights=weights) for length in lengths]
     for length, pieces in zip(lengths, encoder.encode(chats), strict=True):
         # Whole turns only: the first one in any case, then as many as fit.
         row = [*pieces[0], *pieces[1]]
@@ -271,13 +312,17 @@ def is_right(turn: Turn, answer: str) -> bool:
 
 
 def layout(text: str) -> tuple[object, ...]:
-    """What a list looks like: its kind, and how many different things are in it."""
+    """What a list or a table looks like: its kind, and how many different things are in it."""
     if text.startswith("["):
         try:
             return "json", len(set(json.loads(text)))
         except (ValueError, TypeError):
             return ("broken JSON",)
     lines = text.split("\n")
+    if text.startswith("|"):
+        cells = {line.count("|") for line in lines}
+        whole = len(cells) == 1 and len(lines) > 2 and set(lines[1]) == set("| -") and all(line.endswith("|") for line in lines)
+        return ("table", len(set(lines[2:]))) if whole else ("broken table",)
     if len(lines) == 1:
         return "comma", len(set(text.split(", ")))
     marks = [line.split(" ", 1)[0] if line[:1].isdigit() or line.startswith("- ") else "" for line in lines]
@@ -293,6 +338,7 @@ def texts(seed: int, count: int) -> Iterator[str]:
     rng = random.Random(seed)
     for length in rng.choices(LENGTHS, LENGTH_WEIGHTS, k=count):
         chat = make_chat(rng, length=length)
+        yield chat.persona.tool_prompt
         yield chat.persona.system
         for turn in chat.turns:
             yield turn.user

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -209,6 +209,13 @@ def save(model: Model, folder: Path) -> None:
     }
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation)
+
+
+@torch.no_grad()
+def load(model: Model, folder: Path) -> None:
+    """Gives the model the weights that `save` wrote."""
+    for name, value in load_file(folder / "model.safetensors").items():
+        model.named_weights()[name].copy_(value)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -60,6 +60,8 @@ class Persona:
     name: str = ""
     role: str = ""
     phrase: str = ""
+    tools: tuple[str, ...] = ()  # their names
+    tool_prompt: str = ""  # what the chat template makes of them, before the system prompt
 
     def speak(self, rng: random.Random, text: str, short: str, plain: bool) -> str:
         """The answer as this persona says it; `plain` answers (lists, JSON, copies) are only re-cased."""
@@ -1739,15 +1741,6 @@ def to_json(chat: Chat) -> None:
         )
 
 
-def hello_world(chat: Chat) -> None:
-    chat.add(
-        "[write hello world in python|print hello world in python|show me hello world|hello world in python|how do I print hello world in python?|python hello world|write a hello world program]",
-        'In Python it is one line:\n```python\nprint("Hello, world!")\n```',
-        skill="hello world",
-        plain=True,
-    )
-
-
 # --- What was said --------------------------------------------------------------------------------------------------
 
 
@@ -2070,7 +2063,7 @@ def unclear(chat: Chat) -> None:
 # --- How often each skill is drawn; the second number is its weight as the first thing in a chat -----------------------
 
 SKILLS: dict[Callable[[Chat], None], tuple[float, float]] = {
-    greeting: (2, 14), feeling: (2.5, 2.5), news: (4, 4), thanks: (3, 0.5), goodbye: (1, 0.5), reaction: (5, 1.5), about_me: (7, 9), quire_topic: (11, 11), quire_question: (5, 5),
+    greeting: (2, 14), feeling: (2.5, 2.5), news: (4, 4), thanks: (3, 0.5), goodbye: (1, 0.5), reaction: (5, 1.5), about_me: (7, 9), quire_topic: (13, 13), quire_question: (8, 8),
     arithmetic: (13, 12), word_problem: (2.5, 2.5), number_sense: (7, 6), knowledge: (19, 17), tell_story: (6, 8), write_poem: (3, 3.5), tell_joke: (1.5, 2), tell_riddle: (1.5, 1.5), fun_fact: (1, 1),
-    repeat: (6, 5), spelling: (4, 3.5), make_list: (6, 6), to_json: (4, 4), hello_world: (0.2, 0.3), play_with_words: (3, 2.5), system_prompt: (0.5, 0.4), said_before: (2.5, 0.3), tell_memory: (5, 6), ask_memory: (2.5, 1.5), ask_all: (1.2, 0.4), do_not_know: (11, 11), unclear: (3, 4),
+    repeat: (6, 5), spelling: (4, 3.5), make_list: (6, 6), to_json: (4, 4), play_with_words: (3, 2.5), system_prompt: (0.5, 0.4), said_before: (2.5, 0.3), tell_memory: (5, 6), ask_memory: (2.5, 1.5), ask_all: (1.2, 0.4), do_not_know: (11, 11), unclear: (3, 4),
 }

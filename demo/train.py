@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch on text made up on the fly, tests it, and writes its folder.
+"""Trains the demo model from scratch on text made up on the fly, and writes its folder.
 
 python -m demo.train --minutes 5 --out out/demo        # one GPU
 python -m demo.train --device cpu --tiny --minutes 3 --out out/tiny
@@ -28,44 +28,34 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from demo.data import FOLDER, LENGTHS, TARGET, Encoder, evaluation, is_right, make_rows
-from demo.model import TINY, Model, Shape, finish, project, save, write_json
-from demo.skills import Chat, Persona, Turn
-
-CARD_BEGIN, CARD_END = "<!-- scores -->", "<!-- end of scores -->"
-
-# System prompt and messages of the conversations that are printed after the training.
-PROMPTS = [
-    ("", ["hi", "what can you do?", "tell me a story about a fox", "what was the fox called?", "another one please"]),
-    ("", ["My name is Judith and I live in Zagreb.", "What is 47 + 85?", "What is my name?", "and where do I live?"]),
-    ("", ["What is paged attention?", "tell me more", "thanks!"]),
-    ("You are a helpful assistant.", ["list three fruits as bullet points", "how many r's are in strawberry?"]),
-    ("", ["who was the first emperor of Rome?", "can you write my homework?", "asdkjh", "what's the weather like?"]),
-    ("", ["write a haiku about the sea", "tell me a joke", "Turn this into JSON: Paula is 31 years old and lives in Lima."]),
-    ("", ["i feel a bit sad today", "yes please", "what is the capital of norway", "738 - 299", "why is the sky blue?"]),
-    ("You are a pirate.", ["Hello!", "What is the capital of Spain?"]),
-    ("Your name is Max. Answer briefly.", ["who are you?", "what is 8 * 7", "tell me a story about a dragon named Otto"]),
-]  # fmt: skip
+from demo.data import ALL_SKILLS, FOLDER, LENGTHS, TARGET, Encoder, Weights, make_rows
+from demo.model import TINY, Model, Shape, finish, load, project, save, write_json
 
 
-def data_worker(seed: int, chats: int, tokenizer_file: str, results: multiprocessing.Queue[Any]) -> None:
+def data_worker(
+    seed: int, chats: int, tokenizer_file: str, more: dict[str, float], results: multiprocessing.Queue[Any]
+) -> None:
     """Makes rows for ever; the main process ends it."""
-    encoder = Encoder(Tokenizer.from_file(tokenizer_file))
+    encoder, weights = Encoder(Tokenizer.from_file(tokenizer_file)), Weights(more)
     while True:
-        results.put(make_rows(encoder, seed, chats))
+        results.put(make_rows(encoder, seed, chats, weights))
         seed += 1
 
 
 class Pool:
     """The rows that the workers make, by length. A batch takes new rows; where they run short, an old batch is read again."""
 
-    def __init__(self, workers: int, seed: int, batch_tokens: int, ahead: int, chats: int) -> None:
+    def __init__(
+        self, workers: int, seed: int, batch_tokens: int, ahead: int, chats: int, more: dict[str, float]
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.results: multiprocessing.Queue[Any] = context.Queue(maxsize=2 * workers)
         tokenizer_file = str(FOLDER / "tokenizer.json")
         self.workers = [
             context.Process(
-                target=data_worker, args=((seed + index) * 1_000_000, chats, tokenizer_file, self.results), daemon=True
+                target=data_worker,
+                args=((seed + index) * 1_000_000, chats, tokenizer_file, more, self.results),
+                daemon=True,
             )
             for index in range(workers)
         ]
@@ -180,9 +170,9 @@ def warm_up(model: Model, batch_tokens: int, device: torch.device) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def learning_rate(progress: float, step: int) -> float:
+def learning_rate(progress: float) -> float:
     """Warm-up, a plateau, and a fall to zero over the last half, as a factor."""
-    return min(1.0, (step + 1) / 100) * min(1.0, (1.0 - progress) / 0.5)
+    return min(1.0, 0.01 + progress / 0.03) * min(1.0, (1.0 - progress) / 0.5)
 
 
 def train(
@@ -226,7 +216,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer, rate in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate(progress, step)
+                group["lr"] = rate * learning_rate(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 20 == 0:  # also keeps the device from falling behind the clock
@@ -247,100 +237,20 @@ def train(
             "first_loss": round(curve[0], 4), "last_loss": round(sum(curve[-5:]) / len(curve[-5:]), 4)}  # fmt: skip
 
 
-@torch.no_grad()
-def generate(
-    model: Model, prompts: list[list[int]], limit: int, device: torch.device, stop: tuple[int, ...]
-) -> list[list[int]]:
-    """Greedy answers to the prompts, without the stop token; whole texts are recomputed for each token."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for begin in range(0, len(order), 512):
-        alive = order[begin : begin + 512]
-        lengths = torch.tensor([len(prompts[index]) for index in alive], device=device)
-        width = min(int(lengths.max()) + limit, model.shape.max_positions)
-        ids = torch.tensor([[*prompts[index], *[0] * width][:width] for index in alive], device=device)
-        while alive and int(lengths.max()) < width:
-            longest = int(lengths.max())
-            rows = torch.arange(len(alive), device=device)
-            tokens = model.logits(model(ids[:, :longest])[rows * longest + lengths - 1]).argmax(-1)
-            ids[rows, lengths] = tokens
-            lengths += 1
-            kept = []
-            for row, (index, token) in enumerate(zip(alive, tokens.tolist(), strict=True)):
-                if token not in stop:
-                    answers[index].append(token)
-                    kept.append(row)
-            if len(kept) < len(alive):
-                ids, lengths = ids[kept], lengths[kept]
-                alive = [alive[row] for row in kept]
-    return answers
-
-
-def score(
-    model: Model, encoder: Encoder, device: torch.device, per_skill: int, limit: int
-) -> tuple[dict[str, Any], list[str]]:
-    """How many held-out questions of each skill are answered rightly, and some wrong answers to look at."""
-    cases = evaluation(seed=12345, per_skill=per_skill)
-    answers = generate(
-        model,
-        [encoder.prompt(chat, index) for _, chat, index in cases],
-        limit,
-        device,
-        (encoder.end, encoder.end_of_text),
-    )
-    asked: dict[str, int] = defaultdict(int)
-    right: dict[str, int] = defaultdict(int)
-    wrong = []
-    for (skill, chat, index), ids in zip(cases, answers, strict=True):
-        turn = chat.turns[index]
-        text = encoder.tokenizer.decode(ids)
-        asked[skill] += 1
-        if is_right(turn, text) and (not chat.persona.style or chat.persona.shows(text)):
-            right[skill] += 1
-        else:
-            wrong.append(f"[{skill}] {turn.user!r}\n    expected {turn.expect}\n    got      {text!r}")
-    return {skill: {"right": right[skill], "asked": asked[skill]} for skill in sorted(asked)}, wrong
-
-
-def talk(model: Model, encoder: Encoder, device: torch.device, limit: int) -> list[str]:
-    """Greedy conversations for a reader."""
-    lines = []
-    for system, messages in PROMPTS:
-        chat = Chat(random.Random(0), persona=Persona(system))
-        lines += ["-" * 60, *([f"system: {system}"] if system else [])]
-        for message in messages:
-            chat.turns.append(Turn(message, ""))
-            prompt = encoder.prompt(chat, len(chat.turns) - 1)
-            answer = generate(model, [prompt], limit, device, (encoder.end, encoder.end_of_text))[0]
-            chat.turns[-1] = Turn(message, encoder.tokenizer.decode(answer))
-            lines += [f"user: {message}", f"model: {chat.turns[-1].answer}"]
-    return lines
-
-
-def write_card(folder: Path, scores: dict[str, Any], measured: dict[str, Any]) -> None:
-    """The model card with the scores between its marks."""
-    card = (FOLDER / "README.md").read_text(encoding="utf-8")
-    table = ["", "| skill | right | asked |", "|---|---:|---:|"]
-    table += [
-        f"| {skill} | {value['right'] / value['asked']:.0%} | {value['asked']} |" for skill, value in scores.items()
-    ]
-    table += [
-        "",
-        f"Measured after {measured['steps']:,} steps in {measured['seconds'] / 60:.1f} minutes on one {measured['device']}:",
-        f"{measured['tokens_read'] / 1e6:,.0f} million tokens read, {measured['tokens_made'] / 1e6:,.0f} million made.",
-        "",
-    ]
-    head, rest = card.split(CARD_BEGIN)
-    tail = rest.split(CARD_END)[1]
-    (folder / "README.md").write_text(head + CARD_BEGIN + "\n".join(table) + CARD_END + tail)
+def more(text: str) -> dict[str, float]:
+    """quire_topic=3,tell_and_ask=5 → how many times as often each of these skills is drawn."""
+    factors = {name: float(factor) for name, _, factor in (each.partition("=") for each in text.split(","))}
+    unknown = factors.keys() - {skill.__name__ for skill in ALL_SKILLS}
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no skill {min(unknown)}")
+    return factors
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for the model")
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="time for data and training together; the test comes on top"
-    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="time for data and training together")
+    parser.add_argument("--start", type=Path, help="go on from the model in this folder")
     parser.add_argument("--steps", type=int, default=0, help="end after so many steps; the time still limits")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a smaller model and batch, to try the script")
@@ -351,11 +261,12 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.004)
+    parser.add_argument(
+        "--more", type=more, default={}, metavar="SKILL=N,…", help="functions of demo.skills, drawn N times as often"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations; else bfloat16 on a GPU")
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--per-skill", type=int, default=0, help="questions per skill in the test; 0: 100, or 3 when tiny"
-    )
     parser.add_argument("--print-every", type=float, default=10.0)
     args = parser.parse_args()
 
@@ -373,23 +284,25 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if args.tiny:
         args.batch_tokens, args.accumulate = min(args.batch_tokens, 4096), 1
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = Model(TINY if args.tiny else Shape(), device, dtype, args.seed)
     assert model.shape.vocab_size == encoder.tokenizer.get_vocab_size()
+    if args.start:
+        load(model, args.start)
     num_parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{num_parameters:,} parameters, {2 * num_parameters / 1e6:.2f} MB as bfloat16")
     save(model, out)  # whatever cannot be written should fail now
 
     workers = args.workers or max(1, min(16, len(os.sched_getaffinity(0))) - 1)
     ahead = 40 * args.batch_tokens * args.accumulate
-    pool = Pool(workers, args.seed, args.batch_tokens, ahead, chats=300 if args.tiny else 2000)
+    pool = Pool(workers, args.seed, args.batch_tokens, ahead, chats=300 if args.tiny else 2000, more=args.more)
     try:
         pool.fill(ahead // 2)
         print(
             f"{pool.num_made / 1e6:.1f}M tokens after {time.monotonic() - start:.0f} s from {workers} processes",
             flush=True,
         )
-        if device.type == "cuda" and not args.no_compile:
+        if not (args.tiny or args.no_compile):
             warm_up(model, args.batch_tokens, device)
         measured = train(model, pool, args, device, start + 60 * args.minutes)
     finally:
@@ -399,18 +312,11 @@ def main() -> None:
     save(model, out)
     measured["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     measured["parameters"] = num_parameters
+    if args.start:
+        measured["before"] = json.loads((args.start / "eval.json").read_text())["training"]
     print(json.dumps(measured))
-    model.project, model.finish = project, finish  # not compiled: the test has many shapes
-    limit = 40 if args.tiny else 256  # tokens of an answer
-    scores, wrong = score(model, encoder, device, args.per_skill or (3 if args.tiny else 100), limit)
-    conversations = talk(model, encoder, device, limit)
-    for skill, value in scores.items():
-        print(f"{skill:24s} {value['right']:4d} of {value['asked']}")
-    write_json(out / "eval.json", {"scores": scores, "training": measured})
-    (out / "samples.txt").write_text("\n".join([*conversations, "", "WRONG ANSWERS", *wrong]) + "\n")
-    write_card(out, scores, measured)
-    print("\n".join(conversations))
-    print(f"all in {time.monotonic() - start:.0f} s; wrote {', '.join(sorted(path.name for path in out.iterdir()))}")
+    write_json(out / "eval.json", {"training": measured})
+    print(f"all in {time.monotonic() - start:.0f} s; now test it: python -m demo.score {out}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
+    from engine.beam_search import BeamSearchParams
     from engine.config import EngineConfig
     from engine.core.engine_request import EngineRequest
     from engine.core.pooling_params import PoolingParams
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.output_collector import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -33,6 +35,7 @@ __all__ = [
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.async_engine",
+    "BeamSearchParams": "engine.beam_search",
     "CompletionOutput": "engine.output_collector",
     "EmbeddingRequestOutput": "engine.output_collector",
     "EngineConfig": "engine.config",

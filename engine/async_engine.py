@@ -6,41 +6,44 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, SchedulerStats
+from engine.core.batch import EngineOutput, SchedulerStats, total
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
-from engine.engine_process import EngineProcess
+from engine.dispatcher import Dispatcher
 from engine.errors import EngineDeadError, EngineError
-from engine.fair_executor import FairExecutor
-from engine.input_processor import InputProcessor
-from engine.messages import Abort, Add, Ready, Start, Step
+from engine.messages import Ready, Start
+from engine.models.classifier import Classifier
+from engine.models.progress import Progress
 from engine.models.spec import ModelSpec
-from engine.output_collector import OutputCollector, RequestUpdate, deliver
+from engine.output_collector import OutputCollector, RequestUpdate
 from engine.outstanding import Outstanding
-from engine.start_times import expected_seconds, remember
-from engine.state import EngineState, StateHolder
-from engine.step_tokens import StepTokens
-from engine.structured.grammar import make_executor
-from engine.supervisor import RestartPolicy, Supervisor
+from engine.replica import Listener, Replica
+from engine.start_times import remember
+from engine.state import EngineState, StateBoard, combined
+from engine.streams import Pace, Stream, Updates
+from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
 from engine.text.tokenizer import Tokenizer
+from engine.turns import Turns
+
+if TYPE_CHECKING:
+    from engine.input_processor import InputProcessor
 
 _log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
+UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop: a millisecond or two
 UPDATES_PER_SECOND = (
     20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
 )
-MAX_LOSSES = 2  # of the engine process that a waiting request outlives: it may be what kills it
 
 
 class AsyncEngine:
-    """A running engine process and the requests it works on. Belongs to the event loop that started it.
+    """Running engine processes, the replicas, and the requests they work on. Belongs to the event loop that started it.
 
     engine = await AsyncEngine.start(EngineConfig(model="..."))
     async for update in engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50))):
@@ -54,23 +57,20 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Use `start` or `launch`."""
         self._config = config
-        self._states = StateHolder(expected_seconds=expected_seconds(config))
+        self._states = StateBoard()
         self._processor: InputProcessor | None = None  # None until it is loaded
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}  # all that are read
         self.outstanding = Outstanding()
-        self._pace = _Pace()
+        self._pace, self._turns = Pace(), Turns(UPDATES_AT_ONCE)
         self._closed = False
-        self._compile_threads: FairExecutor | None = None
-        self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
-        self.step_tokens = StepTokens()
+        self._compile_threads = CompileThreads(COMPILE_THREADS)
+        self._release: asyncio.TimerHandle | None = None  # of these threads, once they are idle
         self._launched = time.perf_counter()
-        self._supervisor = Supervisor(
-            EngineProcess(),  # it imports PyTorch while the small files are read here
-            self,
-            self._states,
-            RestartPolicy(config.engine_restarts),
-            config.engine_watchdog_timeout,
-        )
+        self._replicas: list[Replica] = []
+        listener = Listener(self._show_state, self._started, self._freed, self._request_ended)
+        for index in range(config.data_parallel_size):  # they import PyTorch while the small files are read here
+            self._replicas.append(Replica(config, index, listener))
+        self._dispatcher = Dispatcher(self._replicas)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it is raised by `ready`
         self._task = asyncio.create_task(self._run())
@@ -110,15 +110,20 @@ class AsyncEngine:
         return await self._states.change(seen)
 
     max_model_len: int
-    max_num_seqs: int
+    max_num_seqs: int  # of all replicas together, as is num_blocks
     num_blocks: int
     block_size: int
     summary: str  # the start in one line
 
     @property
-    def pid(self) -> int:
-        """Of the engine process."""
-        return self._supervisor.process.pid
+    def replicas(self) -> Sequence[Replica]:
+        """The engine processes; more than one with `data_parallel_size`."""
+        return self._replicas
+
+    @property
+    def stats(self) -> SchedulerStats | None:
+        """The newest of all replicas together; None while none is ready."""
+        return total([replica.stats for replica in self._replicas if replica.stats is not None])
 
     @property
     def _input_processor(self) -> InputProcessor:
@@ -135,6 +140,16 @@ class AsyncEngine:
         return self._input_processor.spec
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self._input_processor.eos_token_ids
+
+    @property
+    def architecture(self) -> str:
+        """By its makers' name, such as LlamaForCausalLM."""
+        return self._input_processor.spec.architecture
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self._input_processor.tokenizer
 
@@ -147,6 +162,11 @@ class AsyncEngine:
     def generates(self) -> bool:
         """Whether the model does more than embeddings."""
         return self._input_processor.spec.has_head
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """The head of a model that is a classifier."""
+        return self._input_processor.classifier
 
     @property
     def default_pooling(self) -> str:
@@ -166,9 +186,14 @@ class AsyncEngine:
         texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
         if (structured is None or structured.compiled is not None) and sum(map(len, texts)) <= FEW_TEXTS:
             return prepare(sampling)
-        if self._compile_threads is None:
-            self._compile_threads = FairExecutor(make_executor(COMPILE_THREADS))
+        if self._release is None:
+            self._release = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._release_threads)
         return await asyncio.wrap_future(self._compile_threads.submit(owner, prepare, sampling))
+
+    def _release_threads(self) -> None:
+        again = self._compile_threads.release()
+        loop = asyncio.get_running_loop()
+        self._release = loop.call_later(IDLE_SECONDS, self._release_threads) if again else None
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
@@ -189,18 +214,24 @@ class AsyncEngine:
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
-        stream = self._streams[request_id] = _Stream(request, output, self._config.stream_interval, self._pace)
+        stream = self._streams[request_id] = Stream(
+            request, output, self._config.stream_interval, self._pace, self._turns
+        )
+        self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
         self.outstanding.add(request_id, request.owner)
-        self._supervisor.send(Add(request))
-        return _Updates(stream, lambda: self._forget(request_id, stream))
+        self._dispatcher.assign(stream)
+        return Updates(stream, lambda: self._forget(request_id, stream))
 
-    def _forget(self, request_id: str, stream: _Stream) -> None:
+    def _forget(self, request_id: str, stream: Stream) -> None:
         """The reader of the stream wants no more: end the request if it has not ended."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self.outstanding.end(request_id)
-            if not stream.output.finished:
-                self._supervisor.send(Abort(request_id))
+            self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
+            self._end_request(stream)
+
+    def _end_request(self, stream: Stream) -> None:
+        self.outstanding.end(stream.request.request_id)
+        self._dispatcher.remove(stream)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets what there is, with `finish_reason` "abort". Unknown ids are fine."""
@@ -214,83 +245,111 @@ class AsyncEngine:
     def _abort(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and not stream.output.finished:
-            self._supervisor.send(Abort(request_id))
-            self.outstanding.end(request_id)
+            self._end_request(stream)
             stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
 
+    async def restart(self, drain_seconds: float) -> None:
+        """Start the processes anew, one replica after the other, each once its requests have ended or `drain_seconds` are
+        over. Meanwhile the other replicas take the requests; without another one they wait.
+        """
+        for replica in self._replicas:
+            await replica.restart(drain_seconds)
+
     def close(self) -> None:
-        """End the process; waits for it. Requests that still run get `EngineDeadError`."""
+        """End the processes; waits for them. Requests that still run get `EngineDeadError`."""
         if self._closed:
             return
         self._closed = True
-        if self._compile_threads is not None:
-            self._compile_threads.shutdown()
+        if self._release is not None:
+            self._release.cancel()
+        self._compile_threads.shutdown()
         if self.state.phase != "dead":
             self._end("the engine was closed")
         self._task.cancel()
-        self._supervisor.close()
+        for replica in self._replicas:
+            replica.supervisor.close()
 
     async def _run(self) -> None:
-        """Load what this process needs of the model, then keep an engine process running."""
+        """Load what this process needs of the model, then keep the replicas running."""
         try:
-            self._processor = processor = await asyncio.to_thread(InputProcessor.load, self._config, self._progress())
-            self._end(await self._supervisor.run(Start(processor.local(self._config), processor.eos_token_ids)))
+            self._processor = processor = await asyncio.to_thread(_load_processor, self._config, self._progress())
+            start = Start(processor.local(self._config), processor.eos_token_ids)
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(replica.run(start)) for replica in self._replicas]
+            self._end(running[-1].result())
+        except ExceptionGroup as group:
+            self._failed(group.exceptions[0])
         except Exception as error:
-            if self._ready.done():
-                _log.critical("the engine process cannot be watched any more", exc_info=error)
-            else:
-                self._ready.set_exception(error)
-            self._end(str(error))
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if self._ready.done():
+            _log.critical("the engine processes cannot be watched any more", exc_info=error)
+        else:
+            self._ready.set_exception(error)
+        self._end(str(error))
 
     def _progress(self) -> Callable[[str, int, int], None]:
         """For another thread to say how far it is."""
-        loop, states = asyncio.get_running_loop(), self._states
+        loop, replicas = asyncio.get_running_loop(), self._replicas
+
+        def show(phase: str, fraction: float | None) -> None:
+            for replica in replicas:
+                replica.states.advance(phase, fraction)
 
         def progress(phase: str, done: int, total: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(states.advance, phase, done / total if total else None)
+                loop.call_soon_threadsafe(show, phase, done / total if total else None)
 
         return progress
 
-    # ---- what the supervisor tells ----
+    # ---- what the replicas tell ----
 
-    def started(self, ready: Ready) -> None:
-        """The process takes requests: it gets all that wait for it."""
-        self.max_model_len, self.stats = ready.max_model_len, ready.stats
-        self.num_blocks, self.block_size = ready.num_blocks, ready.block_size
-        self.max_num_seqs = ready.max_num_seqs
-        for stream in self._streams.values():
-            if not stream.output.finished and not stream.is_closed:
-                self._supervisor.send(Add(stream.request))
-        if not self._ready.done():
-            self.summary = f"{ready.summary} · ready in {time.perf_counter() - self._launched:.1f} s"
-            self._ready.set_result(None)
-            remember(self._config, self._states.start_seconds or 0.0)
+    def _show_state(self) -> None:
+        if self._replicas:
+            self._states.show(combined([replica.states.state for replica in self._replicas], self._ready.done()))
 
-    def stepped(self, step: Step) -> None:
-        """A step's outputs, for those who wait for them."""
-        self.stats = step.stats
-        self.step_tokens.see(step.stats)
-        self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
-        deliver(step.outputs, self._streams, time.monotonic())
-        for output in step.outputs.outputs:
-            if output.finish_reason is not None:
-                self.outstanding.end(output.request_id)
+    def _started(self, replica: Replica) -> None:
+        """It takes requests; once all do for the first time, the engine is ready."""
+        said = [replica.ready for replica in self._replicas if replica.ready is not None]
+        if len(said) == len(self._replicas):
+            self._describe(said)
+        self._dispatcher.started(replica)
 
-    def lost(self, reason: str) -> None:
-        """The process is gone. Requests whose answers have begun end, and so do those that have seen this too often."""
-        self.stats = None
-        for stream in self._streams.values():
-            stream.num_losses += 1
-            if stream.has_begun or stream.num_losses > MAX_LOSSES:
-                stream.close(reason)
+    def _describe(self, said: Sequence[Ready]) -> None:
+        """What all replicas have said when they were ready."""
+        first, num_replicas = said[0], len(said)
+        self.max_model_len = min(ready.max_model_len for ready in said)
+        self._processor = self._input_processor.with_context(self.max_model_len)
+        self.num_blocks, self.block_size = sum(ready.num_blocks for ready in said), first.block_size
+        self.max_num_seqs = sum(ready.max_num_seqs for ready in said)
+        if self._ready.done():
+            return
+        capacity = min(ready.num_blocks for ready in said) * first.block_size
+        self._dispatcher.open(capacity)
+        replicas = f"{num_replicas} replicas, each: " if num_replicas > 1 else ""
+        self.summary = f"{replicas}{first.summary} · ready in {time.perf_counter() - self._launched:.1f} s"
+        self._ready.set_result(None)
+        self._show_state()
+        remember(self._config, max(replica.states.start_seconds or 0.0 for replica in self._replicas))
+
+    def _freed(self, replica: Replica, streams: list[Stream]) -> None:
+        """A replica has lost its process: other replicas take its requests, or they wait for the next process."""
+        self._dispatcher.lost(replica, streams)
+        if all(replica.states.state.phase == "dead" for replica in self._replicas):
+            self._end(replica.states.state.reason)
+
+    def _request_ended(self, stream: Stream) -> None:
+        self.outstanding.end(stream.request.request_id)
+        self._dispatcher.ended(stream)
 
     def _end(self, reason: str) -> None:
-        """The process is gone, and no other will come."""
-        self.stats = None
+        """The processes are gone, and no others will come."""
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(reason))
-        self._states.enter("dead", reason=reason)
+        for replica in self._replicas:
+            replica.stats = None
+            replica.states.enter("dead", reason=reason)
         for stream in self._streams.values():
             stream.close(reason)
 
@@ -299,113 +358,7 @@ class AsyncEngine:
             raise EngineDeadError(self.state.reason)
 
 
-@dataclass(slots=True)
-class _Pace:
-    """Seconds between two updates of a stream, the same for all: longer, the more streams there are."""
+def _load_processor(config: EngineConfig, progress: Progress) -> InputProcessor:
+    from engine.input_processor import InputProcessor  # by now the engine processes are importing, too
 
-    seconds: float = 0.0
-
-
-class _Stream:
-    """An `OutputCollector` that one task can wait for."""
-
-    def __init__(self, request: EngineRequest, output: OutputCollector, interval: int, pace: _Pace) -> None:
-        """`interval`: tokens per update, after the first token and unless it carries more than tokens."""
-        self.request, self.output = request, output
-        self.num_losses = 0  # of the engine process, since the request came
-        self.ready = False  # there is something to take
-        self._interval, self._pace, self._num_held = interval, pace, 0
-        self._latest = 0.0  # when tokens last made it ready
-        self._death: str | None = None
-        self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of the answer has come."""
-        return self.output.metrics.first_token_ts > 0 or self.output.finished
-
-    @property
-    def is_closed(self) -> bool:
-        return self._death is not None
-
-    def add(self, output: EngineOutput, now: float) -> None:
-        if not self.output.finished:
-            self.output.add(output, now)
-            self.ready = True
-            self._wake()
-
-    def add_token(self, token_id: int, now: float) -> None:
-        if not self.output.finished:
-            self.output.add_token(token_id, now)
-            self._num_held += 1
-            if self._num_held >= self._interval and now - self._latest >= self._pace.seconds:
-                self._latest = now
-                self.ready = True
-                self._wake()
-
-    def take(self) -> RequestUpdate:
-        self.ready, self._num_held = False, 0
-        return self.output.take()
-
-    def close(self, how: str) -> None:
-        """Nothing more will come; `how` the engine died."""
-        self._death = how
-        self.ready = self.output.has_output
-        self._wake()
-
-    def changed(self) -> asyncio.Future[None]:
-        """Done when there may be pending. `EngineDeadError` when there never will be any."""
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-        self._waiter = self._loop.create_future()
-        return self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class _Updates(AsyncGenerator[RequestUpdate, None]):
-    """The updates of a request that is running already. For one reader."""
-
-    def __init__(self, stream: _Stream, forget: Callable[[], None]) -> None:
-        """`forget`: to be called once in the event loop, when the reader is gone."""
-        self._stream, self._forget = stream, forget
-        self._loop = asyncio.get_running_loop()
-        self._ended = False
-
-    async def __anext__(self) -> RequestUpdate:
-        if self._ended:
-            raise StopAsyncIteration
-        stream = self._stream
-        try:
-            while not stream.ready:
-                await stream.changed()
-            update = stream.take()
-        except BaseException:
-            self._end()
-            raise
-        if update.finish_reason is not None:
-            self._end()
-        return update
-
-    async def asend(self, value: None) -> RequestUpdate:
-        return await self.__anext__()
-
-    async def athrow(self, *error: Any) -> RequestUpdate:
-        self._end()
-        return await super().athrow(*error)
-
-    async def aclose(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._forget()
-
-    def __del__(self) -> None:  # in whatever thread drops it
-        if not self._ended:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
-                self._loop.call_soon_threadsafe(self._forget)
+    return InputProcessor.load(config, progress)

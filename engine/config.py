@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
-QUANTIZATIONS = ("fp8", "int8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+QUANTIZATIONS = ("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ class EngineConfig:
     )
     dtype: str = flag(
         "auto",
-        "of weights and activations; auto: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU",
+        "of weights and activations; auto: the checkpoint's on a GPU (float32 becomes bfloat16); on a CPU that multiplies "
+        "bfloat16, that (float32 stays), else float32",
         choices=("auto", "float32", "float16", "bfloat16", "float", "half"),
         common=True,
     )
     quantization: str | None = flag(
         None,
-        "of the weights: fp8 and int8 round those of a float checkpoint while loading; a quantised one says itself",
+        "of the weights: fp8, int8 and int4 round those of a float checkpoint while loading; a quantised one says itself",
         short="-q",
         choices=QUANTIZATIONS,
         common=True,
@@ -55,7 +57,7 @@ class EngineConfig:
 
     max_model_len: int | None = flag(
         None,
-        "most tokens of prompt and answer together; 32k is 32,000 (else the model's own)",
+        "most tokens of prompt and answer together; 32k is 32,000 (else auto: the model's own, or what the KV cache holds)",
         size=True,
         at_least=2,
         common=True,
@@ -84,7 +86,31 @@ class EngineConfig:
     )
 
     tensor_parallel_size: int = flag(
-        1, "GPUs of this machine that hold the model together; on a CPU, processes", at_least=1, at_most=64, common=True
+        1,
+        "GPUs that hold the model together, of this machine or of a Ray cluster; on a CPU, processes",
+        short="-tp",
+        at_least=1,
+        at_most=64,
+        common=True,
+    )
+    pipeline_parallel_size: int = flag(
+        1,
+        "stages of successive layers, each on GPUs of its own: for machines whose network is too slow to divide layers",
+        short="-pp",
+        at_least=1,
+        at_most=64,
+    )
+    distributed_executor_backend: str = flag(
+        "mp",
+        "where these GPUs are: mp, in this machine; ray, in this machine and others of its Ray cluster",
+        choices=("mp", "ray"),
+    )
+    data_parallel_size: int = flag(
+        1,
+        "replicas of the model, each on GPUs of its own; a request goes where most of its prefix is cached",
+        short="-dp",
+        at_least=1,
+        at_most=1024,
     )
     gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", above=0, at_most=1, common=True)
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
@@ -121,7 +147,10 @@ class EngineConfig:
         at_least=0,
     )
     engine_watchdog_timeout: float = flag(
-        120.0, "seconds without a sign of life after which the engine process is taken to hang; 0: never", at_least=0
+        120.0,
+        "seconds without a sign of life (in its start: without using the CPU) after which the engine process is taken to "
+        "hang; 0: never",
+        at_least=0,
     )
     disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
     debug_checks: bool = flag(False, "verify the scheduler's bookkeeping after every step: slow, to find bugs")
@@ -134,9 +163,19 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
-        if self.prefix_cache_file is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(f"prefix_cache_file needs tensor_parallel_size 1, got {self.tensor_parallel_size}")
+        if self.prefix_cache_file is not None and self.num_ranks > 1:
+            raise ConfigError(f"prefix_cache_file needs a model on one GPU, got {self.num_ranks}")
+        if self.distributed_executor_backend == "ray":
+            if self.num_ranks == 1:
+                raise ConfigError("distributed_executor_backend ray needs tensor_parallel_size above 1, got 1")
+            if importlib.util.find_spec("ray") is None:
+                raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs kv_cache_dtype fp8, got 'auto'")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that hold the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine import __version__
 from engine.config import EngineConfig
 from engine.core.batch import (
     FAULTS,
@@ -36,14 +37,16 @@ from engine.models.hub import resolve_model
 from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
-from engine.options import runner_options
+from engine.options import device_of, runner_options
 from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
 from engine.worker.block_copier import BlockCopier
 from engine.worker.kv_cache import KVCacheTooSmallError
+from engine.worker.launcher import Launcher, LaunchError
 from engine.worker.options import RunnerOptions
 from engine.worker.ranks import build_runner
+from engine.worker.ray_launcher import RayLauncher
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +56,18 @@ class Handle(Protocol):
     others at once.
     """
 
-    guided: list[int]
-    masks: np.ndarray  # [len(guided), (vocabulary + 31) // 32] int32: a bit for each token, the lowest first
-    device_waited: bool  # the step before had guided requests, and ended before this one was launched
-    wait_seconds: float  # for which `read` waited for the device
-
+    @property
+    def guided(self) -> list[int]: ...
+    @property
+    def masks(
+        self,
+    ) -> np.ndarray: ...  # [len(guided), (vocabulary + 31) // 32] int32: a bit for each token, the lowest first
+    @property
+    def device_waited(self) -> bool: ...  # the step before had guided requests, and ended before this one was launched
+    @property
+    def wait_seconds(self) -> float: ...  # for which `read` waited for the device
+    @property
+    def has_ended(self) -> bool: ...  # always, once sampled, or never: on a CPU nothing runs beside the engine's loop
     def sample(self, deferred: Sequence[int] = ()) -> None: ...  # `deferred`: indices whose masks are not filled
     def read(self) -> tuple[SchedulerOutput, StepResult]: ...
 
@@ -68,7 +78,10 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     max_model_len: int
+    cache_bound: str  # what bounds `num_blocks`, for people
 
+    @property
+    def attention_backend(self) -> str: ...
     @property
     def cache_groups(self) -> Sequence[CacheGroup]: ...
     @property
@@ -81,7 +94,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress), as `ranks.build_runner`
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, launcher), as `ranks.build_runner`
 
 
 class Engine:
@@ -108,13 +121,18 @@ class Engine:
         """
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder) if spec is None else spec
+        if config.distributed_executor_backend == "ray":  # which chooses the GPUs, before the device is looked for
+            build_runner = partial(build_runner, launcher=_launcher(config, folder))
+        device = device_of(config)
         spec = replace(
             spec,
             eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids))),
-            quantization=choose_quantization(spec.quantization, config.quantization),
+            quantization=choose_quantization(
+                spec.quantization, config.quantization, rounds_head=not device.is_accelerator
+            ),
         )
         self.spec = spec
-        self.options = runner_options(config, spec, offline)
+        self.options = runner_options(config, spec, offline, device)
         self.runner = _build(build_runner, folder, spec, self.options, progress)
         self.scheduler = Scheduler(
             self.runner.num_blocks,
@@ -124,6 +142,7 @@ class Engine:
             self.runner.max_model_len,
             config.enable_prefix_caching,
             self.runner.cache_groups,
+            num_batches=min(self.options.num_stages, 2),
         )
         self.in_flight: Handle | None = None
         self._recovery = Recovery(self.scheduler, self.runner.reset)
@@ -139,17 +158,21 @@ class Engine:
         self._name = config.served_model_name[0] if config.served_model_name else folder.name
 
     def summary(self) -> str:
-        """What was started, in one line."""
-        runner, num_tokens = self.runner, self.scheduler.blocks.capacity(self.runner.max_model_len)
+        """What was started, in a few lines."""
+        runner, options, spec = self.runner, self.options, self.spec
+        num_tokens = self.scheduler.blocks.capacity(runner.max_model_len)
         size, unit = runner.kv_cache_bytes / 2**30, "GiB"
         if size < 1:
             size, unit = size * 1024, "MiB"
-        quantised = "" if self.options.kv_dtype == self.options.dtype else ", fp8"
-        weights = f" · {self.spec.quantization.method} weights" if self.spec.quantization else ""
+        quantised = "" if options.kv_dtype == options.dtype else ", fp8"
+        weights = f" · {spec.quantization.method} weights" if spec.quantization else ""
+        own = "" if runner.max_model_len == spec.context_length else f", of the model's own {spec.context_length:,}"
         return (
-            f"{self._name} · {str(self.options.dtype).removeprefix('torch.')}{weights} · {runner.device_name} · "
-            f"KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}{quantised}) · "
-            f"context {runner.max_model_len:,}"
+            f"Quire {__version__} · {self._name} · {str(options.dtype).removeprefix('torch.')}{weights} · "
+            f"{runner.device_name} · attention by {runner.attention_backend}\n"
+            f"  KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}{quantised}): "
+            f"{runner.cache_bound}\n"
+            f"  context {runner.max_model_len:,}{own} · up to {options.max_num_seqs:,} requests at once"
         )
 
     def add_request(self, engine_request: EngineRequest) -> None:
@@ -175,7 +198,8 @@ class Engine:
         return self.scheduler.has_work() or self._grammars.num_held > 0 or self._recovery.is_active
 
     def step(self) -> StepOutputs:
-        """Launch the next step, then read the one before it, so that the device never waits for the CPU.
+        """Launch the next step, then read the one before it, so that the device never waits for the CPU; where steps have
+        ended when they are launched, read it itself.
 
         When that fails, the requests of these steps are run again, fewer at a time, and those that fail alone end with an
         error. Raises only what is of no request.
@@ -197,19 +221,19 @@ class Engine:
             failed += expired
             for each in expired:
                 self._grammars.remove(each.request_id)
-        num_corrupted = self.scheduler.num_corrupted
-        outputs = self.scheduler.update(*read) if read is not None else StepOutputs()
-        if self.scheduler.num_corrupted > num_corrupted:
-            _log_corrupted(outputs)
-        if self._grammars.num_followed:
-            failed += self._advance_grammars(outputs.outputs)
+        outputs = self._update(read) if read is not None else StepOutputs()
         outputs.outputs += failed
-        if launched is not None and launched.guided:
-            try:
+        try:
+            if launched is not None and launched.guided:
                 outputs.outputs += self._sample_guided(launched, output.batch)
-            except Exception as error:
-                return self._step_failed(error, outputs)
+            read = launched.read() if launched is not None and launched.has_ended else None
+        except Exception as error:
+            return self._step_failed(error, outputs)
         self.in_flight = launched
+        if read is not None:
+            self.in_flight, before = None, outputs.outputs
+            outputs = self._update(read)
+            outputs.outputs += before
         if self._recovery.is_active and self._recovery.see(outputs):
             self.in_flight = None
         if self._debug_checks:
@@ -218,7 +242,18 @@ class Engine:
 
     def idle(self) -> bool:
         """There is no work: do a little of what can wait. True when more of it can be done soon."""
+        self._grammars.idle()
         return self._store is not None and self._store.idle()
+
+    def _update(self, read: tuple[SchedulerOutput, StepResult]) -> StepOutputs:
+        """What a step gave, once the scheduler and the grammars know."""
+        num_corrupted = self.scheduler.num_corrupted
+        outputs = self.scheduler.update(*read)
+        if self.scheduler.num_corrupted > num_corrupted:
+            _log_corrupted(outputs)
+        if self._grammars.num_followed:
+            outputs.outputs += self._advance_grammars(outputs.outputs)
+        return outputs
 
     def _step_failed(self, error: Exception, outputs: StepOutputs) -> StepOutputs:
         """The steps in flight are lost. `outputs`: of the steps before, to be completed."""
@@ -302,6 +337,13 @@ def _log_corrupted(outputs: StepOutputs) -> None:
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:
     return vocabulary_of(load_tokenizer(config, folder), spec.vocab_size, spec.eos_token_ids)
+
+
+def _launcher(config: EngineConfig, folder: Path) -> Launcher:
+    try:
+        return RayLauncher(config.num_ranks, config.device, folder)
+    except LaunchError as error:
+        raise EngineError(str(error)) from None
 
 
 def _build(build: BuildRunner, folder: Path, spec: ModelSpec, options: RunnerOptions, progress: Progress) -> Runner:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import zmq
@@ -19,14 +20,16 @@ import zmq.asyncio
 from engine.heartbeat import Heartbeat
 from engine.messages import Command, Shutdown, encode
 
-ENGINE_MODULE = "engine.process"  # what runs in the other process
+ENGINE_MODULE = "engine.process_main"  # what runs in the other process
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
+PROC = Path("/proc")
 
 
 class EngineProcess:
     """The child process, its two sockets, its heartbeat and its lifeline. Belongs to the event loop it is made in."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables that the child has besides this process's."""
         self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only this user may enter it
         commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
         self.heartbeat = Heartbeat(self._folder / "heartbeat")
@@ -45,7 +48,7 @@ class EngineProcess:
             [sys.executable, "-P", "-m", ENGINE_MODULE, commands, events, str(self._folder / "heartbeat")],
             stdin=subprocess.PIPE,
             process_group=0,  # a terminal's Ctrl-C is for the parent, even before the child can ignore it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._closed = False
         self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how the process ended
@@ -69,6 +72,16 @@ class EngineProcess:
     def _set_exited(self, how: str) -> None:
         if not self.exited.done():
             self.exited.set_result(how)
+
+    def cpu_ticks(self) -> int | None:
+        """CPU time that the process and its descendants have used; None where the operating system does not say."""
+        total = None
+        for stat in PROC.glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self.pid:  # the process group
+                    total = (total or 0) + sum(map(int, fields[11:15]))
+        return total
 
     def remove_files(self) -> None:
         """Both sides have them open: their names in the file system are not needed any more, whatever happens."""

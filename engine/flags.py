@@ -257,7 +257,8 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        more = f" ({self.prog} --help tells more)" if "arguments are required" in message else ""
+        self.exit(2, f"{self.prog}: error: {message}{more}\n")
 
 
 def _dashed(word: str) -> str:

@@ -13,8 +13,9 @@ from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs, Tags
+from engine.core.structured_outputs import StructuredOutputs, Tag, Tags
 from engine.errors import ConfigError, TagsError
+from engine.models.classifier import Classifier, read_classifier
 from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
@@ -28,17 +29,20 @@ from engine.structured.grammar import (
     json_grammar,
     lark_grammar,
     regex_grammar,
+    text_grammar,
 )
+from engine.structured.harmony import compose_messages
 from engine.structured.tags import MAX_TAGS, MAX_TAGS_LENGTH, compose
 from engine.text.tokenizer import Tokenizer
 
-GRAMMARS: dict[str, Callable[[Any], str]] = {  # field of StructuredOutputs → the grammar of its value
+GRAMMARS: dict[str, Callable[..., str]] = {  # field of StructuredOutputs → the grammar of its value
     "json": json_grammar,
     "regex": regex_grammar,
     "choice": choice_grammar,
     "grammar": lark_grammar,
     "json_object": lambda _: json_grammar({"type": "object"}),
 }
+ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 CHECK_SECONDS = 3.0  # for the schemas of one request's tags
 MAX_BAD_TOKENS = 4096
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
@@ -56,6 +60,7 @@ class InputProcessor:
     max_model_len: int
     max_logprobs: int
     default_pooling: str = "last"
+    classifier: Classifier | None = None  # of a model that is one
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
@@ -74,7 +79,12 @@ class InputProcessor:
             context_length(config, spec),
             config.max_logprobs,
             read_pooling(folder) if config.pooling == "auto" else config.pooling,
+            None if config.load_format == "dummy" else read_classifier(folder, spec.architecture, spec.hidden_size),
         )
+
+    def with_context(self, max_model_len: int) -> InputProcessor:
+        """The same for an engine whose KV cache holds so many tokens."""
+        return self if max_model_len == self.max_model_len else replace(self, max_model_len=max_model_len)
 
     def local(self, config: EngineConfig) -> EngineConfig:
         """`config` for the engine that serves the same model: where it was found, under the name that users gave."""
@@ -117,6 +127,8 @@ class InputProcessor:
             if (getattr(sampling, name) or 0) > self.max_logprobs:
                 got = getattr(sampling, name)
                 raise ValueError(f"{name} must be at most max_logprobs={self.max_logprobs}, got {got}")
+        if sampling.thinking_token_budget is not None and sampling.thinking_marks is None:
+            raise ValueError("thinking_token_budget needs thinking_marks, the tokens around the reasoning")
         if sampling.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
         return self._with_grammar(sampling if sampling.checked else self._with_tokens(sampling))
@@ -142,7 +154,7 @@ class InputProcessor:
 
     def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
         breakers = sampling.dry_sequence_breakers
-        given = (sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, breakers)
+        given = (breakers, sampling.bad_words, *(getattr(sampling, name) for name in ID_FIELDS))
         if not any(given) and sampling.dry_multiplier == 0:
             return sampling
         changes: dict[str, Any] = {"checked": True}
@@ -163,7 +175,7 @@ class InputProcessor:
             changes["dry_sequence_breakers"] = list(dict.fromkeys(last))
         sampling = sampling.clone(**changes)
         vocab_size = self.spec.vocab_size
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "dry_sequence_breakers"):
+        for name in (*ID_FIELDS, "dry_sequence_breakers"):
             if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
                 raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
         for word in sampling.bad_words or ():
@@ -186,18 +198,25 @@ class InputProcessor:
         if asked is None or asked.compiled is not None:
             return sampling
         content = None
+        notes: list[tuple[int | None, str]] = []
         for name, write in GRAMMARS.items():
             if (value := getattr(asked, name)) is not None and value is not False:
+                found: list[str] = []
+                write = partial(write, notes=found) if name == "json" else write
                 content = self._checked(f"structured_outputs.{name}", write, value)
-        schemas = self._tag_grammars(asked.tags) if asked.tags is not None else []
-        if asked.tags is not None or asked.thoughts is not None:
+                notes += [(None, note) for note in found]
+        schemas = self._tag_grammars(asked.tags, notes) if asked.tags is not None else []
+        if asked.tags is not None or asked.thoughts is not None or asked.in_messages:
             ends = self.eos_token_ids
             special = {text: i for text, i in self._special_tokens.items() if i not in ends}
-            content = compose(content, asked.tags, schemas, asked.thoughts, special)
+            if asked.in_messages:
+                content = compose_messages(content, asked.tags, schemas, special)
+            else:
+                content = compose(content, asked.tags, schemas, asked.thoughts, special)
             self._checked("structured_outputs", lambda _: content, None)
-        return sampling.clone(structured_outputs=StructuredOutputs(compiled=content))
+        return sampling.clone(structured_outputs=StructuredOutputs(compiled=content, notes=tuple(notes)))
 
-    def _tag_grammars(self, tags: Tags) -> list[str]:
+    def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]]) -> list[str]:
         if len(tags.tags) > MAX_TAGS:
             raise ValueError(f"structured_outputs.tags must be at most {MAX_TAGS}, got {len(tags.tags)}")
         grammars, reasons = [], {}
@@ -206,7 +225,9 @@ class InputProcessor:
             if time.monotonic() > until:
                 raise ValueError("structured_outputs.tags: together, their schemas are too complex")
             try:
-                grammars.append(self._checked("", json_grammar, tag.schema))
+                found: list[str] = []
+                grammars.append(self._tag_grammar(tag, found))
+                notes += [(place, note) for note in found]
             except ValueError as error:
                 reasons[place] = str(error)
             if sum(map(len, grammars)) > MAX_TAGS_LENGTH:
@@ -214,6 +235,17 @@ class InputProcessor:
         if reasons:
             raise TagsError(reasons)
         return grammars
+
+    def _tag_grammar(self, tag: Tag, notes: list[str]) -> str:
+        if tag.grammar is not None:
+            name, grammar = tag.grammar
+            try:
+                return self._checked("", partial(text_grammar, name), grammar)
+            except ValueError as error:
+                if not tag.lenient:
+                    raise
+                notes.append(f"{name} may be any text, for its grammar: {error}")
+        return self._checked("", partial(json_grammar, notes=notes, lenient=tag.lenient), tag.schema)
 
     def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
         """The grammar of a value. `ValueError` begins with its name."""
@@ -264,7 +296,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """The engine's `max_model_len`: as set, else the model's own."""
+    """The engine's `max_model_len`: as set, else the model's own, which the engine shortens to what its KV cache holds."""
     if config.max_model_len is None:
         return spec.context_length
     if config.max_model_len > spec.context_length:

@@ -21,16 +21,19 @@ from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
+from engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from engine.config import EngineConfig
 from engine.core.batch import StepOutputs, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.errors import EngineDeadError
+from engine.errors import ConfigError, EngineDeadError
 from engine.flags import nearest, settings_of
 from engine.input_processor import InputProcessor
 from engine.output_collector import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -50,7 +53,8 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _BAR_SECONDS = 0.2
-_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} requests [{elapsed}<{remaining}{postfix}]"
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
+_OUTPUT_WEIGHT = 4  # a generated token takes about as long as so many tokens of a prompt
 
 
 class LLM:
@@ -67,11 +71,14 @@ class LLM:
             if name not in known:
                 raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
         self.config = EngineConfig(model=model, **settings)
-        self._input_processor = processor = InputProcessor.load(self.config)
+        if self.config.data_parallel_size > 1:
+            raise ConfigError("data_parallel_size must be 1 offline: replicas are the server's")
+        processor = InputProcessor.load(self.config)
         config, ends = processor.local(self.config), processor.eos_token_ids
         self._engine = Engine(
             config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress()
         )
+        self._input_processor = processor.with_context(self._engine.runner.max_model_len)
         self._ids = itertools.count()
         self._broken = False
         self._process = os.getpid()
@@ -165,6 +172,42 @@ class LLM:
             for job in jobs
         ]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to one prompt or many, in their order: `params.beam_width` of each, the best first.
+
+        `use_tqdm`: a progress bar for each step. All else as `generate`.
+        """
+        first = params.step_sampling()
+        jobs = self._jobs(several := _as_list(prompts), [first] * len(several), True, None)
+        ends, context = self._input_processor.eos_token_ids, self._input_processor.max_model_len
+        searches = []
+        for job in jobs:
+            fitting = replace(params, max_tokens=min(params.max_tokens, context - len(job.token_ids)))
+            searches.append(BeamSearch(len(job.token_ids), fitting, ends))
+        salts = [job.answers[0].request.cache_salt for job in jobs]
+        while unfinished := [index for index, search in enumerate(searches) if not search.is_over]:
+            asked: list[Prompt] = [
+                {"prompt_token_ids": jobs[index].token_ids + beam.token_ids, "cache_salt": salts[index]}
+                for index in unfinished
+                for beam in searches[index].beams
+            ]
+            steps = self._jobs(asked, [first] * len(asked), True, None)
+            self._run_all(steps, use_tqdm, "Beam search")
+            found = iter([logprobs for step in steps for logprobs in step.answers[0].logprobs or ()])
+            for index in unfinished:
+                searches[index].advance(list(itertools.islice(found, len(searches[index].beams))))
+        tokenizer = self._input_processor.tokenizer
+        return [
+            BeamSearchOutput([_sequence(job.token_ids, beam, params, tokenizer) for beam in search.best()])
+            for job, search in zip(jobs, searches, strict=True)
+        ]
+
     def get_tokenizer(self) -> Tokenizer:
         """`ValueError` with skip_tokenizer_init."""
         if self._input_processor.tokenizer is None:
@@ -244,10 +287,10 @@ class LLM:
         bar = None
         if use_tqdm:
             make = use_tqdm if callable(use_tqdm) else tqdm
-            bar = make(total=len(jobs), desc=title, bar_format=_BAR_FORMAT, dynamic_ncols=True)
+            bar = make(total=sum(map(_work, jobs)), desc=title, bar_format=_BAR_FORMAT, dynamic_ncols=True)
         try:
             with _interrupt_later() as interrupted:
-                self._run(jobs, bar, interrupted)
+                self._run(jobs, _Progress(bar, self._engine, len(jobs)), interrupted)
         finally:
             if bar is not None:
                 bar.close()
@@ -270,20 +313,21 @@ class LLM:
         request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority)
         request = self._input_processor.check(request)
         sampling = request.sampling
+        room = 0 if pooling is not None else self._input_processor.max_model_len - len(token_ids)
+        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         answers = []
         for index, own in enumerate(with_samples(sampling)):
             answer_id = request_id if sampling.n == 1 else f"{request_id}-{index}"
             collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
-            answers.append(_Answer(replace(request, request_id=answer_id, sampling=own), collector))
+            answers.append(_Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
         return _Job(request_id, text, token_ids, answers)
 
-    def _run(self, jobs: list[_Job], bar: Any, interrupted: list[int]) -> None:
+    def _run(self, jobs: list[_Job], progress: _Progress, interrupted: list[int]) -> None:
         """Answer all jobs. After an exception nothing of them is left in the engine."""
         engine = self._engine
         running: dict[str, tuple[_Job, _Answer]] = {}
         collectors: dict[str, OutputCollector] = {}  # of `running`
         with_stops: dict[str, OutputCollector] = {}  # those whose text must be looked at after every step
-        progress = _Progress(bar)
         generates = not any(answer.request.pooling for job in jobs for answer in job.answers)
         try:
             for job in jobs:
@@ -306,7 +350,7 @@ class LLM:
                         with_stops.pop(request_id, None)
                         if not answer.collector.finished:
                             engine.abort(request_id)
-                        progress.finish_one(job)
+                        progress.finish_one(job, answer)
                 progress.output_tokens += len(outputs.request_ids) + len(outputs.outputs) if generates else 0
                 progress.show(now)
                 if interrupted:
@@ -325,6 +369,12 @@ class LLM:
             self._broken = True
             raise
 
+    def _logprobs(self, answer: _Answer) -> list[dict[int, Logprob]] | None:
+        if answer.logprobs is None:
+            return None
+        ranked = not answer.request.sampling.logprob_token_ids
+        return logprobs_by_id(answer.token_ids, answer.logprobs, self._input_processor.tokenizer, ranked)
+
     def _result(self, job: _Job) -> RequestOutput:
         outputs = [
             CompletionOutput(
@@ -332,9 +382,7 @@ class LLM:
                 "".join(answer.text),
                 answer.token_ids,
                 sum(found.logprob for found in answer.logprobs) if answer.logprobs is not None else None,
-                logprobs_by_id(answer.token_ids, answer.logprobs, self._input_processor.tokenizer)
-                if answer.logprobs is not None
-                else None,
+                self._logprobs(answer),
                 answer.finish_reason,
                 answer.stop_reason,
             )
@@ -362,6 +410,7 @@ class _Answer:
 
     request: EngineRequest
     collector: OutputCollector
+    max_tokens: int  # at most so many are generated
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -396,34 +445,46 @@ class _Job:
     answers: list[_Answer]
 
 
-@dataclass(slots=True)
+def _work(job: _Job) -> int:
+    """What the answers to a prompt cost at most, in tokens of a prompt."""
+    return sum(len(job.token_ids) + _OUTPUT_WEIGHT * answer.max_tokens for answer in job.answers)
+
+
 class _Progress:
-    """What the bar shows: requests done, tokens a second."""
+    """The bar: the share of the work that is done, prefill included; requests done, tokens a second."""
 
-    bar: Any
-    finished: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    _start: float = field(default_factory=time.monotonic)
-    _shown: float = field(default_factory=time.monotonic)
+    def __init__(self, bar: Any, engine: Engine, num_requests: int) -> None:
+        self._bar, self._engine, self._num_requests = bar, engine, num_requests
+        self._finished = 0
+        self._spared = 0  # work of finished answers that came from the prefix cache or behind an early end
+        self.output_tokens = 0
+        self._before = engine.stats().prompt_tokens
+        self._start = self._shown = time.monotonic()
 
-    def finish_one(self, job: _Job) -> None:
+    def finish_one(self, job: _Job, answer: _Answer) -> None:
         """One more answer of `job` is complete; the job is when all are."""
-        if all(answer.finish_reason is not None for answer in job.answers):
-            self.finished += 1
-            self.prompt_tokens += len(job.token_ids)
+        self._spared += answer.num_cached_tokens + _OUTPUT_WEIGHT * (answer.max_tokens - len(answer.token_ids))
+        self._finished += all(answer.finish_reason is not None for answer in job.answers)
 
     def show(self, now: float | None) -> None:
         """`None`: for the last time."""
-        if self.bar is None or (now is not None and now - self._shown < _BAR_SECONDS):
+        if self._bar is None or (now is not None and now - self._shown < _BAR_SECONDS):
             return
+        complete = now is None and self._finished == self._num_requests
         now = now or time.monotonic()
         self._shown = now
         seconds = max(now - self._start, 1e-9)
-        speed = f"in {self.prompt_tokens / seconds:,.0f} tokens/s, out {self.output_tokens / seconds:,.0f} tokens/s"
-        self.bar.set_postfix_str(speed, refresh=False)
-        self.bar.update(self.finished - self.bar.n)
-        self.bar.refresh()
+        prompt_tokens = self._engine.stats().prompt_tokens - self._before
+        done = prompt_tokens + _OUTPUT_WEIGHT * self.output_tokens + self._spared
+        self._bar.set_postfix_str(
+            f"{self._finished}/{self._num_requests} requests, in {prompt_tokens / seconds:,.0f} tokens/s, "
+            f"out {self.output_tokens / seconds:,.0f} tokens/s",
+            refresh=False,
+        )
+        # What is preempted is computed twice.
+        shown = self._bar.total if complete else max(self._bar.n, min(done, self._bar.total - 1))
+        self._bar.update(shown - self._bar.n)
+        self._bar.refresh()
 
 
 @contextmanager
@@ -443,6 +504,21 @@ def _interrupt_later() -> Iterator[list[int]]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _sequence(
+    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchSequence:
+    ended = beam.finish_reason == "stop"
+    shown = beam.token_ids[:-1] if ended and not params.include_stop_str_in_output else beam.token_ids
+    return BeamSearchSequence(
+        prompt + shown,
+        beam.cumulative_logprob,
+        tokenizer.decode(prompt + shown) if tokenizer is not None else None,
+        logprobs_by_id(beam.token_ids, beam.logprobs, tokenizer),
+        beam.finish_reason,
+        beam.token_ids[-1] if ended else None,
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

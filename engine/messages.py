@@ -16,6 +16,7 @@ class Start(msgspec.Struct, tag=True):
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
+    replica: int = 0  # its index
 
 
 class Add(msgspec.Struct, tag=True):

@@ -7,7 +7,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.input_processor import context_length
-from engine.models.spec import ModelSpec
+from engine.models.spec import LatentSpec, ModelSpec
 from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import RunnerOptions
 
@@ -21,24 +21,42 @@ DTYPES = {
 }
 
 
-def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> RunnerOptions:
-    """The runner's options, nothing left open. `offline`: tuned for throughput. `ConfigError`: the device cannot do it."""
+def device_of(config: EngineConfig) -> Device:
+    """The device that the configuration asks for. `ConfigError`: it is not there."""
     try:
         device = find_device(config.device)
     except DeviceNotFoundError as error:
         raise ConfigError(str(error)) from None
+    size = config.num_ranks
+    is_local = device.is_accelerator and config.distributed_executor_backend == "mp"
+    if size > 1 and is_local and size > (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"the parallel sizes together must be at most {count}, the GPUs that PyTorch sees here, got {size}; with "
+            "distributed_executor_backend ray they may be those of several machines"
+        )
+    return device
+
+
+def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device: Device | None = None) -> RunnerOptions:
+    """The runner's options, nothing left open. `offline`: tuned for throughput. `device`: None: what `config` asks for.
+
+    `ConfigError`: the device is not there, or cannot do it.
+    """
+    device = device or device_of(config)
     if config.dtype != "auto":
         dtype = DTYPES[config.dtype]
     elif device.is_accelerator:
         dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
     else:
-        dtype = torch.float32
+        dtype = torch.bfloat16 if device.multiplies_bfloat16 and spec.dtype != "float32" else torch.float32
     fp8 = config.kv_cache_dtype != "auto"
     if fp8 and not device.supports_fp8_cache:
         raise ConfigError(
             f"kv_cache_dtype must be auto on this GPU, got {config.kv_cache_dtype!r}: fp8 needs compute capability 8.9 "
             f"(Ada, Hopper and later), and that of {device.name} is {'.'.join(map(str, device.capability or ()))}"
         )
+    if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
+        raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
     is_large = device.is_accelerator and device.memory().total >= LARGE_MEMORY
     return RunnerOptions(
         device=device,
@@ -46,6 +64,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         kv_dtype=torch.float8_e4m3fn if fp8 else dtype,
         calculate_kv_scales=config.calculate_kv_scales,
         max_model_len=context_length(config, spec),
+        shortens_context=config.max_model_len is None,
         max_num_seqs=config.max_num_seqs or (1024 if is_large else 256),
         max_num_batched_tokens=config.max_num_batched_tokens
         or (2048 if not device.is_accelerator else 16384 if offline else 8192),
@@ -56,11 +75,6 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool) -> Runn
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
-        num_ranks=_num_ranks(config.tensor_parallel_size, device),
+        num_ranks=config.tensor_parallel_size,
+        num_stages=config.pipeline_parallel_size,
     )
-
-
-def _num_ranks(size: int, device: Device) -> int:
-    if size > 1 and device.is_accelerator and size > (count := torch.cuda.device_count()):
-        raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs that PyTorch sees here, got {size}")
-    return size

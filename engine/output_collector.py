@@ -115,6 +115,25 @@ class EmbeddingRequestOutput:
     num_cached_tokens: int = 0
 
 
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the answers that a beam search has found."""
+
+    tokens: list[int]  # of the prompt and the answer
+    cum_logprob: float  # of the answer
+    text: str | None  # of `tokens`
+    logprobs: list[dict[int, Logprob]]  # for each token of the answer: itself and the most likely ones
+    finish_reason: str
+    stop_reason: int | None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search has found for a prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 class OutputReceiver(Protocol):
     """Takes the outputs of one request. `now`: monotonic seconds."""
 
@@ -245,17 +264,17 @@ def _wrap(seed: int) -> int:
 
 
 def logprobs_by_id(
-    token_ids: list[int], logprobs: list[TokenLogprobs], tokenizer: Tokenizer | None
+    token_ids: list[int], logprobs: list[TokenLogprobs], tokenizer: Tokenizer | None, ranked: bool = True
 ) -> list[dict[int, Logprob]]:
-    """For each token: id → `Logprob`, the sampled one first, then the most likely ones."""
+    """For each token: id → `Logprob`, the sampled one first, then the most likely ones; or others, not `ranked`."""
 
-    def entry(token_id: int, logprob: float, rank: int) -> Logprob:
+    def entry(token_id: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, tokenizer.token_text(token_id) if tokenizer is not None else None)
 
     positions = []
     for token_id, found in zip(token_ids, logprobs, strict=True):
         position = {token_id: entry(token_id, found.logprob, found.rank)}
         for rank, (top_id, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
-            position.setdefault(top_id, entry(top_id, logprob, rank))
+            position.setdefault(top_id, entry(top_id, logprob, rank if ranked else None))
         positions.append(position)
     return positions

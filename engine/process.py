@@ -1,6 +1,6 @@
 """The engine in a process of its own: commands in, one message per step out.
 
-Started as `python -m engine.process COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file. Its standard input
+Started by `python -m engine.process_main COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file. Its standard input
 is its lifeline: when that closes, the parent is gone, however it died, and this process ends at once.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import sys
 import time
@@ -30,6 +29,7 @@ from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, S
 from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.progress import TerminalProgress
+from engine.worker.cores import keep_to_one_node
 from engine.worker.lifeline import end_with_parent
 
 _log = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ class _Progress:
 
 
 def _start(start: Start, build: Callable[..., Any], progress: Progress = silent) -> tuple[Any, Event]:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))  # on a CPU the API process needs a core of its own
+    if start.config.device == "cpu" or not torch.cuda.is_available():
+        keep_to_one_node(start.replica)
     try:
         engine = build(start.config, eos_token_ids=start.eos_token_ids, progress=progress)
     except Exception as error:

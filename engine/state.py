@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 STARTING = ("starting", "downloading", "loading", "profiling", "compiling", "capturing")  # phases of a start
@@ -37,57 +37,28 @@ class EngineState:
         return self.phase == "ready"
 
 
-class StateHolder:
-    """Holds the present state for its one owner to change, and for anyone to wait for. Belongs to an event loop."""
+def combined(states: Sequence[EngineState], has_started: bool) -> EngineState:
+    """That of several replicas together. While they start for the first time: the one that is least far. From then on
+    requests are worked on while any of them is ready.
+    """
+    order = ("ready", "unresponsive", *reversed(STARTING), "restarting", "dead")
+    shown = min(states, key=lambda state: order.index(state.phase))
+    if not has_started:
+        shown = max(states, key=lambda state: order.index(state.phase))
+    latest = max(states, key=lambda state: (bool(state.reason), state.at))
+    return replace(shown, num_restarts=sum(state.num_restarts for state in states), reason=latest.reason)
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, expected_seconds: float | None = None) -> None:
-        """`expected_seconds`: that the first start takes, without download; None: not known."""
+
+class StateBoard:
+    """Shows the present state, for anyone to wait for the next one. Belongs to an event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = EngineState()
-        self._expected_seconds = expected_seconds
         self._clock = clock
-        self._start_began = self._phase_began = clock()
-        self.start_seconds: float | None = None  # that the last start took, without download; None: there was none
         self._waiters: set[asyncio.Future[None]] = set()
 
-    @property
-    def has_been_ready(self) -> bool:
-        return self.start_seconds is not None
-
-    def enter(self, phase: str, *, reason: str | None = None) -> None:
-        """Another phase. `reason`: why the process was lost."""
-        now, num_restarts = self._clock(), self.state.num_restarts
-        if self.state.phase == "downloading":
-            self._start_began += now - self._phase_began
-        if phase == "restarting":
-            self._start_began, num_restarts = now, num_restarts + 1
-        elif phase == "ready" and self.state.phase != "unresponsive":
-            self.start_seconds = now - self._start_began
-        self._phase_began = now
-        reason = self.state.reason if reason is None else reason
-        self._set(EngineState(phase, None, self._seconds_left(phase, None), num_restarts, reason))
-
-    def advance(self, phase: str, fraction: float | None) -> None:
-        """How much of a phase of starting is done. It is entered, if it is another one than before."""
-        if phase != self.state.phase:
-            self.enter(phase)
-        if fraction is not None:
-            self._set(replace(self.state, fraction=fraction, seconds_left=self._seconds_left(phase, fraction)))
-
-    def _seconds_left(self, phase: str, fraction: float | None) -> float | None:
-        if phase not in STARTING and phase != "restarting":
-            return None
-        now = self._clock()
-        if self.start_seconds is not None:
-            return max(self.start_seconds - (now - self._start_began), 0.0)
-        if phase != "downloading" and self._expected_seconds is not None:
-            left = self._expected_seconds - (now - self._start_began)
-            if left > 0:  # else it takes longer this time
-                return left
-        if not fraction:
-            return None
-        return (now - self._phase_began) * (1 - fraction) / fraction
-
-    def _set(self, state: EngineState) -> None:
+    def show(self, state: EngineState) -> None:
+        """This is the state from now on."""
         if state != self.state:
             self.state = replace(state, at=self._clock())
             for waiter in self._waiters:
@@ -105,3 +76,63 @@ class StateHolder:
             finally:
                 self._waiters.discard(waiter)
         return self.state
+
+
+class StateHolder(StateBoard):
+    """The state of one engine, which its one owner changes."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        expected_seconds: float | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`expected_seconds`: that the first start takes, without download; None: not known. `changed`: called after each
+        change.
+        """
+        super().__init__(clock)
+        self._expected_seconds, self._changed = expected_seconds, changed
+        self._start_began = self._phase_began = clock()
+        self.start_seconds: float | None = None  # that the last start took, without download; None: there was none
+
+    @property
+    def has_been_ready(self) -> bool:
+        return self.start_seconds is not None
+
+    def enter(self, phase: str, *, reason: str | None = None) -> None:
+        """Another phase. `reason`: why the process was lost."""
+        now, num_restarts = self._clock(), self.state.num_restarts
+        if self.state.phase == "downloading":
+            self._start_began += now - self._phase_began
+        if phase == "restarting":
+            self._start_began, num_restarts = now, num_restarts + 1
+        elif phase == "ready" and self.state.phase != "unresponsive":
+            self.start_seconds = now - self._start_began
+        self._phase_began = now
+        reason = self.state.reason if reason is None else reason
+        self.show(EngineState(phase, None, self._seconds_left(phase, None), num_restarts, reason))
+
+    def advance(self, phase: str, fraction: float | None) -> None:
+        """How much of a phase of starting is done. It is entered, if it is another one than before."""
+        if phase != self.state.phase:
+            self.enter(phase)
+        if fraction is not None:
+            self.show(replace(self.state, fraction=fraction, seconds_left=self._seconds_left(phase, fraction)))
+
+    def _seconds_left(self, phase: str, fraction: float | None) -> float | None:
+        if phase not in STARTING and phase != "restarting":
+            return None
+        now = self._clock()
+        if self.start_seconds is not None:
+            return max(self.start_seconds - (now - self._start_began), 0.0)
+        if phase != "downloading" and self._expected_seconds is not None:
+            left = self._expected_seconds - (now - self._start_began)
+            if left > 0:  # else it takes longer this time
+                return left
+        if not fraction:
+            return None
+        return (now - self._phase_began) * (1 - fraction) / fraction
+
+    def show(self, state: EngineState) -> None:
+        super().show(state)
+        self._changed()

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.engine_process import EngineProcess
+from engine.engine_process import EXIT_SECONDS, EngineProcess
 from engine.errors import EngineError
-from engine.messages import Command, Failed, Ready, Start, Starting, Step, decode_event
+from engine.messages import Command, Failed, Ready, Shutdown, Start, Starting, Step, decode_event
 from engine.state import StateHolder
 
 _log = logging.getLogger(__name__)
@@ -80,13 +80,22 @@ class Supervisor:
     """One engine process after the other, for one owner. Belongs to an event loop; `process` is the present one."""
 
     def __init__(
-        self, process: EngineProcess, owner: Owner, states: StateHolder, policy: RestartPolicy, watchdog_timeout: float
+        self,
+        make_process: Callable[[], EngineProcess],
+        owner: Owner,
+        states: StateHolder,
+        policy: RestartPolicy,
+        watchdog_timeout: float,
     ) -> None:
-        """`watchdog_timeout`: seconds without a sign of life after which a process is killed; 0: it is not watched."""
-        self.process = process
+        """The first process is made now. `watchdog_timeout`: seconds without a sign of life after which a process is killed;
+        0: it is not watched.
+        """
+        self._make_process = make_process
+        self.process = make_process()
         self._owner, self._states, self._policy = owner, states, policy
         self.watchdog_timeout = watchdog_timeout
         self._takes_commands = False
+        self._restart_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def send(self, command: Command) -> bool:
         """Send a command to the process; false, and it is not sent, while there is none that takes commands."""
@@ -100,8 +109,12 @@ class Supervisor:
             reason = await self._run_process(start)
             if not self._states.has_been_ready:
                 raise EngineError(reason)
-            _log.critical("the engine process was lost: %s", reason)
-            delay = self._policy.next_delay()
+            delay: float | None = 0.0
+            if self._restart_asked.done():
+                self._restart_asked = asyncio.get_running_loop().create_future()
+            else:
+                _log.critical("the engine process was lost: %s", reason)
+                delay = self._policy.next_delay()
             if delay is None:
                 if self._policy.most:
                     _log.critical("%d restarts in %.0f minutes: no more", self._policy.most, WINDOW_SECONDS / 60)
@@ -110,7 +123,12 @@ class Supervisor:
             self._owner.lost(reason)
             _log.warning("the engine process is started again%s", f" in {delay:.0f} s" if delay else "")
             await asyncio.sleep(delay)
-            self.process = EngineProcess()
+            self.process = self._make_process()
+
+    def restart(self, reason: str) -> None:
+        """Let the process, which takes commands, end in good order, and start another one."""
+        if self._takes_commands and not self._restart_asked.done():
+            self._restart_asked.set_result(reason)
 
     def close(self) -> None:
         """End the process, and wait for that."""
@@ -124,11 +142,15 @@ class Supervisor:
         reader = asyncio.create_task(self._read(process))
         watch = asyncio.create_task(self._watch(process))
         try:
-            await asyncio.wait({reader, watch, process.exited}, return_when=asyncio.FIRST_COMPLETED)
+            asked = self._restart_asked
+            await asyncio.wait({reader, watch, process.exited, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                process.send(Shutdown())
+                await asyncio.wait({process.exited}, timeout=EXIT_SECONDS)
             if process.exited.done():
                 await asyncio.wait({reader}, timeout=DRAIN_SECONDS)
             self._takes_commands = False
-            reasons = [task.result() for task in (reader, watch) if task.done()]
+            reasons = [task.result() for task in (asked, reader, watch) if task.done()]
             process.kill()
             how = await process.exited
         finally:
@@ -163,19 +185,23 @@ class Supervisor:
                     return reason
 
     async def _watch(self, process: EngineProcess) -> str:
-        """Look at the heartbeat, until it has been silent for too long."""
+        """Look for signs of life, until there have been none for too long: the heartbeat once the process takes commands, until
+        then its use of the CPU.
+        """
         watchdog = Watchdog()
         while True:
             timeout = self.watchdog_timeout
             interval = min(timeout / 8, MAX_LOOK_SECONDS) if timeout else 3600.0
             await asyncio.sleep(interval)
-            if not (timeout and self._takes_commands):
+            count = process.heartbeat.read() if self._takes_commands else process.cpu_ticks()
+            if not timeout or count is None:
                 continue
-            silent = watchdog.look(process.heartbeat.read(), interval)
+            silent = watchdog.look(count, interval)
             is_silent = silent >= timeout / 2
             if silent >= timeout:
-                return f"the engine process gave no sign of life for {timeout:.0f} s (--engine-watchdog-timeout)"
-            if is_silent != (self._states.state.phase == "unresponsive"):
+                seconds = f"{timeout:.0f} s{self._moment()} (--engine-watchdog-timeout)"
+                return f"the engine process gave no sign of life for {seconds}"
+            if self._takes_commands and is_silent != (self._states.state.phase == "unresponsive"):
                 if is_silent:
                     _log.error("the engine process has given no sign of life for %.0f s", silent)
                 self._states.enter("unresponsive" if is_silent else "ready")

@@ -13,9 +13,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from kernels import reference
+from kernels.block_sparse import BlockSparse as BlockSparse
+from kernels.moe import ExpertActivation as ExpertActivation
+from kernels.moe import Router as Router
 from kernels.plan import FEW_SEQS as FEW_SEQS
 from kernels.plan import DecodePlan as DecodePlan
+from kernels.plan import latent_tile_queries as latent_tile_queries
 from kernels.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.plan import prefill_tile_queries as prefill_tile_queries
 from kernels.quantized_weight import Kind as Kind
@@ -31,14 +37,21 @@ R = TypeVar("R")
 
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
-        "kernels.cpu.attention": ("paged_attention_decode", "paged_attention_prefill"),
+        "kernels.cpu.elementwise": ("add_scaled", "gelu_and_mul", "scale"),
+        "kernels.cpu.moe": ("experts",),
         "kernels.cpu.matmul": ("pack_weight", "linear", "linear_add", "norm_linear", "norm_swiglu"),
+        "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
+        "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
+        "kernels.cpu.step": ("embedding", "likeliest", "prepare_step"),
     },
     "cuda": {
         "kernels.triton.activation": ("gelu_and_mul", "silu_and_mul"),
         "kernels.triton.attention_decode": ("paged_attention_decode", "plan_decode"),
         "kernels.triton.attention_prefill": ("paged_attention_prefill",),
+        "kernels.triton.latent": ("absorb_and_store", "latent_attention_decode", "latent_attention_prefill"),
         "kernels.triton.kv_cache": ("store_kv",),
+        "kernels.triton.moe": ("experts",),
+        "kernels.triton.router": ("route", "norm_route"),
         "kernels.triton.matmul": ("linear", "linear_add", "norm_linear", "norm_swiglu"),
         "kernels.triton.quantized": ("dequantize", "quantize_rows"),
         "kernels.triton.norm": ("rms_norm", "add_rms_norm"),
@@ -90,17 +103,28 @@ rms_norm = _dispatched(reference.rms_norm)
 add_rms_norm = _dispatched(reference.add_rms_norm)
 silu_and_mul = _dispatched(reference.silu_and_mul)
 gelu_and_mul = _dispatched(reference.gelu_and_mul)
+add_scaled = _dispatched(reference.add_scaled)
+scale = _dispatched(reference.scale)
 pack_weight = _dispatched(reference.pack_weight)
 dequantize = _dispatched(reference.dequantize)
+quantize_groups = _dispatched(reference.quantize_groups)
 quantize_rows = _dispatched(reference.quantize_rows)
 linear = _dispatched(reference.linear)
 linear_add = _dispatched(reference.linear_add)
 norm_linear = _dispatched(reference.norm_linear)
 norm_swiglu = _dispatched(reference.norm_swiglu)
+route = _dispatched(reference.route)
+norm_route = _dispatched(reference.norm_route)
+experts = _dispatched(reference.experts)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
 paged_attention_decode = _dispatched(reference.paged_attention_decode)
 paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
+embedding = _dispatched(reference.embedding)
+likeliest = _dispatched(reference.likeliest)
+absorb_and_store = _dispatched(reference.absorb_and_store)
+latent_attention_decode = _dispatched(reference.latent_attention_decode)
+latent_attention_prefill = _dispatched(reference.latent_attention_prefill)
 mark_faults = _dispatched(reference.mark_faults)
 mask_logits = _dispatched(reference.mask_logits)
 sample = _dispatched(reference.sample)
@@ -109,6 +133,27 @@ random_bits = _dispatched(reference.random_bits)
 token_logprobs = _dispatched(reference.token_logprobs)
 prepare_step = _dispatched(reference.prepare_step)
 plan_decode = _dispatched(reference.plan_decode)
+
+
+def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:
+    """See `kernels.cpu.step.record`."""
+    result: tuple[R, Callable[[], None] | None] = importlib.import_module("kernels.cpu.step").record(work)
+    return result
+
+
+def attention_backend(device: torch.device) -> str:
+    """What computes attention there, for people."""
+    if device.type == "cuda":
+        return "Triton and Gluon" if torch.cuda.get_device_capability(device)[0] == 9 else "Triton"
+    return "C++" if importlib.import_module("kernels.cpu.library").library() is not None else "PyTorch"
+
+
+def num_threads(device: torch.device) -> int:
+    """That compute together there; 0 where they are not the CPU's."""
+    if device.type != "cpu":
+        return 0
+    native = importlib.import_module("kernels.cpu.library").library()
+    return int(native.num_threads) if native is not None else torch.get_num_threads()
 
 
 def compiling_only() -> AbstractContextManager[None]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.block_sparse import BlockSparse
+
 FEW_SEQS = (2, 16)  # decode steps of up to so many sequences have plans of their own
 
 
@@ -16,7 +18,8 @@ class DecodePlan:
     """The work map of a step and the workspace of its layers. `P` programs, `G` query heads for each KV head.
 
     The work is a line of tiles of `tile` keys: for each sequence, for each KV head, those that the context or, with a window,
-    its newest `window` keys touch. A layer without that window must not use the plan.
+    its newest `window` keys touch. A layer without that window, or
+    of another sparsity, must not use the plan.
     """
 
     tile: int  # keys in a tile
@@ -35,6 +38,11 @@ class DecodePlan:
     min_tiles: int = 2  # of a program: below, merging costs more than it spreads
     # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.
     fan_in: int = 8
+    sparse: BlockSparse | None = None  # only the tiles that its heads see are counted
+
+    @property
+    def group(self) -> int:
+        return self.partial_out.shape[2]
 
     @property
     def max_seqs(self) -> int:
@@ -51,6 +59,7 @@ class DecodePlan:
         num_programs: int = 0,
         kv_dtype: torch.dtype = torch.bfloat16,
         window: int = 0,
+        sparse: BlockSparse | None = None,
     ) -> DecodePlan:
         """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy.
 
@@ -60,11 +69,13 @@ class DecodePlan:
         fp8 = kv_dtype.itemsize == 1
         tile, num_warps, num_stages, min_tiles = 64, 2, 2, 2
         if head_dim * kv_dtype.itemsize > 256:  # twice the tile would not fit into the shared memory of smaller GPUs
-            tile, num_warps, num_stages = 32, 1, 3
+            tile = 32
         elif max_seqs <= FEW_SEQS[0] and not fp8:
             tile, num_warps, min_tiles = 32, 1, 1
         elif max_seqs > FEW_SEQS[1] and fp8 and head_dim <= 128:
             tile = 128
+        if sparse is not None:
+            tile = min(tile, sparse.block)
         if not num_programs:
             num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
@@ -87,6 +98,7 @@ class DecodePlan:
             partial_stats=float32(num_programs, 2, 2, group),
             arrivals=int32(max_seqs * num_kv_heads),
             group_arrivals=int32(2 * num_programs),
+            sparse=sparse,
         )
 
 
@@ -99,12 +111,27 @@ def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype
 def prefill_query_rows(group: int) -> int:
     """A query's rows in a tile: its heads; on Hopper padded to 2^n, which that kernel needs, if that adds at most a third."""
     filled = 1 << (group - 1).bit_length()
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return filled if hopper and 4 * group >= 3 * filled else group
+    return filled if _on_hopper() and 4 * group >= 3 * filled else group
 
 
 def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:
-    return 64 if dtype == torch.float32 or head_dim > 128 else 128
+    """Rows of a tile."""
+    return 64 if dtype == torch.float32 or (head_dim > 128 and not _on_hopper()) else 128
+
+
+@functools.cache
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def latent_tile_rows(dtype: torch.dtype) -> int:
+    """(query, head) pairs in a tile of latent attention: as many as shared memory has room for."""
+    return 16 if dtype == torch.float32 else 64
+
+
+def latent_tile_queries(num_heads: int, dtype: torch.dtype) -> int:
+    """As `prefill_tile_queries`, of latent attention."""
+    return max(latent_tile_rows(dtype) // num_heads, 1)
 
 
 def make_prefill_tiles(query_lens: list[int], context_lens: list[int], tile_queries: int) -> list[tuple[int, int]]:

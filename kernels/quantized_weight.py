@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 Kind: TypeAlias = Literal["e4m3", "int8", "int4", "e2m1"]
@@ -15,6 +17,8 @@ class QuantizedWeight:
     """W [N, K]: W[n, order[k]] = (value[n, k] - zero[n, k // group]) · scale[n // rows, k // group] · factor[n].
 
     `kind` says what a code's value is: e4m3 and int8, itself; int4, the code less 8; e2m1, ± 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+    A stack of E such matrices, those of experts, is one object whose tensors all begin with that dimension; `stack[e]` is
+    a matrix, whose tensors are views.
     """
 
     kind: Kind
@@ -30,8 +34,16 @@ class QuantizedWeight:
     rounds_activations: bool = False  # products may round x to codes of this kind with a scale for each token
 
     @property
+    def is_cpu(self) -> bool:
+        return self.codes.is_cpu
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
     def num_channels(self) -> int:
-        return self.codes.shape[1] * (2 if self.kind in ("int4", "e2m1") else 1)
+        return self.codes.shape[-1] * (2 if self.kind in ("int4", "e2m1") else 1)
 
     @property
     def nbytes(self) -> int:
@@ -40,8 +52,21 @@ class QuantizedWeight:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """The number of rows, of a stack that of matrices."""
         return len(self.codes)
+
+    @staticmethod
+    def stack(matrices: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """A stack of equally formed matrices, copied."""
+        parts = ((field.name, [getattr(matrix, field.name) for matrix in matrices]) for field in fields(matrices[0]))
+        stacks: dict[str, Any] = {name: torch.stack(part) for name, part in parts if isinstance(part[0], Tensor)}
+        return replace(matrices[0], **stacks)
+
+    def __getitem__(self, index: int) -> QuantizedWeight:
+        """One matrix of a stack."""
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        views: dict[str, Any] = {name: part[index] for name, part in parts if isinstance(part, Tensor)}
+        return replace(self, **views)
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight

@@ -17,7 +17,7 @@ from server.http.errors import ErrorBody
 class OwnErrors:
     """The shape of errors of an API whose clients do not read OpenAI's."""
 
-    below: str  # the path of the endpoints
+    below: tuple[str, ...]  # paths: their endpoints and those below
     body: ErrorBody
     name: str  # of the schema
     schema: dict[str, Any]

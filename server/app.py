@@ -14,21 +14,21 @@ from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 import engine as quire
-from server import anthropic, service
+from server import anthropic, ollama, service
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
 from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
-from server.http.middleware import RequestMiddleware
+from server.http.middleware import RequestMiddleware, TurnsMiddleware
 from server.http.rate_limits import RateLimitMiddleware, RateLimits
 from server.http.reading import Bodies, StrictJSONRoute
 from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.observability.readiness import Readiness
 from server.observability.server_metrics import ServerMetrics
-from server.openai import chat, completions, embeddings, models, responses
+from server.openai import chat, completions, embeddings, generate, models, not_served, responses, scores
 from server.openai.errors import error_body
 from server.settings import ServerConfig
 from server.starting import add_starting_routes
@@ -40,10 +40,14 @@ STATIC = Path(__file__).resolve().parent / "static"
 APIS = (
     chat.api,
     completions.api,
+    generate.api,
     responses.api,
     anthropic.api,
+    ollama.api,
     embeddings.api,
+    scores.api,
     models.api,
+    not_served.api,
     service.api,
 )
 
@@ -80,11 +84,9 @@ def create_app(
     metrics = Metrics(
         server_metrics.registry,
         names[0],
-        lambda: engine.stats,
-        engine.step_tokens,
+        engine.replicas,
         max_model_len=engine.max_model_len,
         block_size=engine.block_size,
-        num_blocks=engine.num_blocks,
         cache_dtype=kv_cache_dtype,
     )
     workers = Workers()
@@ -93,19 +95,15 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(server_metrics.lag.watch())]
-        if log_stats:
-            log = log_statistics(lambda: engine.stats, settings.log_stats_interval)
-            tasks.append(asyncio.create_task(log))
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            workers.close()
-            model.close()
-            if traces is not None:
-                await traces.close()
+        log_interval = settings.log_stats_interval if log_stats else None
+        async with _background_tasks(engine, server_metrics, log_interval):
+            try:
+                yield
+            finally:
+                workers.close()
+                model.close()
+                if traces is not None:
+                    await traces.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
@@ -122,6 +120,21 @@ def create_app(
 
     app.mount("/static", PageFiles(directory=STATIC), name="static")
     return app
+
+
+@contextlib.asynccontextmanager
+async def _background_tasks(
+    engine: EngineClient, server_metrics: ServerMetrics, log_interval: float | None
+) -> AsyncIterator[None]:
+    """`log_interval`: seconds between two lines of statistics; None: there are none."""
+    tasks = [asyncio.create_task(server_metrics.lag.watch())]
+    if log_interval is not None:
+        tasks.append(asyncio.create_task(log_statistics(lambda: engine.stats, log_interval)))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def create_starting_app(settings: ServerConfig, readiness: Readiness, server_metrics: ServerMetrics) -> FastAPI:
@@ -148,9 +161,10 @@ def _add_middleware(
     rate_limits: RateLimits | None = None,
 ) -> None:
     """From the innermost to the outermost, and what makes responses of errors."""
-    own_errors = {api.errors.below: api.errors.body for api in APIS if api.errors is not None}
+    own_errors = {path: api.errors.body for api in APIS if api.errors is not None for path in api.errors.below}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
+    app.add_middleware(TurnsMiddleware)
     if (keys := settings.read_keys()) is not None:
         if rate_limits is not None:
             app.add_middleware(RateLimitMiddleware, limits=rate_limits, formats=formats)

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -37,9 +38,21 @@ _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
 _LABELS = ("model_name", "engine")
-_ENGINE = "0"  # there is one
+_ALL = "0"  # the engine of what is counted for all replicas together
 
 Stats = Callable[[], SchedulerStats | None]
+
+
+class ReplicaClient(Protocol):
+    """One engine process as the server sees it: `engine.replica.Replica`."""
+
+    stats: SchedulerStats | None  # the newest; None while it is not ready
+    step_tokens: StepTokens
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
 
 
 class HTTPMetrics:
@@ -69,19 +82,16 @@ class Metrics:
         self,
         registry: CollectorRegistry,
         model_name: str,
-        stats: Stats,
-        step_tokens: StepTokens,
+        replicas: Sequence[ReplicaClient],
         *,
         max_model_len: int,
         block_size: int,
-        num_blocks: int,
         cache_dtype: str = "auto",
     ) -> None:
-        """`stats`: the engine's newest statistics; None before its first step. `step_tokens`: of its steps."""
+        """`replicas`: whose own numbers are labelled with their index; what is known of requests is of all together."""
         self.registry = registry
-        self._labels = (model_name, _ENGINE)
-        cache = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": cache_dtype}
-        self.registry.register(_EngineCollector(stats, step_tokens, self._labels, cache))
+        self._labels = (model_name, _ALL)
+        self.registry.register(_EngineCollector(replicas, model_name, str(block_size), cache_dtype))
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have begun")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
@@ -238,52 +248,71 @@ class TokenTimes(Collector):
 
 
 class _EngineCollector(Collector):
-    """The engine's own numbers, at the moment of looking."""
+    """The replicas' own numbers, at the moment of looking."""
 
-    def __init__(self, stats: Stats, step_tokens: StepTokens, labels: tuple[str, str], cache: dict[str, str]) -> None:
-        self._stats, self._step_tokens, self._labels, self._cache = stats, step_tokens, labels, cache
+    def __init__(self, replicas: Sequence[ReplicaClient], model_name: str, block_size: str, cache_dtype: str) -> None:
+        self._replicas, self._model_name = replicas, model_name
+        self._block_size, self._cache_dtype = block_size, cache_dtype
 
     def collect(self) -> Iterator[Metric]:
-        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings", labels=("engine", *self._cache))
-        info.add_metric((_ENGINE, *self._cache.values()), 1)
-        yield info
-        help, steps = "Tokens that a step computes: prompt tokens and generated ones", self._step_tokens
-        yield _histogram("vllm:iteration_tokens_total", help, self._labels, BOUNDS, steps.counts, steps.total)
-        stats = self._stats()
-        if stats is None:
+        names = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings", labels=names)
+        help = "Tokens that a step computes: prompt tokens and generated ones"
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", help, labels=_LABELS)
+        for engine, replica in enumerate(self._replicas):
+            info.add_metric((str(engine), self._block_size, str(replica.num_blocks), self._cache_dtype), 1)
+            seen = replica.step_tokens
+            steps.add_metric((self._model_name, str(engine)), _buckets(BOUNDS, seen.counts), seen.total)
+        yield from (info, steps)
+        yield from self._of_stats()
+
+    def _of_stats(self) -> Iterator[Metric]:
+        """What the replicas that are ready have said last."""
+        known = [(str(i), stats) for i, each in enumerate(self._replicas) if (stats := each.stats) is not None]
+        if not known:
             return
         help = "Requests that wait, for blocks (capacity) or for their grammars (deferred)"
         reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", help, labels=(*_LABELS, "reason"))
-        reasons.add_metric((*self._labels, "capacity"), stats.num_waiting)
-        reasons.add_metric((*self._labels, "deferred"), stats.num_deferred)
+        for engine, stats in known:
+            reasons.add_metric((self._model_name, engine, "capacity"), stats.num_waiting)
+            reasons.add_metric((self._model_name, engine, "deferred"), stats.num_deferred)
         yield reasons
-        gauges = [
-            ("num_requests_running", "Requests in the engine's batch", stats.num_running),
-            ("num_requests_waiting", "Requests that wait for the engine", stats.num_waiting + stats.num_deferred),
-            ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", stats.kv_cache_usage),
-        ]
-        counters = [
-            ("num_preemptions", "Preemptions", stats.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
-            ("generation_tokens", "Tokens generated", stats.generation_tokens),
-            ("corrupted_requests", "Requests ended by NaN or infinity in their logits", stats.num_corrupted),
-        ]
-        for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, help, value in rows:
                 metric = family(f"vllm:{name}", help, labels=_LABELS)
-                metric.add_metric(self._labels, value)
+                for engine, stats in known:
+                    metric.add_metric((self._model_name, engine), value(stats))
                 yield metric
+
+
+_Row = tuple[str, str, Callable[[SchedulerStats], float]]
+_GAUGES: Sequence[_Row] = [
+    ("num_requests_running", "Requests in the engine's batch", lambda stats: stats.num_running),
+    ("num_requests_waiting", "Requests that wait for the engine", lambda stats: stats.num_waiting + stats.num_deferred),
+    ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", lambda stats: stats.kv_cache_usage),
+]
+_COUNTERS: Sequence[_Row] = [
+    ("num_preemptions", "Preemptions", lambda stats: stats.num_preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda stats: stats.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
+    ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens),
+    ("corrupted_requests", "Requests ended by NaN or infinity in their logits", lambda stats: stats.num_corrupted),
+]
 
 
 def _histogram(
     name: str, help: str, labels: tuple[str, str], bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> HistogramMetricFamily:
-    """`counts`: of the values up to each of `bounds` but beyond the one before, and of those beyond all."""
+    """`counts`: see `_buckets`."""
     metric = HistogramMetricFamily(name, help, labels=_LABELS)
-    names = [floatToGoString(bound) for bound in (*bounds, math.inf)]
-    metric.add_metric(labels, list(zip(names, itertools.accumulate(counts), strict=True)), total)
+    metric.add_metric(labels, _buckets(bounds, counts), total)
     return metric
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """`counts`: of the values up to each of `bounds` but beyond the one before, and of those beyond all."""
+    names = [floatToGoString(bound) for bound in (*bounds, math.inf)]
+    return list(zip(names, itertools.accumulate(counts), strict=True))
 
 
 def _one_two_five(most: int) -> list[float]:

@@ -119,7 +119,7 @@ class ServerConfig:
     )
     record_trace: str | None = flag(
         None,
-        "record the traffic for `quire bench serve --replay`: times, lengths and equal prefixes, nothing else",
+        "record the traffic for `quire bench serve --replay FILE`: times, lengths and equal prefixes, nothing else",
         metavar="FILE",
     )
     log_format: str = flag("text", "form of the log's lines", choices=FORMATS)

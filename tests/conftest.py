@@ -44,9 +44,24 @@ def make_model() -> Callable[[Path], Path]:
     return write_model
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--experts", action="store_true", help="the tiny model of tests is a mixture of experts")
+
+
 @pytest.fixture(scope="session")
-def tiny_model(make_model: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_model import write_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return write_model(folder, experts=request.config.getoption("--experts"))
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts."""
+    from tests.support.tiny_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "experts", experts=True)
 
 
 @pytest.fixture

@@ -22,7 +22,13 @@ CONTRACT = {
     "engine.core.sampling_params",
     "engine.core.structured_outputs",
 }  # between policy and mechanism
-ENGINE_FACE = {"engine", "engine.text", "engine.models.errors", "engine.core.parameters"} | CONTRACT  # for the server
+ENGINE_FACE = {
+    "engine",
+    "engine.text",
+    "engine.models.errors",
+    "engine.models.classifier",
+    "engine.core.parameters",
+} | CONTRACT  # for the server
 NEUTRAL = {
     "server.http",
     "server.parsing",
@@ -30,22 +36,40 @@ NEUTRAL = {
     "server.metrics",
     "server.observability",
 }  # no API's spelling
-SERVER = {"server", "server.cli", "server.commands.bench", "server.openai", "server.anthropic"} | NEUTRAL | ENGINE_FACE
+APIS = {"server.openai", "server.anthropic", "server.ollama"}
+SERVER = {"server", "server.cli", "server.commands.bench"} | APIS | NEUTRAL | ENGINE_FACE
 ALLOWED = {
     "kernels": {"kernels"},
     "engine.models": {"engine.models", "engine.one_line", "kernels"},
     "engine.worker": {"engine.worker", "engine.models", "kernels"} | CONTRACT,
     "engine.core": {"engine.core"},
     "engine.text": {"engine.text", "engine.one_line"},
-    "engine.structured": {"engine.structured", "engine.core.structured_outputs", "engine.fair_executor"},
+    "engine.structured": {
+        "engine.structured",
+        "engine.core.structured_outputs",
+        "engine.fair_executor",
+        "engine.memory",
+    },
     "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
     "server": SERVER,
-    "server.http": {"server.http", "server.metrics", "engine.fair_executor", "engine.log"},
+    "server.http": {
+        "server.http",
+        "server.metrics",
+        "engine.fair_executor",
+        "engine.log",
+        "engine.memory",
+        "engine.turns",
+    },
     "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
     "server.parsing": {"server.parsing", "engine.core.structured_outputs"},
     "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,
     "server.openai": {"server.openai", "server.api", "server.docs.endpoint"} | NEUTRAL | ENGINE_FACE,
     "server.anthropic": {"server.anthropic", "server.api", "server.docs.endpoint"} | NEUTRAL | ENGINE_FACE,
+    "server.ollama": {"server.ollama", "server.api", "server.docs.endpoint"}
+    | {"server.openai.conversation", "server.openai.logprobs"}  # it has OpenAI's tools and log-probabilities
+    | NEUTRAL
+    | ENGINE_FACE,
+    "server.ray": SERVER | {"server.ray", "engine.core.routing"},
     "server.cli": SERVER | {"benchmarks"},
     "server.commands.bench": SERVER | {"benchmarks"},
     "benchmarks": {"benchmarks", "server", "server.cli", "engine", "kernels"}

@@ -27,7 +27,7 @@ WORDS = {
     r"(?i)\brehears\w*": "dummy run, warm-up",
     r"(?i)\bnews\b": "outputs",
     r"(?i)\blast[ _]words?(?![a-z])": "final output",
-    r"(?i)\b_?constrain(?:s|ed|ing)?\b": "guide, guided by a grammar",
+    r"(?i)(?<!<\|)\b_?constrain(?:s|ed|ing)?\b": "guide, guided by a grammar",
     r"\bMatching\b": "GrammarManager",
     r"\bFrontend\b|(?i:\bfront[ -]?ends?\b)": "InputProcessor, input processor, API process",
     r"\bOutputStream\b": "OutputCollector",

@@ -26,27 +26,35 @@ FLOODER, OTHER = "flooder", "other"
 
 @dataclass(frozen=True)
 class Device:
-    """How long steps take, in seconds, and the engine's defaults there."""
+    """How long steps take, in seconds, as measured, and the engine's defaults there.
+
+    A GPU reads the weights while it computes few tokens; a CPU does both one after the other.
+    """
 
     name: str
-    step: float
-    decode: float  # for each request that computes one token
-    prefill: float  # for each token of longer ones
+    step: float  # a step of one token
+    prefill_step: float  # at least, with a prompt in it, which runs without a CUDA graph
+    token: float  # for each token
+    decode: float  # and for each request that computes one token
     max_num_seqs: int
     max_num_batched_tokens: int
-    waits: bool = False  # launching a step takes as long as the step: the engine's loop is not ahead of the device
+    is_cpu: bool = False  # the engine's loop is not ahead: launching a step takes as long as the step
     num_blocks: int = 100_000
+    server: float = 6e-3  # seconds of a request outside of the engine
 
     def seconds(self, output: SchedulerOutput) -> float:
         batch = output.batch
-        num_longer = batch.total_num_tokens - batch.num_decodes
-        return self.step + self.decode * batch.num_decodes + self.prefill * num_longer
+        step = self.step if batch.num_decodes == len(batch) else self.prefill_step
+        tokens = self.token * batch.total_num_tokens
+        return self.decode * batch.num_decodes + (step + tokens if self.is_cpu else max(step, tokens))
 
 
 DEVICES = (
-    Device("bundled model, 2 CPU cores", 3.4e-3, 0.2e-3, 0.12e-3, 64, 512, waits=True),
-    Device("0.6B, H200", 2.5e-3, 8e-6, 5e-6, 1024, 8192),
-    Device("8B, H200", 7e-3, 15e-6, 20e-6, 1024, 8192),
+    Device("bundled model, CPU", 1e-3, 1e-3, 66e-6, 78e-6, 256, 2048, is_cpu=True),
+    Device("the same, fewer rows", 1e-3, 1e-3, 66e-6, 78e-6, 64, 512, is_cpu=True),
+    Device("Llama of 100M, CPU", 6e-3, 6e-3, 450e-6, 220e-6, 256, 2048, is_cpu=True),
+    Device("Qwen3 0.6B, H200", 0.9e-3, 2.5e-3, 2.4e-6, 14e-6, 1024, 8192),
+    Device("Llama 3.1 8B, H200", 4.4e-3, 6e-3, 23.6e-6, 32e-6, 1024, 8192),
 )
 
 
@@ -71,9 +79,11 @@ class Simulation:
         """`fair`: the two are different owners."""
         self.device, self._flood, self._fair, self._end = device, flood, fair, seconds
         self.scheduler = Scheduler(
-            device.num_blocks, BLOCK_SIZE, device.max_num_seqs, device.max_num_batched_tokens, 2048
-        )
+            device.num_blocks, BLOCK_SIZE, device.max_num_seqs, device.max_num_batched_tokens, 2048,
+            clock=lambda: self._now,
+        )  # fmt: skip
         self._dice = random.Random(0)
+        self._now = 0.0
         self._num_requests = self._num_flooding = 0
         self._sent: dict[str, float] = {}
         self._arrivals = [i + self._dice.random() / 10 for i in range(seconds)]
@@ -81,21 +91,21 @@ class Simulation:
         self.num_tokens = 0  # of prompts and answers, of both
 
     def run(self) -> Simulation:
-        """One step ahead, as the engine runs: a request meets the step that is planned after the one at work."""
-        now, in_flight = 0.0, None
-        while now < self._end:
+        """As the engine runs: one step ahead where steps run beside it, so that a request meets the step after the next."""
+        in_flight = None
+        while self._now < self._end:
             self._refill()
-            while self._arrivals and self._arrivals[0] <= now:
+            while self._arrivals and self._arrivals[0] <= self._now:
                 self._sent[self._add(OTHER, 20, 8)] = self._arrivals.pop(0)
-            output = self.scheduler.schedule()
-            if output and self.device.waits:
-                now += self.device.seconds(output)
+            launched = self.scheduler.schedule() or None
+            if launched and self.device.is_cpu:
+                in_flight, launched = launched, None
             if in_flight is not None:
-                now += 0 if self.device.waits else self.device.seconds(in_flight)
-                self._read(in_flight, now)
-            elif not output:
-                now = self._arrivals[0] if self._arrivals else self._end
-            in_flight = output or None
+                self._now += self.device.seconds(in_flight)
+                self._read(in_flight)
+            elif launched is None:
+                self._now = self._arrivals[0] if self._arrivals else self._end
+            in_flight = launched
         return self
 
     def _refill(self) -> None:
@@ -117,7 +127,7 @@ class Simulation:
         self.scheduler.add(Request(engine_request, frozenset(), 0))
         return request_id
 
-    def _read(self, output: SchedulerOutput, now: float) -> None:
+    def _read(self, output: SchedulerOutput) -> None:
         batch = output.batch
         self.num_tokens += batch.total_num_tokens
         num_sampled = [int(i not in batch.partial) for i in range(len(batch))]
@@ -127,7 +137,7 @@ class Simulation:
             if given.request_id.startswith(FLOODER):
                 self._num_flooding -= 1
             else:
-                self.latencies.append(now - self._sent.pop(given.request_id))
+                self.latencies.append(self._now - self._sent.pop(given.request_id) + self.device.server)
 
     @property
     def p95(self) -> float:

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import need_gpus
 from benchmarks.model_shapes import model_folder
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from benchmarks.workloads import Request, named
+from engine.machine import environment
 
 FIRST_KERNEL = "_prepare_kernel"  # every step begins with it
 
@@ -171,9 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-json", type=Path, help="where to save the results")
     parser.add_argument("--trace", type=Path, metavar="FILE.json.gz", help="where to save five steps of each workload")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("benchmarks.micro.gpu_profile: needs an NVIDIA GPU; PyTorch sees none here", file=sys.stderr)
-        return 1
+    need_gpus("benchmarks.micro.gpu_profile")
     from engine import LLM
 
     with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 import kernels
-from benchmarks.report.environment import environment
+from benchmarks.gpu import need_gpus
 from benchmarks.report.result_files import save
+from engine.machine import environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class Case:
     kv_dtype: str = ""  # float8_e4m3fn, or empty: as `dtype`
     window: int = 0  # keys that a query sees; 0: all
     plan_counts_window: bool = True  # False: the decode plan counts the whole context, as if there were no window
+    soft_cap: float = 0.0
+    sinks: bool = False
+    sparse: kernels.BlockSparse | None = None
 
     @property
     def decode(self) -> bool:
@@ -50,14 +54,22 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """K and V that the queries see, once; queries in, outputs out. With a window, for decode only."""
+        """Of decode: K and V that the queries see, once; queries in, outputs out."""
         size, kv_size = (int(getattr(torch, name).itemsize) for name in (self.dtype, self.kv_dtype or self.dtype))
         kv = 2 * sum(min(n, self.window or n) for n in self.context_lens) * self.num_kv_heads
         return self.head_dim * (kv_size * kv + size * 2 * sum(self.query_lens) * self.num_heads)
 
     @property
     def flops(self) -> int:
-        pairs = sum(q * c - q * (q - 1) // 2 for q, c in zip(self.query_lens, self.context_lens, strict=True))
+        window = self.window or max(self.context_lens)
+        pairs = 0
+        if self.sparse is not None:
+            every = (range(c - q, c) for q, c in zip(self.query_lens, self.context_lens, strict=True))
+            visible = sum(self.sparse.num_keys(p) for positions in every for p in positions)
+            return 4 * visible * self.head_dim * self.num_heads
+        for queries, context in zip(self.query_lens, self.context_lens, strict=True):
+            growing = range(context - queries + 1, min(context, window) + 1)  # seen by queries nearer to the start
+            pairs += sum(growing) + window * (queries - len(growing))
         return 4 * pairs * self.head_dim * self.num_heads
 
 
@@ -83,7 +95,23 @@ def standard_cases() -> list[Case]:
         Case("prefill 1 x 32k", [32 * k], [32 * k]),
         Case("prefill 4 x 2k on 16k", [16 * k] * 4, [2 * k] * 4),
         Case("prefill 16 heads 8 x 2k", [2 * k] * 8, [2 * k] * 8, num_heads=16),
+        *family_cases(),
     ]
+
+
+def family_cases() -> Iterator[Case]:
+    """Layers of Gemma 3 12B and gpt-oss, with the window and without it, and other head sizes."""
+    k = 1024
+    gemma: dict[str, Any] = {"num_heads": 16, "head_dim": 256}
+    oss: dict[str, Any] = {"num_heads": 64, "head_dim": 64, "sinks": True}
+    for name, shape, window in (("gemma", gemma, k), ("gpt-oss", oss, 128)):
+        for kind, keys in (("", 0), (f" window {window}", window)):
+            yield decode(f"decode {name}{kind} 64 x 2k", [2 * k] * 64, window=keys, **shape)
+            yield decode(f"decode {name}{kind} 8 x 16k", [16 * k] * 8, window=keys, **shape)
+            yield Case(f"prefill {name}{kind} 1 x 8k", [8 * k], [8 * k], window=keys, **shape)
+    yield Case("prefill gemma soft cap 1 x 8k", [8 * k], [8 * k], **gemma, soft_cap=50.0)
+    for head_dim in (64, 80, 96, 192, 256):
+        yield Case(f"prefill head {head_dim} 1 x 8k", [8 * k], [8 * k], head_dim=head_dim)
 
 
 def sweep_cases(kind: str) -> Iterator[Case]:
@@ -139,26 +167,41 @@ class Inputs:
 
     def quire(self, **options: Any) -> Callable[[], Tensor]:
         """Our kernel on these inputs; the work map is made beforehand, as in a step, where all layers share it."""
-        case, scale = self.case, self.case.head_dim**-0.5
-        out = torch.empty_like(self.query)
+        case, out = self.case, torch.empty_like(self.query)
+        sinks = torch.randn(case.num_heads, device=self.query.device) if case.sinks else None
+        shape = {
+            "scale": case.head_dim**-0.5,
+            "window": case.window,
+            "soft_cap": case.soft_cap,
+            "sinks": sinks,
+            "sparse": case.sparse,
+        }
+        options = {**shape, "kv_scale": self.kv_scale, "out": out, **options}
         key, value = self.kv[0], self.kv[1]
         if case.decode:
             plan = kernels.DecodePlan.allocate(
                 len(self.rows), case.num_heads, case.num_kv_heads, case.head_dim, self.query.device, kv_dtype=key.dtype,
-                window=case.window if case.plan_counts_window else 0,
+                window=case.window if case.plan_counts_window else 0, sparse=case.sparse,
             )  # fmt: skip
             kernels.plan_decode(self.context_lens, self.rows, plan)
             return lambda: kernels.paged_attention_decode(
-                self.query, key, value, self.block_tables, self.rows, self.context_lens,
-                scale=scale, window=case.window, kv_scale=self.kv_scale, plan=plan, out=out, **options,
-            )  # fmt: skip
-        step = kernels.prefill_tile_queries(case.num_heads, case.num_kv_heads, case.head_dim, self.query.dtype)
+                self.query, key, value, self.block_tables, self.rows, self.context_lens, plan=plan, **options
+            )
+        packed = case.num_heads if case.sparse else case.num_kv_heads
+        step = kernels.prefill_tile_queries(case.num_heads, packed, case.head_dim, self.query.dtype)
         grid = kernels.make_prefill_tiles(case.query_lens, case.context_lens, step)
         tiles = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
         return lambda: kernels.paged_attention_prefill(
-            self.query, key, value, self.block_tables, self.rows, self.query_start, self.context_lens,
-            scale=scale, kv_scale=self.kv_scale, tiles=tiles, out=out, **options,
-        )  # fmt: skip
+            self.query,
+            key,
+            value,
+            self.block_tables,
+            self.rows,
+            self.query_start,
+            self.context_lens,
+            tiles=tiles,
+            **options,
+        )
 
     def flash_attention(self) -> Callable[[], Tensor] | None:
         """FlashAttention 3 as vLLM packs it, on the same values in its own layout; None where it is not installed."""
@@ -168,7 +211,7 @@ class Inputs:
         except ImportError:
             return None
         case = self.case
-        if case.kv_dtype or case.window:
+        if case.kv_dtype or case.window or case.soft_cap or case.sinks:
             return None
         key, value = (self.kv[i].transpose(1, 2).contiguous() for i in (0, 1))
         longest = max(case.query_lens), max(case.context_lens)
@@ -232,9 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--match", default="", help="only cases whose name contains this text")
     parser.add_argument("--output-json", type=Path, help="where to save the results")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("quire bench kernels: needs an NVIDIA GPU; PyTorch sees none here", file=sys.stderr)
-        return 1
+    need_gpus("quire bench kernels")
     bound = limits()
     print(
         f"{torch.cuda.get_device_name()}: copy {bound['copy_TB_s']} TB/s, bfloat16 matmul {bound['matmul_TFLOP_s']} TFLOP/s"

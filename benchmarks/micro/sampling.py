@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
+from engine.machine import environment
 from kernels import Part
 
 FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top_k, top_p, min_p

@@ -22,12 +22,12 @@ import uvloop
 
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import free_port, wait_until_ready
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from engine import engine_process, process
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.flags import Parser, add_flags, check, flag, load
+from engine.machine import environment
 
 STEP_SECONDS = "QUIRE_BENCH_STEP_SECONDS"  # environment: between two steps of the engine without a model
 VOCABULARY = 10_000  # token ids are below this

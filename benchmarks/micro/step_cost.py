@@ -29,7 +29,6 @@ import zmq
 from torch import Tensor
 
 from benchmarks.model_shapes import model_folder
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
@@ -37,6 +36,8 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
+from engine.machine import environment
+from engine.models.shard import WHOLE
 from engine.models.spec import ModelSpec
 from engine.process import EngineLoop
 from engine.worker.input_batch import PackedStep
@@ -68,7 +69,7 @@ class NoDevice(ModelRunner):
     """A runner that does all but the forward pass."""
 
     def __init__(self, spec: ModelSpec, options: RunnerOptions) -> None:
-        super().__init__(SimpleNamespace(norm=None, spec=spec), spec, options)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(norm=None, spec=spec, stage=WHOLE), spec, options)  # type: ignore[arg-type]
         self.logits = torch.zeros(options.max_num_seqs, 1)
         self.tokens = torch.arange(options.max_num_seqs) + 1000
         self.num_blocks = options.max_num_seqs * options.max_model_len // options.block_size
@@ -198,6 +199,8 @@ def watch_launch(times: Times, engine: Engine) -> None:
 
 class Reader:
     """A handle whose reading is timed."""
+
+    has_ended = False
 
     def __init__(self, handle: Any, times: Times) -> None:
         self.read = times.timed(handle.read, "read back")

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.config import EngineConfig
@@ -34,6 +33,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
 from engine.input_processor import InputProcessor
+from engine.machine import environment
 
 KINDS = ("plain", "json", "tools")  # of the other half
 EPILOG = """examples:

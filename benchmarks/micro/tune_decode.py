@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from benchmarks.gpu import need_gpus
 from benchmarks.micro.kernels import Case, Inputs, decode
 
 CACHE_BYTES = 1 << 28  # that the layers of a graph hold at least: several times the L2
@@ -124,9 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of the caches")
     parser.add_argument("--match", default="", help="only cases whose name contains this text")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("tune_decode: needs an NVIDIA GPU; PyTorch sees none here", file=sys.stderr)
-        return 1
+    need_gpus("benchmarks.micro.tune_decode")
     kv_dtype = "float8_e4m3fn" if args.kv_cache_dtype == "fp8" else ""
     for case in cases():
         if args.match not in case.name:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workloads
+from benchmarks import llama_cpp, workloads
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
 from benchmarks.workloads import Workload
@@ -48,7 +48,7 @@ class EnginesFlags:
 
     engines: tuple[str, ...] = flag(
         (),
-        f"of {', '.join(MODULES)} (else the first three, if installed), or quire@FOLDER: another checkout of Quire",
+        f"of {', '.join(MODULES)} (else the first three, if installed), llama.cpp, or quire@FOLDER: another checkout",
         metavar="NAME",
     )
     models: tuple[str, ...] = flag(
@@ -73,6 +73,8 @@ class EnginesFlags:
     engine_args: dict[str, Any] | None = flag(  # noqa: RUF009
         None, 'more settings, such as {"vllm": {"max_num_seqs": 512}}'
     )
+    llama_server: str | None = flag(None, "program of the engine llama.cpp, to be named in --engines", metavar="FILE")
+    gguf: str | None = flag(None, "the model as llama.cpp reads it", metavar="FILE")
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
     output_json: str | None = flag(
         None, "where to save the results, with a Markdown table beside them (else under out/bench)", metavar="FILE"
@@ -88,8 +90,12 @@ class EnginesFlags:
                 if not Path(engine.removeprefix(OTHER_TREE), "engine").is_dir():
                     raise ConfigError(f"engine {engine}: that folder holds no checkout of Quire")
                 continue
+            if engine == llama_cpp.NAME:
+                llama_cpp.check_server(self.llama_server, self.gguf)
+                continue
             if engine not in MODULES:
-                raise ConfigError(f"engine {engine!r} must be one of {', '.join(MODULES)}{nearest(engine, MODULES)}")
+                known = (*MODULES, llama_cpp.NAME)
+                raise ConfigError(f"engine {engine!r} must be one of {', '.join(known)}{nearest(engine, known)}")
             if not importlib.util.find_spec(MODULES[engine]):
                 raise ConfigError(f"engine {engine} is not installed for {sys.executable}")
         if not all(isinstance(settings, dict) for settings in (self.engine_args or {}).values()):
@@ -216,12 +222,17 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
                 "disable_log_stats": True,
                 "seed": 0,
             }
+            most = min(max(len(work.requests) for work in works), llama_cpp.MOST_SEQS)
+            server = {"llama_server": flags.llama_server, "gguf": flags.gguf, "context": context, "max_num_seqs": most}
             pairs.append(
                 [
-                    Job(engine, Path(model).name, folder, settings | more.get(engine, {}), tuple(works))
+                    Job(
+                        engine, Path(model).name, folder,
+                        server if engine == llama_cpp.NAME else settings | more.get(engine, {}), tuple(works),
+                    )
                     for engine in flags.engines
                 ]
-            )
+            )  # fmt: skip
     return pairs
 
 

@@ -65,10 +65,10 @@ def main(argv: list[str]) -> int:
 
 def measure(flags: LatencyFlags, config: EngineConfig) -> dict[str, Any]:
     """Run the batch again and again. A batch that does not fit the context is refused before the model is loaded."""
-    from benchmarks.report.environment import environment
     from engine.core.sampling_params import SamplingParams
     from engine.input_processor import InputProcessor
     from engine.llm import LLM
+    from engine.machine import environment
 
     input_processor = InputProcessor.load(config)
     if flags.input_len + flags.output_len > input_processor.max_model_len:

@@ -2,20 +2,25 @@
 
     python -P benchmarks/offline/one_engine.py JOB.json EVENTS.jsonl
 
-Imports nothing of ours but the
-engine under test, so that every engine gets the same clean process. JOB is a dictionary with `engine`, `model` (a
-folder), `settings` (keywords of the engine's LLM class), `started` (time.time() of the process's start), `deadline`
-(time.time() after which nothing more is begun) and `works`: [{name, prompts, output_lens, repeat, reset}]. Each line of
-EVENTS is a dictionary with `event`: ready, begin, run or done.
+Imports nothing of ours but the engine under test, so that every engine gets the same clean process. JOB is a dictionary
+with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM; else
+0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun) and `works`:
+[{name, prompts, output_lens, repeat, reset}]. Each line of EVENTS is a dictionary with `event`: ready, begin, run or done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import http.client
 import json
+import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TEMPERATURE = 0.6
@@ -35,15 +40,17 @@ def load_llm(name: str, model: str, settings: dict[str, Any]) -> tuple[Callable[
 class LLMEngine:
     """quire or vllm."""
 
-    def __init__(self, name: str, model: str, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, model: str, settings: dict[str, Any], temperature: float) -> None:
         self._construct, self._params, self.version = load_llm(name, model, settings)
+        self._temperature = temperature
 
     def start(self) -> None:
         self._llm = self._construct()
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
         params = [
-            self._params(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n, detokenize=False) for n in output_lens
+            self._params(temperature=self._temperature, ignore_eos=True, max_tokens=n, detokenize=False)
+            for n in output_lens
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self._llm.generate(inputs, params, use_tqdm=False)
@@ -104,12 +111,66 @@ class TransformersBatching(Transformers):
         return total
 
 
-def build(name: str, model: str, settings: dict[str, Any]) -> Any:
+class LlamaServer:
+    """llama.cpp by its server, each request in a thread."""
+
+    version = "server"
+
+    def __init__(self, settings: dict[str, Any], temperature: float) -> None:
+        self._settings, self._temperature = settings, temperature
+
+    def start(self) -> None:
+        settings, seqs = self._settings, self._settings["max_num_seqs"]
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
+        command = [settings["llama_server"], "-m", settings["gguf"], "--host", "127.0.0.1", "--port", str(self._port)]
+        command += ["-np", str(seqs), "-c", str(seqs * settings["context"]), "--offline", "--cache-ram", "0"]
+        libraries = os.path.dirname(os.path.abspath(settings["llama_server"]))
+        self.process = subprocess.Popen(command, env={**os.environ, "LD_LIBRARY_PATH": libraries})
+        self._threads = ThreadPoolExecutor(seqs)
+        while not self._is_ready():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with code {self.process.returncode}")
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            self._ask("GET", "/health")
+        except (OSError, http.client.HTTPException, RuntimeError):
+            return False
+        return True
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
+            connection.request(method, path, json.dumps(body or {}), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"llama-server answers {response.status}: {text[:300]!r}")
+        return json.loads(text)
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        sampling = {"temperature": self._temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
+
+        def answer(prompt: list[int], length: int) -> int:
+            body = {"prompt": prompt, "n_predict": length, "cache_prompt": False, **sampling}
+            return int(self._ask("POST", "/completion", body)["tokens_predicted"])
+
+        return sum(self._threads.map(answer, prompts, output_lens))
+
+    def reset(self) -> None:
+        pass
+
+
+def build(name: str, model: str, settings: dict[str, Any], temperature: float) -> Any:
     if name == "transformers":
         return Transformers(model, settings)
     if name == "transformers-batching":
         return TransformersBatching(model, settings)
-    return LLMEngine(name, model, settings)
+    if name == "llama.cpp":
+        return LlamaServer(settings, temperature)
+    return LLMEngine(name, model, settings, temperature)
 
 
 def measure(engine: Any, work: dict[str, Any], deadline: float, say: Callable[..., None]) -> None:
@@ -138,7 +199,7 @@ def main(job_path: str, events_path: str) -> None:
             events.flush()
 
         begin = time.perf_counter()
-        engine = build(job["engine"], job["model"], job["settings"])
+        engine = build(job["engine"], job["model"], job["settings"], job.get("temperature", TEMPERATURE))
         imported = time.perf_counter()
         engine.start()
         say(

@@ -132,7 +132,7 @@ def _draw_engines(result: dict[str, Any]) -> Any:
     figure, axes = _axes(
         len(models),
         f"{whose}, {NAMES.get(baseline, baseline)} = 1 · {_where(result)}",
-        height=3.4,
+        height=3.8,
         width=1.2 + 0.75 * num_works * max(1.0, 0.7 * len(engines)),
     )
     top = max(row["ratio"] for row in rows)
@@ -154,7 +154,10 @@ def _draw_engines(result: dict[str, Any]) -> Any:
         ax.axhline(1.0, color="black", linewidth=1)
         ax.set_ylim(0, 1.12 * max(top, 1.0))
         ax.locator_params(axis="y", nbins=5)
-        ax.set_xticks(range(len(works)), works)
+        what = {
+            row["work"]: row["what"].replace(", ", "\n").replace(" + ", "\n+ ") for row in rows if row["model"] == model
+        }
+        ax.set_xticks(range(len(works)), [f"{work}\n{what[work]}" for work in works], fontsize="x-small")
         ax.set_title(model, fontsize="medium")
     axes[0].set_ylabel("ratio of tokens a second")
     if len(engines) > 1:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import llama_cpp
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.offline.engines import EnginesFlags, Job, Results, run_job
 from benchmarks.processes import (
@@ -38,6 +39,7 @@ from engine.flags import Parser, add_flags, check, flag, load, nearest
 MODULES = {"quire": "server.cli", "vllm": "vllm"}
 EPILOG = """examples:
   quire bench servers --models qwen3-0.6b
+  quire bench servers --engines quire,llama.cpp --llama-server FILE --gguf FILE --models llama-100m --max-concurrency 16
   quire bench servers --engines quire,vllm --offline quire --models qwen3-0.6b,llama-3.1-8b --time-limit 580
 
 Every engine serves random weights with its own defaults but for: bfloat16 (float32 where there is no GPU), 85 % of the
@@ -50,7 +52,7 @@ offline speed is that of the same requests, given all at once to the engine's LL
 class ServersFlags:
     """Comparison of servers."""
 
-    engines: tuple[str, ...] = flag((), "quire and vllm (else those installed)", metavar="NAME")
+    engines: tuple[str, ...] = flag((), "quire, vllm (else those installed), llama.cpp", metavar="NAME")
     models: tuple[str, ...] = flag((), "names of benchmarks/model_shapes.py (else qwen3-0.6b)", metavar="NAME")
     num_prompts: int = flag(1024, "requests in each run", at_least=1)
     max_concurrency: int = flag(256, "requests at the same time", at_least=1)
@@ -71,6 +73,8 @@ class ServersFlags:
     engine_args: dict[str, Any] | None = flag(  # noqa: RUF009
         None, 'more settings, such as {"vllm": {"block_size": 32}}'
     )
+    llama_server: str | None = flag(None, "program of the engine llama.cpp, to be named in --engines", metavar="FILE")
+    gguf: str | None = flag(None, "the model as llama.cpp reads it", metavar="FILE")
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
     output_json: str | None = flag(
         None, "where to save the results, with a Markdown table beside them (else under out/bench)", metavar="FILE"
@@ -82,8 +86,12 @@ class ServersFlags:
             words = tuple(dict.fromkeys(word for item in getattr(self, name) for word in item.split(",") if word))
             object.__setattr__(self, name, words)
         for engine in (*self.engines, *(self.engine_args or {})):
+            if engine == llama_cpp.NAME:
+                llama_cpp.check_server(self.llama_server, self.gguf)
+                continue
             if engine not in MODULES:
-                raise ConfigError(f"engine {engine!r} must be one of {', '.join(MODULES)}{nearest(engine, MODULES)}")
+                known = (*MODULES, llama_cpp.NAME)
+                raise ConfigError(f"engine {engine!r} must be one of {', '.join(known)}{nearest(engine, known)}")
             if not importlib.util.find_spec(MODULES[engine]):
                 raise ConfigError(f"engine {engine} is not installed for {sys.executable}")
         if not all(isinstance(settings, dict) for settings in (self.engine_args or {}).values()):
@@ -95,13 +103,16 @@ class ServersFlags:
             )
         engines = self.engines or tuple(name for name, module in MODULES.items() if importlib.util.find_spec(module))
         if self.offline != ("none",):
+            classes = tuple(
+                engine for engine in engines if engine != llama_cpp.NAME
+            )  # LLM; llama.cpp has only its server
             for engine in self.offline:
-                if engine not in engines:
+                if engine not in classes:
                     raise ConfigError(
-                        f"offline must be none or engines that run ({', '.join(engines)}), got {engine!r}"
-                        f"{nearest(engine, engines)}"
+                        f"offline must be none or engines that run ({', '.join(classes)}), got {engine!r}"
+                        f"{nearest(engine, classes)}"
                     )
-            object.__setattr__(self, "offline", self.offline or engines)
+            object.__setattr__(self, "offline", self.offline or classes)
         object.__setattr__(self, "engines", engines)
         object.__setattr__(self, "models", self.models or ("qwen3-0.6b",))
 
@@ -161,6 +172,9 @@ class Comparison:
             "enable_prefix_caching": False,
             "seed": 0,
         } | (flags.engine_args or {}).get(engine, {})
+        if engine == llama_cpp.NAME:
+            settings = {"llama_server": flags.llama_server, "gguf": flags.gguf, "context": flags.max_model_len}
+            settings["max_num_seqs"] = flags.max_concurrency
         return Job(engine, Path(model).name, folder, settings, (named(flags.work, vocab_size_of(folder)),))
 
     def _serve(self, job: Job, number: int, scratch: Path) -> None:
@@ -170,7 +184,9 @@ class Comparison:
         result_path.unlink(missing_ok=True)
         port = free_port()
         begin = time.time()
-        with process_group(server_command(job, port), job.engine, log_path) as process:
+        program = job.settings.get("llama_server")
+        variables = {"LD_LIBRARY_PATH": str(Path(program).resolve().parent)} if program else {}
+        with process_group(server_command(job, port), job.engine, log_path, variables) as process:
             if not wait_until_ready(process, port, min(self.deadline, begin + self.flags.ready_timeout)):
                 if process.poll() is not None:
                     self._failed(job, f"the server ended with code {process.poll()}", log_path)
@@ -269,6 +285,8 @@ def main(argv: list[str]) -> int:
 
 def server_command(job: Job, port: int) -> list[str]:
     """The command that serves the job's model by the job's name."""
+    if job.engine == llama_cpp.NAME:
+        return llama_cpp.server_command(**job.settings, port=port, name=job.model)
     common = {"host": "127.0.0.1", "port": port, "served_model_name": job.model, "disable_uvicorn_access_log": True}
     options = as_options({**common, **job.settings})
     if job.engine == "vllm":
@@ -336,9 +354,10 @@ def table(result: dict[str, Any]) -> str:
         cells += [f"{max(run['client']['cpu_share'] for run in runs):.0%}"]
         lines.append("| " + " | ".join([model, engine, *cells]) + " |")
     ratios = [
-        f"{model}: quire is **{speed / found[model, 'vllm'][0]:.2f}** times as fast as vllm"
+        f"{model}: quire is **{speed / found[model, other][0]:.2f}** times as fast as {other}"
         for (model, engine), (speed, _) in found.items()
-        if engine == "quire" and (model, "vllm") in found
+        for other in ("vllm", llama_cpp.NAME)
+        if engine == "quire" and (model, other) in found
     ]
     lines += ["", *ratios] if ratios else []
     for title, items in (("Failures", result["failures"]), ("Left out", result["left_out"])):

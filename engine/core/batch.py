@@ -9,8 +9,8 @@ make a thousand objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 
 from engine.core.engine_request import EngineRequest
 
@@ -82,13 +82,13 @@ class TokenLogprobs:
 
     logprob: float  # of the sampled token
     rank: int  # its rank among all tokens, from 1
-    top_ids: list[int]  # most likely first
+    top_ids: list[int]  # most likely first, or those asked for by `logprob_token_ids`
     top_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of prompt tokens `first`, `first + 1`, …, given those before them."""
+    """Log-probabilities of prompt tokens `first`, `first + 1`, …, given those before them; none: they are not finite."""
 
     first: int
     logprobs: list[TokenLogprobs]
@@ -171,3 +171,11 @@ class SchedulerStats:
     @property
     def kv_cache_usage(self) -> float:
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+def total(stats: Sequence[SchedulerStats]) -> SchedulerStats | None:
+    """Of several engines together; None of none."""
+    if not stats:
+        return None
+    names = (each.name for each in fields(SchedulerStats))
+    return SchedulerStats(**{name: sum(getattr(each, name) for each in stats) for name in names})

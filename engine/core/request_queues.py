@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.core.request import Request
+from engine.core.visits import Visits
 
+FAVOURED_STEPS = 32  # of its own, for which an owner is favoured at most
 OUTPUT_WEIGHT = 2  # how many prompt tokens one token of an answer counts as
 
 _Key = tuple[int, bool, int, int, int, str]
@@ -21,6 +23,7 @@ class Owner:
     name: str
     service: int  # tokens computed for it, weighted, since it came; it began with the service of those that were there
     favoured_until: int  # a service: up to there others give way to it
+    num_favoured_steps: int = 0
     is_favoured: bool = True
     waiting: OrderedDict[str, Request] = field(default_factory=OrderedDict)  # in queue order
     num_running: int = 0
@@ -33,25 +36,25 @@ class RequestQueues:
     Of one owner all is in queue order: by priority, then the oldest first; of one priority, every running request is
     older than every waiting one. Between owners a virtual token counter decides (Sheng et al., 2024): the next request
     to run is of the best priority that waits and, among those, of the owner that had the least service. An owner that
-    comes begins with the service of the others, so it can neither save up nor lag behind, and for a few tokens it is
-    favoured: a short request of an owner that asks seldom is hardly delayed by those that ask much.
+    comes begins with the service of the others, so it can neither save up nor lag behind, and for a few tokens and steps it
+    is favoured: a short request of an owner that asks seldom is hardly delayed by those that ask much.
 
     `running` has favoured owners first, then each owner's oldest request, then each one's second, and so on. The last one
     is therefore the youngest of the owner that has most, and the first one stays first until it ends or a favoured owner
     comes. With one owner that is queue order, and nothing is counted.
     """
 
-    def __init__(self, favour: int) -> None:
-        """`favour`: weighted tokens for which an owner that comes is favoured."""
+    def __init__(self, favour: int, visits: Visits) -> None:
+        """`favour`: weighted tokens for which an owner that comes is favoured. `visits`: told of who comes and goes."""
         self.running: list[Request] = []
         self.num_waiting = 0
         self.is_shared = False  # there are requests of more than one owner
-        self._favour = favour
+        self._favour, self._visits = favour, visits
         self._owners: dict[str, Owner] = {}
         self._heads: list[_Key] = []  # of owners that have requests waiting, the next one to run first
         self._by_id: dict[str, Request] = {}
         self._num_arrivals = self._newest_service = 0
-        self._num_favoured = 0  # owners
+        self._favoured: dict[str, Owner] = {}
         self._num_first = 0  # requests of favoured owners at the beginning of `running`, when that was last sorted
         self._is_sorted = True  # `running`
 
@@ -76,7 +79,7 @@ class RequestQueues:
     @property
     def has_favoured(self) -> bool:
         """Whether some owners are favoured over others."""
-        return 0 < self._num_favoured < len(self._owners)
+        return 0 < len(self._favoured) < len(self._owners)
 
     def add(self, request: Request) -> None:
         """A new request waits."""
@@ -146,7 +149,8 @@ class RequestQueues:
         self._place(owner)
         if not (owner.waiting or owner.num_running):
             del self._owners[owner.name]
-            self._num_favoured -= owner.is_favoured
+            self._visits.left(owner.name)
+            self._favoured.pop(owner.name, None)
             self.is_shared = len(self._owners) > 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
@@ -165,7 +169,15 @@ class RequestQueues:
     def _stop_favouring(self, owner: Owner) -> None:
         if owner.is_favoured:
             owner.is_favoured = self._is_sorted = False
-            self._num_favoured -= 1
+            del self._favoured[owner.name]
+
+    def favoured_step(self) -> None:
+        """A step was for favoured owners alone."""
+        for owner in [owner for owner in self._favoured.values() if owner.num_running]:
+            owner.num_favoured_steps += 1
+            if owner.num_favoured_steps == FAVOURED_STEPS:
+                self._stop_favouring(owner)
+                self._place(owner)
 
     def sort_running(self) -> int:
         """Order `running`. Returns how many requests of favoured owners are at its beginning."""
@@ -199,7 +211,8 @@ class RequestQueues:
             for request in self.running:
                 request.num_charged = max(request.num_charged, request.num_computed_tokens)
         owner = self._owners[name] = Owner(name, service, service + self._favour)
-        self._num_favoured += 1
+        self._favoured[name] = owner
+        self._visits.came(name)
         self.is_shared = len(self._owners) > 1
         return owner
 
@@ -237,7 +250,7 @@ class RequestQueues:
                     overtakes = oldest_waiting is not None and r.order > oldest_waiting
                     assert r.engine_request.priority != priority or not overtakes, "a request overtook an older one"
         assert self.is_shared == (len(self._owners) > 1)
-        assert self._num_favoured == sum(owner.is_favoured for owner in self._owners.values())
+        assert self._favoured == {owner.name: owner for owner in self._owners.values() if owner.is_favoured}
         if self._is_sorted:
             ranks: Counter[str] = Counter()
             keys = []

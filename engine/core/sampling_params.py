@@ -11,7 +11,15 @@ from engine.core.structured_outputs import StructuredOutputs
 MAX_TEXT_LENGTH = 100  # characters of a text that stands for tokens, or tokens of a list
 # What `checked` is about: the parameters that are token ids, or texts to be made into some.
 _TOKEN_FIELDS = frozenset(
-    ["stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "dry_multiplier"]
+    [
+        "stop_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+        "logprob_token_ids",
+        "bad_words",
+        "dry_sequence_breakers",
+        "dry_multiplier",
+    ]
 )
 
 
@@ -22,15 +30,15 @@ class SamplingParams:
     `ValueError` names the field, its value and the range when a value is out of range.
 
     The sampler applies, in this order: `logit_bias`, `min_tokens` and `bad_words`, `repetition_penalty`,
-    `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, the grammar of `structured_outputs`,
-    `top_n_sigma`, `temperature`, `min_p`, `top_k`, `top_p`, `typical_p`, XTC. `temperature=0` is greedy: the token of
-    the highest logit once all up to the grammar is done, whatever the rest says. With `seed`, the same request gives
-    the same tokens whatever else is in the batch. Log-probabilities are those of the model's own logits, before any of
-    this.
+    `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `thinking_token_budget`, the grammar of
+    `structured_outputs`, `top_n_sigma`, `temperature`, `min_p`, `top_k`, `top_p`, `typical_p`, XTC. `temperature=0` is
+    greedy: the token of the highest logit once all up to the grammar is done, whatever the rest says. With `seed`, the
+    same request gives the same tokens whatever else is in the batch. Log-probabilities are those of the model's own
+    logits, before any of this.
     """
 
     n: int = parameter(1, "number of answers", at_least=1, at_most=128)
-    temperature: float = parameter(1.0, "randomness; 0: always the likeliest token", at_least=0, at_most=100)
+    temperature: float = parameter(1.0, "randomness; 0: always the likeliest token", at_least=0, at_most=2)
     top_p: float = parameter(1.0, "sample from the likeliest tokens of this total probability", above=0, at_most=1)
     top_k: int = parameter(
         0,
@@ -60,7 +68,7 @@ class SamplingParams:
     )
     seed: int | None = parameter(
         None,
-        "the same seed gives the same tokens, whatever else is in the batch",
+        "the same seed gives the same tokens, whatever else is in the batch; -1: none",
         at_least=-(2**63),
         at_most=2**63 - 1,
         wanted="a 64-bit int",
@@ -70,6 +78,9 @@ class SamplingParams:
         16, "most tokens of the answer", at_least=1
     )  # None: up to the model's context length
     min_tokens: int = parameter(0, "no end before this many tokens", at_least=0)
+    thinking_token_budget: int | None = parameter(
+        None, "most tokens of the reasoning, which ends there", at_least=0, unset="as many as the model likes"
+    )
     stop: str | list[str] | None = parameter(None, "a text, or a list of texts, that ends the answer")
     stop_token_ids: list[int] | None = parameter(
         None, "tokens that end the answer, besides the model's own", max_length=1024
@@ -129,12 +140,23 @@ class SamplingParams:
         at_most=20,
         wanted="in [0, 20]",
     )
+    logprob_token_ids: list[int] | None = parameter(
+        None,
+        "with `logprobs`: the log-probabilities of exactly these tokens in place of the likeliest ones",
+        max_length=128,
+        unset="the likeliest",
+    )
+    thinking_marks: tuple[int, int] | None = None  # the tokens that begin the reasoning (-1: the prompt has) and end it
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
     checked: bool = False  # by an input processor: texts are token ids now, and all ids are the model's
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.stop is not None:
@@ -152,8 +174,9 @@ class SamplingParams:
         for name, most in _MAX_LENGTHS:
             if (value := getattr(self, name)) is not None and len(value) > most:
                 raise _wrong(name, str(len(value)), f"at most {most} entries")
-        if self.stop_token_ids is not None and not all(map(_is_id, self.stop_token_ids)):
-            raise _wrong("stop_token_ids", self.stop_token_ids, "token ids (integers ≥ 0)")
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            if not all(map(_is_id, getattr(self, name) or ())):
+                raise _wrong(name, getattr(self, name), "token ids (integers ≥ 0)")
         if self.logit_bias is not None:
             for token_id, bias in self.logit_bias.items():
                 if not (_is_id(token_id) and _is_number(bias) and -100 <= bias <= 100):

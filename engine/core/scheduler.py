@@ -10,33 +10,27 @@ finished, and what step n+1 computed for it is dropped when read. Ends by length
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
 
 from engine.core.batch import (
-    FAULTS,
-    NOT_FINITE,
-    EngineOutput,
     NewRequest,
     ScheduledBatch,
     SchedulerOutput,
     SchedulerStats,
-    StepOutputs,
-    StepResult,
-    TokenLogprobs,
 )
 from engine.core.block_manager import BlockManager
 from engine.core.cache_groups import FULL, CacheGroup
-from engine.core.deadlines import Deadlines
+from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
-from engine.core.request_queues import RequestQueues
 
-FAVOUR_FRACTION = 2  # an owner that comes is favoured for this fraction of a step's budget, in tokens
-OTHERS_FRACTION = 64  # and meanwhile others together get at least this one in each step
-MIN_PACED = 64  # computed prompt tokens from which on a prompt tells how fast prompts are computed
+PAUSED_STEPS = 16  # in a row, of favoured owners alone; then others get a step too
+SHARED_STEPS = 16  # short steps for which the owners that there are wait for each other's, about, at most
+SHARED_SECONDS = 0.03  # that they may wait in any case
+COMING_STEPS = SHARED_STEPS // 2  # the same for an owner that is expected
+COMING_SECONDS = SHARED_SECONDS / 2
 
 _Batched = tuple[list[Request], ScheduledBatch]
 
@@ -49,7 +43,11 @@ class _Plan:
     longer: list[Request] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of `longer`
     partial: list[Request] = field(default_factory=list)  # whose chunks were cut by the token budget
+    new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.longer)
 
     def batch(self, last: _Batched) -> _Batched:
         """The requests in the batch's order, and the batch: `last`, the step before's, when nothing changed."""
@@ -58,13 +56,14 @@ class _Plan:
         num_tokens = [1] * num_decodes + self.lengths
         partial = sorted(map(requests.index, self.partial))
         last_requests, last_batch = last
-        if requests == last_requests and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
+        is_same = requests == last_requests and not self.new_requests  # which have new rows
+        if is_same and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
             return last
         request_ids = [request.request_id for request in requests]
         return requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
 
 
-class Scheduler:
+class Scheduler(LaunchedSteps):
     """Which requests run, under a budget of tokens and of sequences in each step: first come, first served among the
     requests of one owner and priority, fair between owners (see `RequestQueues`).
 
@@ -73,8 +72,10 @@ class Scheduler:
     requests finish. A request that waits for a row or for blocks takes those of the last running one if its owner has
     much less than that one's (`should_give_way`); otherwise no request is preempted for a waiting one, whatever its priority.
 
-    While an owner is favoured, all others together compute as many tokens in a step as the favoured ones, or a small part
-    of the budget if that is more: steps are short then. Those first in order go on, the others pause.
+    Owners do not wait long for each other's steps. While there is more than one, a step has only as many tokens as it computes
+    in the time of a few short steps (`StepPace`), and half as many while one that has left is expected (`Visits`), so that it
+    soon meets its first. While an owner is favoured, all others pause, but for a step now and then. With one owner, and none
+    that is expected, nothing is bounded.
 
     Most requests in most steps are steady: they compute their newest token and nothing else happens to them. Up to
     `Request.steady_until` tokens that is known, and `schedule` and `update` take a fast path.
@@ -92,98 +93,24 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         groups: Sequence[CacheGroup] = (FULL,),
+        clock: Callable[[], float] = monotonic,
+        num_batches: int = 1,
     ) -> None:
-        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
-        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.queues = RequestQueues(favour=max_num_batched_tokens // FAVOUR_FRACTION)
-        self._deadlines = Deadlines()
-        self._prefill_seconds = 0.0  # for each prompt token that is computed, lately; 0: not known
-        self._late: list[EngineOutput] = []  # of requests that were not begun, since their deadlines could not be met
+        """`num_batches`: that take turns where steps overlap, as in a pipeline: a request whose newest token is in flight is in
+        no other step, so each takes its part of the running requests.
+        """
+        blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
+        super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
+        self._num_batches = num_batches
+        self._num_paused = 0  # steps in a row of favoured owners alone
         self._refused: tuple[Request, int] | None = None  # lacked blocks, after so many releases of blocks
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()  # launched steps: number, the requests of its batch
         self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
-        self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
-        self._step = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
-        self._prompt_tokens = self._generation_tokens = 0
-        self.num_corrupted = 0  # requests that ended because the model computed NaN or infinity
-
-    def check_new(self, request: Request) -> None:
-        """ValueError when its id is in use, or when it can never be run. Limits its length to what the model and cache hold."""
-        num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
-        if self.queues.find(request.request_id) is not None:
-            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
-        if not 1 <= num_prompt <= longest:
-            limits = f"from 1 to {longest} with max_model_len={self.max_model_len}"
-            raise ValueError(f"the prompt has {num_prompt} tokens; it may have {limits}")
-        max_num_tokens = min(request.max_num_tokens, longest + 1)
-        if self.blocks.most_held(max_num_tokens - 1) > self.blocks.num_blocks:
-            num_slots = self.blocks.longest(self.max_model_len)
-            room = num_slots - num_prompt + 1
-            fits = f"max_tokens={room}" if room > 0 else f"a prompt of {num_slots} tokens"
-            raise ValueError(
-                f"a prompt of {num_prompt} tokens with max_tokens={max_num_tokens - num_prompt} does not fit "
-                f"the KV cache of {num_slots} tokens; {fits} would fit"
-            )
-        request.max_num_tokens = max_num_tokens
-
-    def add(self, request: Request) -> None:
-        """Queue a new request. ValueError as `check_new`."""
-        self.check_new(request)
-        request.queued_time = monotonic()
-        self.put_back(request)
-
-    def put_back(self, request: Request) -> None:
-        """Queue a request that `drain` took out."""
-        self.queues.add(request)
-        self._deadlines.add(request)
+        self._step = self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0
 
     def drain(self) -> tuple[list[Request], list[Request]]:
-        """Take out all requests, as if none had ever run: steps in flight are forgotten, and so is all cached KV, which they
-        may have been meant to write. The worker must forget its rows.
-
-        Returns the unfinished requests of the steps in flight, and the others, each in queue order.
-        """
-        in_flight = {request.request_id for _, requests in self._in_flight for request in requests}
-        self._in_flight.clear()
-        self._removed.clear()
         self._refused = None
         self._last = [], ScheduledBatch([], [], 0, 0, [])
-        taken: tuple[list[Request], list[Request]] = [], []
-        for request in sorted(self.queues, key=lambda each: each.order):
-            if request.block_tables:
-                self.blocks.release(request)
-            self.queues.remove(request)
-            request.num_tokens, request.num_computed_tokens, request.steady_until = len(request.token_ids), 0, 0
-            taken[request.request_id not in in_flight].append(request)
-        self.blocks.reset()
-        return taken
-
-    def abort(self, request_id: str) -> bool:
-        """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
-        request = self.queues.find(request_id)
-        if request is None:
-            return False
-        request.finish_reason = "abort"
-        self._forget(request)
-        return True
-
-    def expire(self) -> list[EngineOutput]:
-        """End the requests whose deadlines have passed, whatever their state. Returns their final outputs, and those of the
-        requests that `schedule` did not begin since they would have been too late. To be called when that step is launched.
-        """
-        outputs, self._late = self._late, []
-        for request in self._deadlines.passed():
-            if self.queues.find(request.request_id) is request:
-                outputs.append(self._time_out(request))
-        return outputs
-
-    def _time_out(self, request: Request) -> EngineOutput:
-        request.finish_reason = "timeout"
-        self._forget(request)
-        return request.output([])
+        return super().drain()
 
     def has_work(self) -> bool:
         """Whether a request is unfinished, its end is not told or a launched step is not read back."""
@@ -199,27 +126,52 @@ class Scheduler:
         num_first = queues.sort_running()
         if queues.is_shared and queues.num_waiting and self._give_way():
             num_first = queues.sort_running()
-        num_preemptions = self._num_preemptions
-        running = iter(queues.running)  # preemption pops the tail, at or after the request at hand
-        budget = others = self.max_num_batched_tokens  # `others`: the part of it for those that are not favoured
-        if queues.has_favoured:
-            reserved = self.max_num_batched_tokens // OTHERS_FRACTION
-            left = self._continue(islice(running, num_first), budget - reserved, plan) + reserved
-            budget, others = left, min(left, max(budget - left, reserved, 1))
-        left = self._continue(running, others, plan)
-        budget, others = budget - (others - left), left
-        new_requests: list[NewRequest] = []
-        if num_preemptions == self._num_preemptions:  # else blocks are short, and no request is admitted
-            new_requests = self._admit_waiting(budget, others, plan)
-
+        now = self._clock()
+        self._fill(plan, num_first, self._budget(now))
         self._last = plan.batch(self._last)
         requests, batch = self._last
         removed: list[str] = []
         if batch.request_ids:
             self._step += 1
-            self._in_flight.append((self._step, requests))
+            self._in_flight.append((self._step, now, requests))
             removed, self._removed = self._removed, removed
-        return SchedulerOutput(self._step, new_requests, batch, plan.new_block_ids, removed)
+        return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
+
+    def _budget(self, now: float) -> int:
+        """How many tokens the next step may have."""
+        most = self.max_num_batched_tokens
+        num_waited = 1 + len(self._in_flight)  # steps, for which one that comes waits
+        if self._visits.expects(now, num_waited * self._pace.longest):
+            steps, seconds = COMING_STEPS, COMING_SECONDS
+        elif self.queues.is_shared:
+            steps, seconds = SHARED_STEPS, SHARED_SECONDS
+        else:
+            return most
+        return min(self._pace.num_tokens(steps / num_waited, seconds / num_waited) or most, most)
+
+    def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
+        """Schedule those that run, `num_first` favoured ones first, then admit those that wait."""
+        queues, num_preemptions = self.queues, self._num_preemptions
+        running = iter(queues.running)  # preemption pops the tail, at or after the request at hand
+        others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
+        budget = self._continue(self._part(islice(running, num_first)), budget, plan)
+        if others_pause and num_preemptions == self._num_preemptions:
+            self._admit_waiting(budget, plan, favoured=True)
+        if others_pause and plan:
+            self._num_paused += 1
+            queues.favoured_step()
+            return
+        self._num_paused = 0
+        budget = self._continue(self._part(running), budget, plan)
+        if num_preemptions == self._num_preemptions:  # else blocks are short, and no request is admitted
+            self._admit_waiting(budget, plan)
+
+    def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
+        """Of requests that run, those of the next one of several batches: their tokens are all known."""
+        if self._num_batches == 1:
+            return requests
+        known = (each for each in requests if each.num_tokens == len(each.token_ids))
+        return islice(known, -(-len(self.queues.running) // self._num_batches))
 
     def _continue(self, running: Iterable[Request], budget: int, plan: _Plan) -> int:
         """Schedule running requests; returns what they leave of the budget."""
@@ -240,51 +192,23 @@ class Scheduler:
                 budget -= granted
         return budget
 
-    def _admit_waiting(self, budget: int, others: int, plan: _Plan) -> list[NewRequest]:
-        """`others`: the part of the budget that those may have that are not favoured."""
+    def _admit_waiting(self, budget: int, plan: _Plan, favoured: bool = False) -> None:
+        """`favoured`: only requests of favoured owners."""
         queues = self.queues
-        new_requests: list[NewRequest] = []
-        while queues.num_waiting and len(queues.running) < self.max_num_seqs:
+        while budget and queues.num_waiting and len(queues.running) < self.max_num_seqs:
             request = queues.first_waiting()
-            if self._is_too_late(request):
+            if favoured and not queues.owner_of(request).is_favoured:
+                break
+            if self._deadlines.is_too_late(request, self._num_cached):
                 self._late.append(self._time_out(request))
                 continue
-            is_favoured = queues.owner_of(request).is_favoured
-            most = budget if is_favoured else min(budget, others)
-            new_request = self._admit(request) if most else None
+            new_request = self._admit(request)
             if new_request is None:
                 break
-            new_requests.append(new_request)
-            granted = self._grant(request, most, plan)
+            plan.new_requests.append(new_request)
+            granted = self._grant(request, budget, plan)
             assert granted, "a new request has blocks for its first chunk"
             budget -= granted
-            others -= 0 if is_favoured else granted
-        return new_requests
-
-    def _is_too_late(self, request: Request) -> bool:
-        """Whether its first token would come after its deadline, at the pace of the prompts that were computed lately.
-
-        That is a guess, which is trusted less the more often it is used.
-        """
-        deadline = request.engine_request.deadline
-        if not deadline or request.num_preemptions:
-            return False
-        most = (deadline - monotonic()) / self._prefill_seconds if self._prefill_seconds else request.num_tokens
-        if request.num_tokens <= most:
-            return False
-        num_cached = len(self.blocks.match_prefix(request)[0]) * self.blocks.block_size if request.reads_cache else 0
-        if request.num_tokens - num_cached <= most:
-            return False
-        self._prefill_seconds /= 2
-        return True
-
-    def _learn_pace(self, request: Request) -> None:
-        """Its first token has come."""
-        num_computed = request.num_prompt_tokens - request.num_cached_tokens
-        if num_computed >= MIN_PACED:
-            seconds = (monotonic() - request.scheduled_time) / num_computed
-            known = self._prefill_seconds or seconds
-            self._prefill_seconds = known + (seconds - known) / 8
 
     def _give_way(self) -> bool:
         """Preempt the last running request when the first waiting one lacks a row or blocks and should have them."""
@@ -295,104 +219,13 @@ class Scheduler:
             return True
         return False
 
+    def _num_cached(self, request: Request) -> int:
+        """Tokens of it that the prefix cache holds."""
+        return len(self.blocks.match_prefix(request)[0]) * self.blocks.block_size if request.reads_cache else 0
+
     def _lacks_blocks(self, request: Request) -> bool:
         """Whether the blocks did not suffice for it when it was last tried, and none was released since."""
         return self._refused == (request, self.blocks.pool.num_releases)
-
-    def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
-        """Learn what the oldest step in flight gave. Returns the outputs of its unfinished requests."""
-        step, requests = self._in_flight.popleft()
-        assert step == output.step, "steps are read in the order they were launched"
-        request_ids, token_ids = output.batch.request_ids, result.token_ids
-        outputs: list[EngineOutput] = []
-        for index, scores in result.prompt_logprobs.items():
-            requests[index].score(scores)
-        apart: list[tuple[int, int, int]] = []  # indices outside the columns, the position and number of their tokens
-        position = 0
-        for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
-            if count == 1:
-                token_id, known = token_ids[position], request.token_ids
-                if len(known) < request.steady_until and token_id not in request.stop_ids:
-                    known.append(token_id)
-                    position += 1
-                    continue
-            if count and request.finish_reason is None:
-                found = self._learn(request, token_ids[position : position + count], result.logprobs.get(index))
-                if found is None:
-                    position += count
-                    continue
-                outputs.append(found)
-            apart.append((index, position, count))
-            position += count
-        if apart:
-            request_ids, token_ids = request_ids.copy(), token_ids.copy()
-            for index, position, count in reversed(apart):
-                del request_ids[index], token_ids[position : position + count]
-        self._generation_tokens += len(request_ids) + sum(len(each.new_token_ids) for each in outputs)
-        if result.embeddings:
-            outputs += self._finish_pooled(requests, result.embeddings)
-        return StepOutputs(request_ids, token_ids, outputs)
-
-    def defer(self, indices: Iterable[int]) -> None:
-        """The last launched step, the only one in flight, samples nothing for these indices: their masks are not ready.
-
-        Their requests compute their newest token again in the next step.
-        """
-        ((_, requests),) = self._in_flight
-        for index in indices:
-            if requests[index].finish_reason is None:
-                self._retract(requests[index], 1)
-
-    def _retract(self, request: Request, num_tokens: int) -> None:
-        """Its newest `num_tokens` tokens in flight will not come: undo what `_grant` assumed."""
-        request.num_tokens -= num_tokens
-        assert request.num_tokens >= len(request.token_ids), "a known token was retracted"
-        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-        request.steady_until = 0
-
-    def _learn(
-        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> EngineOutput | None:
-        """Append its new tokens, up to its last one, with all that follows. None: one token, and nothing else to report."""
-        num_known = len(request.token_ids)
-        if num_known == request.num_prompt_tokens:
-            self._learn_pace(request)
-        new_token_ids = request.append(token_ids)
-        num_tokens = len(request.token_ids)
-        if request.finish_reason == "error":
-            self._fail(request)
-        elif num_tokens >= request.next_commit:
-            self.blocks.commit(request)
-        if request.finish_reason is not None:
-            self._forget(request)
-        elif not request.needs_full_output:
-            request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
-            if num_tokens == num_known + 1 and num_known > request.num_prompt_tokens:
-                return None
-        return request.output(new_token_ids, logprobs)
-
-    def _fail(self, request: Request) -> None:
-        """It ends with an error. NaN may stand in its KV, where no other request may find it."""
-        if request.error == FAULTS[NOT_FINITE]:
-            self.num_corrupted += 1
-            self.blocks.unpublish(request)
-
-    def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
-        outputs = []
-        for index, embedding in embeddings.items():
-            request = requests[index]
-            if request.finish_reason is None:
-                request.finish_reason = "stop"
-                if not embedding:
-                    request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
-                    self._fail(request)
-                self._forget(request)
-                outputs.append(request.output([], embedding=embedding or None))
-        return outputs
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV, as after a change of weights. False, and no change, while a request is running."""
-        return self.blocks.reset()
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
         """`num_deferred`: requests that are not the scheduler's yet."""
@@ -430,7 +263,7 @@ class Scheduler:
         request.num_computed_tokens = len(cached[0]) * self.blocks.block_size if cached else 0
         request.num_charged = max(request.num_charged, request.num_computed_tokens)
         if not request.scheduled_time:
-            request.scheduled_time = monotonic()
+            request.scheduled_time = self._clock()
             request.num_cached_tokens = request.num_computed_tokens
             request.prefix_miss = self.blocks.miss_reason(request, len(cached[0]) if cached else 0)
             if self.blocks.enable_prefix_caching and request.reads_cache:
@@ -443,15 +276,6 @@ class Scheduler:
             request.num_computed_tokens,
             [table.copy() for table in request.block_tables],
         )
-
-    def _preempt_last(self) -> Request:
-        request = self.queues.stop_last()
-        self.blocks.release(request)
-        request.num_computed_tokens = request.steady_until = 0
-        request.num_preemptions += 1
-        self._num_preemptions += 1
-        self._removed.append(request.request_id)
-        return request
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
         """Schedule as many of its tokens as the budget allows, as if the step were launched; returns how many.
@@ -485,20 +309,12 @@ class Scheduler:
             plan.lengths.append(granted)
         return granted
 
-    def _forget(self, request: Request) -> None:
-        """Drop a finished request. Steps in flight may still compute it; `update` ignores what they give."""
-        self.queues.remove(request)
-        request.steady_until = 0
-        if request.block_tables:
-            self._removed.append(request.request_id)
-            self.blocks.release(request)
-
     def check(self) -> None:
         """Assert every invariant of the queues and the blocks."""
         self.queues.check()
         running = self.queues.running
         self.blocks.check(running)
         assert len(running) <= self.max_num_seqs
-        in_flight = [request for _, requests in self._in_flight for request in requests]
+        in_flight = [request for *_, requests in self._in_flight for request in requests]
         for request in [*running, *self.queues.waiting]:
             request.check(request in running, in_flight.count(request))

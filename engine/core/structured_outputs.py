@@ -17,11 +17,16 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """A part of an answer: `begin`, an instance of a JSON Schema, `end`."""
+    """A part of an answer: `begin`, an instance of a JSON Schema, `end`.
+
+    `grammar`: of the text that is the instance's only property, its name and a grammar in Lark's notation.
+    """
 
     begin: str
     schema: dict[str, Any]
     end: str
+    grammar: tuple[str, str] | None = None
+    lenient: bool = False  # what of the schema or grammar cannot be enforced is left out, else it is an error
     head: str | None = None  # a regular expression: how it may also begin, where an answer begins with it
 
 
@@ -47,7 +52,8 @@ class StructuredOutputs:
     """What an answer has to be: one of the first five. `ValueError` when it is not one, or of the wrong type.
 
     With `tags` it is that or tags; with `tags` alone it is free text that may end in them. With `thoughts` it is that
-    after them.
+    after them. With `in_messages` it is the final one of an answer's messages, in gpt-oss's harmony format, and tags are
+    calls: `begin` is the function's name.
     """
 
     json: dict[str, Any] | str | None = None  # an instance of this JSON Schema
@@ -57,7 +63,9 @@ class StructuredOutputs:
     json_object: bool = False  # any JSON object
     tags: Tags | None = None
     thoughts: Thoughts | None = None
+    in_messages: bool = False
     compiled: str | None = None  # the same, checked and in the engine's own words; by input processors
+    notes: tuple[tuple[int | None, str], ...] = ()  # on what is not enforced, each with the tag's index; by the same
 
     def __post_init__(self) -> None:
         if self.compiled is not None:

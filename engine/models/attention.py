@@ -8,10 +8,10 @@ from functools import partial
 from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
-from engine.models.layers import CheckpointModule, Linear, Norm, Residual, Scope
+from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, empty
 from engine.models.spec import AttentionSpec
 
 # Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them, and which rows of kv_scale
@@ -40,6 +40,8 @@ class AttentionMetadata:
     prefill_tiles: Tensor | None = (
         None  # [N, 2] int32 (sequence, first query): the prefill kernel's grid; None on a CPU
     )
+    sparse_plan: kernels.DecodePlan | None = None  # likewise, of block-sparse layers
+    sparse_tiles: Tensor | None = None
 
 
 class Attention(CheckpointModule):
@@ -47,6 +49,8 @@ class Attention(CheckpointModule):
 
     cos_sin: Tensor | None
     kv_scale: Tensor
+    sinks: nn.Parameter | None
+    alibi_slopes: Tensor | None
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
@@ -68,6 +72,10 @@ class Attention(CheckpointModule):
         # What the keys and the values of each head are divided by where the cache is e4m3: [2, Hkv].
         scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
         self.register_buffer("kv_scale", scale, persistent=False)
+        self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
+        slopes = torch.tensor(self.spec.alibi, dtype=torch.float32, device=scope.device) if spec.alibi else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)  # [H]
+        self._heads = scope.shard.span("num_attention_heads", spec.num_heads)
         self._scope, self._num_kv_heads = scope, spec.num_kv_heads
 
     def forward(
@@ -103,8 +111,12 @@ class Attention(CheckpointModule):
             kv_scale=kv_scale,
             interleaved=spec.rope is not None and spec.rope.interleaved,
         )  # [T, H, D]
-        out = attend(query, kv, metadata, spec, kv_scale)
+        out = attend(query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         return residual.add(self.o, hidden, out.flatten(1))
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        if self.sinks is not None:
+            yield CheckpointTensor(self._scope.name("sinks"), (self._heads,), self.sinks)
 
     def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         for owner in SCALE_OWNERS:
@@ -129,29 +141,48 @@ class _Options(TypedDict):
     scale: float
     window: int
     soft_cap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    sparse: kernels.BlockSparse | None
     kv_scale: Tensor | None
 
 
 def attend(
-    query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec, kv_scale: Tensor | None = None
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    *,
+    kv_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
     query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D]. kv_scale [2, num_kv_heads] float32
-    for an e4m3 cache, else None.
+    for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 where the specification has them.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
-    options = _Options(scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, kv_scale=kv_scale)
+    options = _Options(
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        sparse=spec.sparse,
+        kv_scale=kv_scale,
+    )
     m, n = metadata, metadata.num_decodes
+    plan, tiles = (m.sparse_plan, m.sparse_tiles) if spec.sparse else (m.decode_plan, m.prefill_tiles)
     out = torch.empty_like(query)
     if n:
         kernels.paged_attention_decode(
             query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], m.context_lens[:n],
-            plan=m.decode_plan, out=out[:n], **options,
+            plan=plan, out=out[:n], **options,
         )  # fmt: skip
     if n < len(m.rows):
         kernels.paged_attention_prefill(
             query, key_cache, value_cache, m.block_tables, m.rows[n:], m.query_start[n:], m.context_lens[n:],
-            tiles=m.prefill_tiles, out=out, **options,
+            tiles=tiles, out=out, **options,
         )  # fmt: skip
     return out

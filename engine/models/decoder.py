@@ -11,16 +11,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+import kernels
 from engine.models.attention import Attention, AttentionMetadata, MakeNorm
-from engine.models.formats.floats import FLOATS
-from engine.models.layers import Embedding, LayerNorm, Linear, LMHead, Norm, Residual, RMSNorm, Scope
+from engine.models.formats import formats_of_tied_head
+from engine.models.latent import LatentAttention
+from engine.models.layers import Embedding, LayerNorm, LMHead, Matrix, Norm, Residual, RMSNorm, Scope
 from engine.models.mlp import MLP
+from engine.models.moe import MoE
 from engine.models.rope import rope_table
-from engine.models.spec import LayerSpec, ModelSpec
+from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec
 
 
 class Decoder(nn.Module):
-    """Token ids to logits: one rank's part of the model. Weights are empty until weights.py fills them."""
+    """Token ids to logits: one rank's part of the model. Weights are empty until weights.py fills them; those of other stages of
+    a pipeline have no memory.
+    """
 
     def __init__(self, spec: ModelSpec, scope: Scope, *, max_model_len: int | None = None) -> None:
         """`max_model_len`: positions that the rotary tables cover; None: the model's whole context.
@@ -34,25 +39,37 @@ class Decoder(nn.Module):
             rope: rope_table(rope, max_model_len or spec.context_length).to(scope.device) if rope else None
             for rope in ropes
         }
-        body, make_norm = scope / "model", norm_maker(spec)
-        self.embed_tokens = Embedding(body / "embed_tokens", spec.vocab_size, spec.hidden_size)
+        body, make_norm, self.stage = scope / "model", norm_maker(spec), scope.stage
+        self.own_layers = self.stage.layers(len(spec.layers))
+        is_first, is_last = self.stage.is_first, self.stage.is_last
+        has_embedding = is_first or (is_last and spec.tie_word_embeddings)
+        self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(layer, spec.hidden_size, tables[layer.mixer.rope], make_norm, body / "layers" / i)
+            DecoderLayer(
+                layer,
+                spec.hidden_size,
+                tables[layer.mixer.rope],
+                make_norm,
+                body.only_if(i in self.own_layers) / "layers" / i,
+            )
             for i, layer in enumerate(spec.layers)
         )
+        body, scope = body.only_if(is_last), scope.only_if(is_last)
         self.norm = make_norm(body / "norm", spec.hidden_size)
         if spec.tie_word_embeddings:
-            scope = replace(scope, weight_formats=FLOATS)  # the embedding's
+            scope = replace(scope, weight_formats=formats_of_tied_head(scope.weight_formats, scope.name("lm_head")))
         self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self._here = list(self.layers)[self.own_layers.start : self.own_layers.stop]
         # As families were trained: in the dtype of the weights.
+        self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
 
     def pack_weights(self) -> None:
         """Repack all filled weights for the products of their device. They can no longer be filled."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Matrix) and not any(parameter.is_meta for parameter in module.parameters()):
                 module.pack()
 
     def forward(
@@ -61,25 +78,27 @@ class Decoder(nn.Module):
         positions: Tensor,
         kv_cache: Sequence[Tensor],
         attention: Sequence[AttentionMetadata],
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm.
+        """input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm. Of a stage that is not the first:
+        from `hidden` [T, hidden] of the one before it.
 
-        For each layer: kv_cache [2, num_blocks, Hkv, block_size, D], which gains the step's keys and values (a strided view
-        where the kernels take one), and attention, one object for all layers of the same cache group.
+        For each layer here: kv_cache [2, num_blocks, Hkv, block_size, D], or of latents [1, num_blocks, 1, block_size,
+        L + R], which gains the step's keys and values (a strided view where the kernels take one), and attention, one
+        object for all layers of the same cache group.
         """
-        hidden = self.embed_tokens(input_ids)
-        if self._embedding_multiplier != 1:
-            hidden = hidden * self._embedding_multiplier
-        for layer, kv, metadata in zip(self.layers, kv_cache, attention, strict=True):
+        if hidden is None:
+            hidden = self.embed_tokens(input_ids)
+            if self._embedding_multiplier != 1:
+                hidden = kernels.scale(hidden, self._embedding_multiplier)
+        for layer, kv, metadata in zip(self._here, kv_cache, attention, strict=True):
             hidden = layer(hidden, positions, kv, metadata)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype; in `out` where that is given."""
-        logits, cap = self.lm_head.after_norm(hidden, self.norm, out), self.spec.logits_soft_cap
-        if self.spec.logits_multiplier != 1:
-            logits.mul_(self.spec.logits_multiplier)
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        logits, multiplier, cap = self.lm_head.after_norm(hidden, self.norm, out), *self._of_logits
+        return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 
 
 class DecoderLayer(nn.Module):
@@ -99,13 +118,25 @@ class DecoderLayer(nn.Module):
         before_mlp = None if layer.parallel else norm(names.before_mlp)
         self.around_attention = Residual(None if layer.parallel else before, norm(names.after_mixer), multiplier)
         self.around_mlp = Residual(before_mlp, norm(names.after_mlp), multiplier)
-        self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
-        self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
+        self.attention: Attention | LatentAttention
+        if isinstance(layer.mixer, LatentSpec):
+            assert cos_sin is not None
+            self.attention = LatentAttention(layer.mixer, hidden_size, cos_sin, scope / "self_attn")
+        else:
+            self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
+        self.mlp: MLP | MoE
+        if isinstance(layer.mlp, MoESpec):
+            self.mlp = MoE(layer.mlp, hidden_size, scope)
+        else:
+            self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
 
     def forward(self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = hidden if self.shared_norm is None else self.shared_norm(hidden)
         hidden = self.attention(x, hidden, self.around_attention, positions, kv, metadata)
-        return self.mlp(hidden if self.shared_norm is None else x, hidden, self.around_mlp)
+        x = hidden if self.shared_norm is None else x
+        if isinstance(self.mlp, MoE):
+            return self.mlp(x, hidden, self.around_mlp, metadata.slot_mapping)
+        return self.mlp(x, hidden, self.around_mlp)
 
 
 def norm_maker(spec: ModelSpec) -> MakeNorm:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from engine.models.shard import SINGLE, Communicator, Shard, SingleRank, Span
+from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Span, Stage
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names
 
@@ -40,7 +40,7 @@ class CheckpointTensor:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        return tuple(slice(span.start, span.stop) for span in self.spans)
+        return tuple(slice(span.start, span.stop, span.step) for span in self.spans)
 
     def fill(self, value: Tensor) -> None:
         """From the tensor in the file."""
@@ -68,34 +68,71 @@ class CheckpointModule(nn.Module):
         return iter(())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows of a matrix [out, in] that a checkpoint keeps."""
+
+    name: str  # of the matrix, in the checkpoint
+    rows: Span  # of it: this rank's
+    expert: Span | None = None  # the matrix is this one of those that the checkpoint's tensor stacks
+    transposed: bool = False  # its float weight is stored as [in, out]
+    suffix: str = "."  # what is between `name` and what a tensor is; "_": the weight is called `name` alone
+
+    def place(self, tensor: CheckpointTensor) -> CheckpointTensor:
+        """`tensor`, declared as the "weight", "bias" or other tensor of one matrix, as the checkpoint keeps it."""
+        spans, memory, take, what = tensor.spans, tensor.memory, tensor.take, tensor.name
+        turned = self.transposed and what == "weight"
+        if turned:
+            spans, memory = spans[::-1], memory.T
+        if self.expert is not None:
+            spans, memory = (self.expert, *spans), memory.unsqueeze(0)
+
+        def taken(value: Tensor) -> None:
+            assert take is not None
+            value = value if self.expert is None else value.squeeze(0)
+            take(value.T if turned else value)
+
+        return replace(
+            tensor,
+            name=self._named(what),
+            spans=spans,
+            memory=memory,
+            take=None if take is None else taken,
+            aliases=tuple(map(self._named, tensor.aliases)),
+        )
+
+    def _named(self, what: str) -> str:
+        return self.name if (self.suffix, what) == ("_", "weight") else f"{self.name}{self.suffix}{what}"
+
+
 class WeightFormat(ABC):
-    """How Linears of one format are stored in a checkpoint, and how their weights become what `kernels` multiplies by."""
+    """How matrices of one format are stored in a checkpoint, and how they become what `kernels` multiplies by."""
 
     @abstractmethod
-    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Give `linear` the empty memory of its stored tensors: `num_rows` × `columns` of a product in `dtype`."""
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
+        """Give `matrix` the empty memory of its stored tensors: `num_rows` × `columns` of a product in `dtype`."""
 
     @abstractmethod
-    def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
+    def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
         """What fills that memory."""
 
-    def optional_tensors(self, linear: Linear) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+    def optional_tensors(self, matrix: Matrix) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """What the checkpoint may hold besides: see `CheckpointModule.optional_tensors`."""
         return iter(())
 
-    def fill_randomly(self, linear: Linear, generator: torch.Generator) -> None:  # noqa: B027 (parameters are filled anyway)
+    def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:  # noqa: B027 (parameters are filled anyway)
         """Fill what is no parameter with weights of standard deviation 0.02."""
 
     @abstractmethod
-    def pack(self, linear: Linear) -> None:
-        """Set `linear.weight`, from the filled memory, to what the products of its device take. It can no longer be filled."""
+    def pack(self, matrix: Matrix) -> None:
+        """Set `matrix.weight`, from the filled memory, to what products take. It can no longer be filled."""
 
 
 class WeightFormats(Protocol):
-    """The formats of a checkpoint's Linears."""
+    """The formats of a checkpoint's matrices."""
 
-    def for_linear(self, names: Sequence[str]) -> WeightFormat:
-        """The format of the Linear whose parts have these names in the checkpoint. ModelError: they are stored differently."""
+    def of(self, names: Sequence[str]) -> WeightFormat:
+        """Of the matrix whose parts have these names in the checkpoint. ModelError: they are stored differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +145,17 @@ class Scope:
     shard: Shard = SINGLE
     communicator: Communicator = field(default_factory=SingleRank)
     prefix: str = ""  # of the names in the checkpoint
+    stage: Stage = WHOLE
 
     def __truediv__(self, name: str | int) -> Scope:
         return replace(self, prefix=self.name(str(name)))
 
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}" if self.prefix else tensor
+
+    def only_if(self, is_here: bool) -> Scope:
+        """Else of weights without memory: another stage has them."""
+        return self if is_here else replace(self, device=torch.device("meta"))
 
     def empty(self, *shape: int) -> nn.Parameter:
         return empty(*shape, dtype=self.dtype, device=self.device)
@@ -123,17 +165,70 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-class Linear(CheckpointModule):
+class Matrix(CheckpointModule):
+    """One rank's part of a matrix, or of a stack of as many rows each, and of its bias. Parts of a checkpoint are its rows."""
+
+    weight: kernels.Weight  # [num_rows, in], or [num_stacked, num_rows / num_stacked, in]
+    stored: dict[tuple[int, str], Tensor]  # (part, name) → what a quantised checkpoint holds, until it is packed
+    bias: nn.Parameter | None  # [num_rows], or [num_stacked, num_rows / num_stacked]
+
+    def __init__(
+        self,
+        scope: Scope,
+        parts: Sequence[Part],
+        columns: Span,
+        *,
+        num_rows: int = 0,
+        bias_parts: Sequence[Part] = (),
+        num_stacked: int = 0,
+    ) -> None:
+        """num_rows: that this rank has memory for; 0: for those of all parts. num_stacked: matrices; 0: it is no stack."""
+        super().__init__()
+        self.parts, self.columns, self.bias_parts, self.num_stacked = parts, columns, bias_parts, num_stacked
+        self.dtype = scope.dtype  # of products
+        self.num_rows = num_rows or sum(len(part.rows) for part in parts)
+        self.format = scope.weight_formats.of(list(dict.fromkeys(part.name for part in parts)))
+        self.format.create(self, scope.dtype, scope.device)
+        has_bias = any(len(part.rows) for part in bias_parts)
+        self.bias = scope.empty(*self.shape_of_rows()) if has_bias else None
+
+    def shape_of_rows(self, num_rows: int | None = None) -> tuple[int, ...]:
+        """The first dimensions of tensors with `num_rows` for the whole stack (None: the matrix's)."""
+        num_rows = self.num_rows if num_rows is None else num_rows
+        return (self.num_stacked, num_rows // self.num_stacked) if self.num_stacked else (num_rows,)
+
+    def pack(self) -> None:
+        """Repack the filled weights for the products of their device. They can no longer be filled."""
+        self.format.pack(self)
+        packed = kernels.pack_weight(self.weight)
+        if packed is not self.weight:
+            del self.weight  # the name of a parameter takes nothing else
+            self.weight = packed
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield from self.format.tensors(self)
+        yield from by_rows("bias", self.bias_parts, torch.empty(0) if self.bias is None else self.bias.flatten())
+
+    def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        return self.format.optional_tensors(self)
+
+
+def by_rows(what: str, parts: Sequence[Part], memory: Tensor, *columns: Span) -> Iterator[CheckpointTensor]:
+    """A float tensor of each part, which fills the part's rows of the memory."""
+    start = 0
+    for part in parts:
+        end = start + len(part.rows)
+        yield part.place(CheckpointTensor(what, (part.rows, *columns), memory[start:end]))
+        start = end
+
+
+class Linear(Matrix):
     """x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are one: their rows are stacked.
 
     `shard` says what ranks divide: "column" the rows of W (the columns of Wᵀ) in whole units of `width`, of which several
     ranks hold the same where there are fewer than ranks; "row" the input channels, so that each rank has a summand of
     the product, which `add_to` sums; "vocab" the rows, unevenly if need be.
     """
-
-    weight: kernels.Weight
-    stored: dict[tuple[int, str], Tensor]  # (part, name) → what a quantised checkpoint holds, until it is packed
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -150,28 +245,23 @@ class Linear(CheckpointModule):
 
         fused: the checkpoint's name of one tensor that holds all of them, one after the other.
         """
-        super().__init__()
-        self.shard, self.communicator = scope.shard, scope.communicator
-        self.is_partial = shard == "row" and self.shard.size > 1  # the true product is the sum over ranks
-        self.columns = self.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
-        self.parts: list[tuple[str, Span]] = []  # the name of each in the checkpoint, and this rank's rows of it
-        for part, rows in parts.items():
+        columns = scope.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
+        own, num_rows = [], 0
+        for name, rows in parts.items():
             span = Span.whole(rows)
             if shard == "column":
-                span = self.shard.span(scope.name(part), rows // width, width=width, replicate=width > 1)
+                span = scope.shard.span(scope.name(name), rows // width, width=width, replicate=width > 1)
             elif shard == "vocab":
-                span, self.num_rows = self.shard.padded_span(rows)
-            self.parts.append((scope.name(part), span))
-        if shard != "vocab":
-            self.num_rows = sum(len(span) for _, span in self.parts)  # that this rank has memory for
+                span, num_rows = scope.shard.padded_span(rows)
+            own.append(Part(name=scope.name(name), rows=span))
         if fused:
-            self.parts = _fused(scope.name(fused), self.parts)
-        self.bias_parts = list(self.parts) if bias else []
-        if self.is_partial and self.shard.rank:  # rank 0 alone adds the bias
-            self.bias_parts = [(name, Span(span.total, 0, 0)) for name, span in self.bias_parts]
-        self.format = scope.weight_formats.for_linear([name for name, _ in self.parts])
-        self.format.create(self, scope.dtype, scope.device)
-        self.bias = scope.empty(self.num_rows) if any(len(span) for _, span in self.bias_parts) else None
+            own = _fused(scope.name(fused), own)
+        is_partial = shard == "row" and scope.shard.size > 1  # the true product is the sum over ranks
+        bias_parts = own if bias else []
+        if is_partial and scope.shard.rank:  # rank 0 alone adds the bias
+            bias_parts = [replace(part, rows=part.rows.nothing()) for part in bias_parts]
+        super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts)
+        self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
@@ -191,41 +281,23 @@ class Linear(CheckpointModule):
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
         """residual + multiplier · the (normed) projection of x, in residual's memory. With "row", x is this rank's channels."""
-        if not self.is_partial and norm is None and multiplier == 1:
+        if norm is None and multiplier == 1:
+            if self.is_partial:
+                return self.communicator.add_sum(residual, self(x))
             return kernels.linear_add(residual, x, self.weight, self.bias)
         out = self(x)
         if self.is_partial:
             out = self.communicator.all_reduce(out)
-        return residual.add_(out if norm is None else norm(out), alpha=multiplier)
-
-    def pack(self) -> None:
-        """Repack the filled weights for the products of their device. They can no longer be filled."""
-        self.format.pack(self)
-
-    def tensors(self) -> Iterator[CheckpointTensor]:
-        yield from self.format.tensors(self)
-        yield from stacked("bias", self.bias_parts, torch.empty(0) if self.bias is None else self.bias)
-
-    def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-        return self.format.optional_tensors(self)
+        return kernels.add_scaled(residual, out if norm is None else norm(out), multiplier)
 
 
-def _fused(name: str, parts: Sequence[tuple[str, Span]]) -> list[tuple[str, Span]]:
-    """The parts as rows of the one tensor that holds all of them."""
-    total, first, fused = sum(span.total for _, span in parts), 0, []
-    for _, span in parts:
-        fused.append((name, Span(total, first + span.start, first + span.stop)))
-        first += span.total
+def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
+    """The parts as rows of the one matrix that holds all of them."""
+    total, first, fused = sum(part.rows.total for part in parts), 0, []
+    for part in parts:
+        fused.append(Part(name=name, rows=Span(total, first + part.rows.start, first + part.rows.stop)))
+        first += part.rows.total
     return fused
-
-
-def stacked(name: str, parts: Sequence[tuple[str, Span]], memory: Tensor, *columns: Span) -> Iterator[CheckpointTensor]:
-    """One float tensor for each part, "<part>.<name>", which fills the part's rows of the memory."""
-    start = 0
-    for part, span in parts:
-        end = start + len(span)
-        yield CheckpointTensor(f"{part}.{name}", (span, *columns), memory[start:end])
-        start = end
 
 
 class LMHead(Linear):
@@ -253,7 +325,7 @@ class Embedding(CheckpointModule):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         if self.shard.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return kernels.embedding(self.weight, input_ids)
         elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
         own = F.embedding((input_ids - self.rows.start).masked_fill(elsewhere, 0), self.weight)
         return self.communicator.all_reduce(own.masked_fill(elsewhere.unsqueeze(1), 0))
@@ -321,3 +393,12 @@ class Residual(nn.Module):
     def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Tensor:
         """hidden [T, hidden] + what `linear` makes of x, in hidden's memory."""
         return linear.add_to(hidden, x, self.after, self.multiplier)
+
+    def add_output(self, hidden: Tensor, output: Tensor) -> Tensor:
+        """hidden [T, hidden] + a sublayer's finished output [T, hidden], in hidden's memory."""
+        return kernels.add_scaled(hidden, output if self.after is None else self.after(output), self.multiplier)
+
+    @property
+    def is_sum(self) -> bool:
+        """The output is added as it is."""
+        return self.after is None and self.multiplier == 1

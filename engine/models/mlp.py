@@ -13,6 +13,7 @@ from engine.models.spec import DenseSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of MLPs that are not gated
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square_(),
 }
@@ -25,15 +26,15 @@ class MLP(nn.Module):
         super().__init__()
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
         parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
-        fused = "gate_up_proj" if spec.fused else ""
-        self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=fused)
+        self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=spec.fused)
         self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row")
 
     def forward(self, x: Tensor, hidden: Tensor, residual: Residual) -> Tensor:
         """hidden [T, hidden] + the MLP of x [T, hidden], in hidden's memory."""
-        return residual.add(self.down, hidden, self._activate(x, residual))
+        return residual.add(self.down, hidden, self.activate(x, residual))
 
-    def _activate(self, x: Tensor, residual: Residual) -> Tensor:
+    def activate(self, x: Tensor, residual: Residual) -> Tensor:
+        """What `down` multiplies: [T, intermediate_size]."""
         if self.spec.gated and self.spec.activation == "silu":
             return residual.swiglu(self.gate_up, x)
         projected = residual.project(self.gate_up, x)

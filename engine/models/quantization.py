@@ -14,14 +14,13 @@ from typing import Any, Literal
 from engine.models.errors import ModelError
 
 WHERE = "quantization_config"
-ONLINE = ("fp8", "int8")  # what the weights of a float checkpoint can be rounded to while they are loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """How a checkpoint stores a matrix [N, K] of few bits."""
 
-    layout: Literal["plain", "packed", "gptq", "awq", "fp4", "online"]  # which tensors: a class in `formats`
+    layout: Literal["plain", "packed", "gptq", "awq", "fp4", "blocks", "online"]  # which tensors: a class in `formats`
     kind: Literal["e4m3", "int8", "int4", "e2m1"]  # what a code stands for: see `kernels.QuantizedWeight`
     group: int = 0  # channels that share a scale; 0: all
     rows: int = 1  # rows that share a scale; 0: all
@@ -48,10 +47,20 @@ class Quantization:
         return next((scheme for targets, scheme in self.schemes if any(_matches(t, name) for t in targets)), None)
 
 
-def choose_quantization(stored: Quantization | None, method: str | None) -> Quantization | None:
+ONLINE = {  # what a float checkpoint can be rounded to while it is loaded
+    "fp8": Scheme(layout="online", kind="e4m3", activations=True),
+    "int8": Scheme(layout="online", kind="int8", activations=True),
+    "int4": Scheme(layout="online", kind="int4", group=32),
+}
+
+
+def choose_quantization(
+    stored: Quantization | None, method: str | None, *, rounds_head: bool = False
+) -> Quantization | None:
     """Of the weights in memory, where `method` was asked for; None: as the checkpoint is.
 
-    A float checkpoint's weights are rounded while they are loaded, channel by channel; not its output head's.
+    A float checkpoint's weights are rounded while they are loaded, row by row, to int4 in groups of channels; not those that
+    attention over latents needs as floats. `rounds_head`: int8 and int4 round the output head, too, to int8.
     """
     if method is None or (stored is not None and stored.method == method):
         return stored
@@ -60,9 +69,11 @@ def choose_quantization(stored: Quantization | None, method: str | None) -> Quan
             f"the checkpoint is quantised by {stored.method!r}: quantization must be that or none, got {method!r}"
         )
     if method not in ONLINE:
-        raise ModelError(f"the checkpoint is not quantised: quantization must be {' or '.join(ONLINE)}, got {method!r}")
-    scheme = Scheme(layout="online", kind="e4m3" if method == "fp8" else "int8", activations=True)
-    return Quantization(method=method, schemes=((("Linear",), scheme),), ignored=("lm_head",))
+        raise ModelError(f"the checkpoint is not quantised: quantization must be {', '.join(ONLINE)}, got {method!r}")
+    body = (("Linear",), ONLINE[method])
+    if rounds_head and method != "fp8":
+        return Quantization(method=method, schemes=((("lm_head",), ONLINE["int8"]), body), ignored=("kv_b_proj",))
+    return Quantization(method=method, schemes=(body,), ignored=("lm_head", "kv_b_proj"))
 
 
 def read_quantization(config: Any) -> Quantization | None:
@@ -184,6 +195,12 @@ def _modelopt(config: Mapping[str, Any]) -> Quantization:
     return Quantization(method="modelopt", schemes=((("Linear",), scheme),), ignored=ignored)
 
 
+def _mxfp4(config: Mapping[str, Any]) -> Quantization:
+    """mxfp4 of gpt-oss: the experts, whose tensors are stacked."""
+    scheme = Scheme(layout="blocks", kind="e2m1", group=32)
+    return Quantization(method="mxfp4", schemes=((("re:.*\\.mlp\\.experts\\.",), scheme),))
+
+
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
     """llm-compressor's fp8, int8, int4, nvfp4 and mxfp4 (the last three: weights only), different ones for groups of modules."""
     sparsity = config.get("sparsity_config") or {}
@@ -265,4 +282,5 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "awq": _awq,
     "gptq": _gptq,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }

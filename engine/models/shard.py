@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from engine.models.errors import ModelError
@@ -13,18 +13,23 @@ if TYPE_CHECKING:  # specifications are read where PyTorch is not loaded
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices [start, stop) of a dimension of `total`: what one rank holds of it."""
+    """Every `step`-th of the indices [start, stop) of a dimension of `total`: what one rank holds of it."""
 
     total: int
     start: int
     stop: int
+    step: int = 1
 
     @classmethod
     def whole(cls, total: int) -> Span:
         return cls(total, 0, total)
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return -(-(self.stop - self.start) // self.step)
+
+    def nothing(self) -> Span:
+        """No index of the same dimension."""
+        return replace(self, stop=self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,39 @@ class Shard:
 SINGLE = Shard()
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage `index` of a pipeline of `count`: successive layers of a model. The first has the embedding, the last the head."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Those of this stage. ModelError when there are fewer layers than stages."""
+        if num_layers < self.count:
+            raise ModelError(f"'num_hidden_layers' ({num_layers}) cannot be divided among {self.count} stages")
+        return range(self.index * num_layers // self.count, (self.index + 1) * num_layers // self.count)
+
+
+WHOLE = Stage()
+
+
 class Communicator(Protocol):
     """How the ranks of one model meet. Every rank makes the same calls in the same order."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which have one shape; it may take x's memory."""
+
+    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + the sum of all ranks' x, in residual's memory."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x [T, n] of each rank → [T, size · n], in the order of ranks."""
@@ -76,6 +109,9 @@ class SingleRank:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x

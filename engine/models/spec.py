@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.models.errors import ModelError
 from engine.models.quantization import Quantization
 from engine.models.shard import Shard
+
+if TYPE_CHECKING:
+    from kernels import BlockSparse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +44,69 @@ class AttentionSpec:
     rope: RopeSpec | None
     window: int = 0  # how many of the newest tokens a token attends to, itself included; 0: all
     soft_cap: float = 0.0  # of the scores; 0: none
+    sparse: BlockSparse | None = None  # which blocks of the past a head sees; None: all
+    alibi: tuple[float, ...] = ()  # of each head: what its scores lose by a token of distance; (): nothing
+    sinks: bool = False  # each head has a learnt score that joins the softmax's sum, without a value
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head
     qk_norm_over_heads: bool = False  # RMSNorm of all query heads together, and of all key heads
     fused: bool = False  # the checkpoint keeps q, k and v in one tensor, qkv_proj
 
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Of each token: keys and values of heads of channels."""
+        return 2, self.num_kv_heads, self.head_dim
+
     def for_rank(self, shard: Shard) -> AttentionSpec:
         """One rank's heads. Where there are fewer KV heads than ranks, several ranks hold the same one."""
         if self.qk_norm_over_heads and shard.size > 1:
             raise ModelError(f"{shard.size} ranks cannot divide heads that are normed together; use one GPU")
+        heads = shard.span("num_attention_heads", self.num_heads)
         return replace(
             self,
-            num_heads=len(shard.span("num_attention_heads", self.num_heads)),
+            num_heads=len(heads),
+            alibi=self.alibi[heads.start : heads.stop],
+            sparse=self.sparse and replace(self.sparse, first_head=heads.start),
             num_kv_heads=len(shard.span("num_key_value_heads", self.num_kv_heads, replicate=True)),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention over latents (DeepSeek's MLA): the keys and values of all heads are projections of one short vector."""
+
+    num_heads: int
+    latent_dim: int  # of that vector
+    plain_dim: int  # a head's query and key: channels without a position, and behind them `rope.rotary_dim` with one
+    value_dim: int
+    scale: float  # of the scores
+    rope: RopeSpec
+    query_rank: int = 0  # queries are made of a vector of this size; 0: of the hidden state
+    bias: bool = False  # of the projections from and to the hidden state
+    norm_eps: float = 1e-6  # of the norms of the short vectors
+
+    def for_rank(self, shard: Shard) -> LatentSpec:
+        """One rank's heads. All ranks cache the same."""
+        return replace(self, num_heads=len(shard.span("num_attention_heads", self.num_heads)))
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """The latent, and the channels that carry the position."""
+        return 1, self.num_kv_heads, self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of what queries and cached vectors are compared by."""
+        return self.latent_dim + self.rope.rotary_dim
+
+    @property
+    def window(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +115,69 @@ class DenseSpec:
 
     intermediate_size: int
     bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     gated: bool = True
-    fused: bool = False  # the checkpoint keeps gate and up in one tensor, gate_up_proj
+    fused: str = ""  # the tensor in which the checkpoint keeps gate and up together, if it does
     up_name: str = "up_proj"  # in the checkpoint
     down_name: str = "down_proj"
 
     def for_rank(self, shard: Shard) -> DenseSpec:
         """One rank's columns."""
         return replace(self, intermediate_size=len(shard.span("intermediate_size", self.intermediate_size)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """How the router chooses and weighs a token's experts: see `kernels.Router`."""
+
+    num_chosen: int
+    scoring: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    renormalise: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls the tensors of a layer's mixture of experts, and how it keeps those of the experts.
+
+    Either each expert has its own gate, up and down ("{}" stands for its number), or all experts' are stacked in two tensors.
+    """
+
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    stacked: tuple[str, str] | None = None  # gate and up [E, 2I, hidden], down [E, hidden, I]
+    suffix: str = "."  # of stacked tensors: see `layers.Part`
+    interleaved: bool = False  # gate and up, stacked, take turns row by row
+    transposed: bool = False  # stacked floats are [E, hidden, 2I] and [E, I, hidden]
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts: gated MLPs of which each token's router chooses some, and maybe one that all tokens share."""
+
+    num_experts: int
+    intermediate_size: int  # of each
+    router: RouterSpec
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    bias: bool = False  # of the experts
+    router_bias: bool = False
+    correction: bool = False  # a bias of the scores to choose by, not to weigh by
+    shared: DenseSpec | None = None
+    shared_gate: bool = False  # the shared expert is scaled by the sigmoid of a projection to one number
+    names: ExpertNames = ExpertNames()
+
+    def for_rank(self, shard: Shard) -> MoESpec:
+        """One rank's experts, whole, and its columns of the shared one."""
+        num_experts = len(shard.span("num_experts", self.num_experts))
+        return replace(self, num_experts=num_experts, shared=self.shared and self.shared.for_rank(shard))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +194,8 @@ class Norms:
 class LayerSpec:
     """One decoder layer: what mixes tokens, then what transforms each."""
 
-    mixer: AttentionSpec
-    mlp: DenseSpec
+    mixer: AttentionSpec | LatentSpec
+    mlp: DenseSpec | MoESpec
     norms: Norms = Norms()
     parallel: bool = False  # both read the norm before the mixer, and add to the same residual stream
     residual_multiplier: float = 1.0  # of what each adds to it
@@ -119,6 +224,8 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logits_soft_cap: float = 0.0  # 0: none
+    names: tuple[tuple[str, str], ...] = ()  # parts of tensors' names in the checkpoint, and what we call them
+    num_draft_layers: int = 0  # multi-token prediction: stored after the decoder's layers, and not loaded
     has_head: bool = True  # False: it is published for embeddings, and generates nothing
 
     @property

@@ -7,6 +7,7 @@ with what is declared: every tensor is used exactly once, and nothing is left ov
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,13 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.models import classifier
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
 from engine.models.formats import weight_formats
-from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Norm, Scope
+from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Matrix, Norm, Scope
 from engine.models.progress import Progress, silent
-from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
+from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -44,12 +46,13 @@ def load_model(
     progress: Progress = silent,
     max_model_len: int | None = None,
     shard: Shard = SINGLE,
+    stage: Stage = WHOLE,
     communicator: Communicator | None = None,
 ) -> Decoder:
     """The decoder of `spec` on `device` in `dtype`, with the weights in `folder`; "dummy": random ones, by `seed`.
 
-    `max_model_len` limits the rotary tables. With more than one rank it is the part of rank `shard`, and `communicator`
-    is how that meets the others. ModelError, one line, when the weights are missing, damaged or do not fit the
+    `max_model_len` limits the rotary tables. With more than one rank it is the part of rank `shard` of `stage`, and
+    `communicator` is how that meets the others. ModelError, one line, when the weights are missing, damaged or do not fit the
     specification, or when the device is too small for them.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
@@ -60,6 +63,7 @@ def load_model(
         device=torch.device(device),
         weight_formats=weight_formats(spec.quantization),
         shard=shard,
+        stage=stage,
         communicator=communicator or SingleRank(),
     )
     if load_format != "dummy":
@@ -72,10 +76,7 @@ def load_model(
             else:
                 _fill(model, folder, stored, progress)
     except torch.OutOfMemoryError as error:
-        empty = _without_memory(spec, scope, folder)
-        need = sum(tensor.memory.nbytes for tensor in checkpoint_tensors(empty).values())
-        if spec.tie_word_embeddings:
-            need -= empty.embed_tokens.weight.nbytes
+        need = sum(bytes_of_parts(_without_memory(spec, scope, folder)).values())
         raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of weights do not fit on {device}") from error
     return model
 
@@ -86,6 +87,33 @@ def _without_memory(spec: ModelSpec, scope: Scope, folder: Path) -> Decoder:
         return Decoder(spec, replace(scope, device=torch.device("meta")), max_model_len=1)
     except RuntimeError as error:  # the number of bytes has more than 64 bits
         raise ModelError(f"{folder / 'config.json'}: its tensors are too large ({error})") from None
+
+
+def decoder_of_shapes(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard = SINGLE) -> Decoder:
+    """One rank's decoder on the "meta" device, where tensors take no memory. ModelError as `load_model`."""
+    formats = weight_formats(spec.quantization)
+    return _without_memory(spec, Scope(dtype, torch.device("meta"), formats, shard=shard), folder)
+
+
+def bytes_of_parts(model: Decoder) -> dict[str, int]:
+    """Bytes of the weights as they are loaded: embedding, attention, mlp, experts, norms, head (0: it is the embedding)."""
+    found = dict.fromkeys(("embedding", "attention", "mlp", "experts", "norms", "head"), 0)
+    for name, module in model.named_modules():
+        if isinstance(module, CheckpointModule):
+            num_bytes = sum(tensor.memory.nbytes for tensor in module.tensors())
+            found[_part_of(name, module)] += num_bytes
+    if model.spec.tie_word_embeddings:
+        found["head"] = 0
+    return found
+
+
+def _part_of(name: str, module: CheckpointModule) -> str:
+    if isinstance(module, Norm):
+        return "norms"
+    if isinstance(module, Matrix) and not isinstance(module, Linear):
+        return "experts"
+    names = {"embed_tokens": "embedding", "lm_head": "head", "attention": "attention", "mlp": "mlp"}
+    return next(names[each] for each in name.split(".") if each in names)
 
 
 def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
@@ -193,36 +221,53 @@ class _Matched(NamedTuple):
 def _matched(model: Decoder, stored: dict[str, _Stored], folder: Path) -> _Matched:
     """ModelError names what does not fit."""
     declared = checkpoint_tensors(model)
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED)}
-    if not model.spec.has_head:
+    spec = model.spec
+    drafts = tuple(f"layers.{spec.num_layers + i}." for i in range(spec.num_draft_layers))
+    stored = {
+        name: tensor
+        for name, tensor in ((_renamed(name, spec), tensor) for name, tensor in stored.items())
+        if not name.endswith(IGNORED) and not name.removeprefix(BODY).startswith(drafts)
+    }
+    if not spec.has_head:
         del declared[LM_HEAD]
         stored.pop(LM_HEAD, None)
+    if spec.architecture.endswith(classifier.SUFFIX):
+        stored.pop(classifier.HEAD, None)  # read by the API process
     if EMBEDDING.removeprefix(BODY) in stored:  # saved without what is around the body
         declared = {name.removeprefix(BODY): tensor for name, tensor in declared.items()}
     stored = _by_declared_names(declared, stored)
     optional = _optional_tensors(model)
     extras = {name: stored.pop(name) for name in list(stored) if name in optional}
-    _check(declared, stored, folder, tied=model.spec.tie_word_embeddings)
+    _check(declared, stored, folder, tied=spec.tie_word_embeddings)
     return _Matched(declared, stored, extras, optional)
+
+
+def _renamed(name: str, spec: ModelSpec) -> str:
+    for theirs, ours in spec.names:
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
     """Stream every stored tensor to its memory. ModelError names what does not fit."""
     declared, stored, extras, optional = _matched(model, stored, folder)
+    stored = {name: tensor for name, tensor in stored.items() if not declared[name].memory.is_meta}
     tied = model.spec.tie_word_embeddings
     twice = stored.pop(LM_HEAD) if tied and EMBEDDING in stored and LM_HEAD in stored else None
     total = sum(tensor.num_bytes for tensor in stored.values())
-    done = 0
-    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
+    done, by_file = 0, defaultdict[Path, list[str]](list)
+    for name, tensor in (stored | extras).items():
+        by_file[tensor.file].append(name)
+    for file, names in by_file.items():
         with _open(file) as opened:
-            for name in (name for name, tensor in stored.items() if tensor.file == file):
+            for name in names:
+                if name in extras:
+                    _take(name, opened.get_tensor(name), optional[name], file)
+                    continue
                 progress("loading", done, total)
                 declared[name].fill(opened.get_tensor(stored[name].name))
                 done += stored[name].num_bytes
     progress("loading", done, total)
-    for name, tensor in extras.items():
-        with _open(tensor.file) as opened:
-            _take(name, opened.get_tensor(name), optional[name], tensor.file)
     if twice is not None:
         _check_tied(declared[LM_HEAD], twice.file)
 
@@ -288,7 +333,7 @@ def _fill_randomly(model: Decoder, seed: int) -> None:
     """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on its device."""
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Matrix):
             module.format.fill_randomly(module, generator)
     norms = {id(module.weight) for module in model.modules() if isinstance(module, Norm)}
     for parameter in model.parameters():

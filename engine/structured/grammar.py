@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.structured.json_schema import MAX_TEXT_LENGTH, prepare
 from engine.structured.lark import bounded
+from engine.structured.quoted_lark import object_with_text
 from engine.structured.regex import portable
 
 MAX_GBNF_LENGTH = 50_000
@@ -35,14 +35,17 @@ WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
 _MARK = "\x02"  # before a text, parts it from the space that some vocabularies put before every first word
-STACK_BYTES = 64 << 20  # for threads that compile: the library recurses as deep as a grammar is nested
 
 _LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 
-def json_grammar(schema: dict[str, Any] | str) -> str:
-    """All instances of a JSON Schema. This and the next ones: `ValueError` says what is wrong or not supported."""
-    return LLMatcher.grammar_from_json_schema(prepare(schema), overrides={"whitespace_pattern": WHITESPACE})
+def json_grammar(schema: dict[str, Any] | str, notes: list[str] | None = None, lenient: bool = False) -> str:
+    """All instances of a JSON Schema. This and the next ones: `ValueError` says what is wrong or not supported.
+
+    `notes`, `lenient`: as of `prepare`.
+    """
+    prepared = prepare(schema, notes, lenient)
+    return LLMatcher.grammar_from_json_schema(prepared, overrides={"whitespace_pattern": WHITESPACE})
 
 
 def regex_grammar(pattern: str) -> str:
@@ -69,6 +72,11 @@ def lark_grammar(grammar: str) -> str:
         except Exception as error:  # whatever its parser stumbles over
             raise ValueError(f"the GBNF grammar cannot be read: {error}") from None
     return LLMatcher.grammar_from_lark(bounded(grammar))
+
+
+def text_grammar(name: str, grammar: str) -> str:
+    """All objects of the one property `name`, a text that is a sentence of a grammar in Lark's notation."""
+    return LLMatcher.grammar_from_lark(object_with_text(name, grammar))
 
 
 @dataclass(frozen=True)
@@ -161,18 +169,6 @@ class Compiler:
     @property
     def vocab_size(self) -> int:
         return self._tokenizer().vocab_size
-
-
-def make_executor(num_threads: int) -> ThreadPoolExecutor:
-    """Threads to compile in."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        executor = ThreadPoolExecutor(num_threads, "grammar")
-        together = threading.Barrier(num_threads)
-        wait([executor.submit(together.wait) for _ in range(num_threads)])  # now all threads are there
-    finally:
-        threading.stack_size(before)
-    return executor
 
 
 class _Tokens:

@@ -17,8 +17,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from engine.fair_executor import FairExecutor
-from engine.structured.grammar import Compiler, make_executor
+from engine.structured.compile_threads import CompileThreads
+from engine.structured.grammar import Compiler
 
 MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
 IDLE_SECONDS = 0.02  # to wait for a grammar when there is nothing else to do
@@ -141,7 +141,7 @@ class GrammarManager(Generic[T]):
         self._held: dict[str, _Held[T]] = {}
         self._followed: dict[str, _Followed] = {}
         self._weights: dict[str, int] = {}  # characters of grammars being compiled or followed
-        self._compile_thread: FairExecutor | None = None
+        self._compile_thread = CompileThreads(1)
         self._fill = _Filler()
         self._next = 0  # the row of masks to begin with when the deadline does not allow for all
         self._seconds = float("inf")  # until the deadline
@@ -180,8 +180,6 @@ class GrammarManager(Generic[T]):
             found: Future[LLMatcher] = Future()
             found.set_result(matcher)
             return found
-        if self._compile_thread is None:
-            self._compile_thread = FairExecutor(make_executor(1))
         return self._compile_thread.submit(held.owner, self._compiler.compile, held.grammar)
 
     def take_compiled(self, idle: bool = False) -> tuple[list[T], dict[str, str]]:
@@ -281,6 +279,10 @@ class GrammarManager(Generic[T]):
         self._next = late[0]
         return wanted[:most], late
 
+    def idle(self) -> None:
+        """There is no work."""
+        self._compile_thread.release()
+
     def learn_deadline(self, missed: bool, seconds_left: float) -> None:
         """What came of the last fill: whether the device had to wait for it, or for how long it was still busy after it."""
         if missed:
@@ -289,5 +291,4 @@ class GrammarManager(Generic[T]):
             self._seconds = max(self._seconds, self._seconds_spent + 0.8 * seconds_left)
 
     def close(self) -> None:
-        if self._compile_thread is not None:
-            self._compile_thread.shutdown()
+        self._compile_thread.shutdown()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from engine.structured.regex import portable
+from engine.structured.rewrites import also, rewrite
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -23,20 +24,30 @@ MAX_ENUM_VALUES = 10_000  # in all
 MAX_TEXT_LENGTH = 10_000  # of one of them
 MAX_ROUNDS = 16  # in search of a recursion without end
 EXACT = 2**53  # integers up to here are exact as floats
+MAX_SHOWN = 40  # characters of a format's name
+MOST_DECIMALS = 6  # of a multipleOf, which the library reckons in decimals
 
 _SCHEMA = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
-_SCHEMA_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _SCHEMA_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains")
 _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(_SCHEMA, ("a schema", lambda value: isinstance(value, dict | bool))),
     "items": ("a schema", lambda value: isinstance(value, dict | bool) or _is_list_of(value, dict | bool)),
-    **dict.fromkeys(_SCHEMA_MAP, ("an object of schemas", lambda value: isinstance(value, dict))),
+    **dict.fromkeys(
+        _SCHEMA_MAP[:-1],
+        ("an object of schemas", lambda value: _is_map_of(value, lambda each: isinstance(each, dict | bool))),
+    ),
     **dict.fromkeys(_SCHEMA_LIST[:-1], ("a list of schemas", lambda value: _is_list_of(value, dict | bool) and value)),
     **dict.fromkeys((*_BOUNDS, "multipleOf"), ("a number", lambda value: isinstance(value, int | float))),
     **dict.fromkeys(_COUNTS, ("a whole number", lambda value: type(value) is int and 0 <= value < 2**31)),
-    "required": ("a list of names", lambda value: _is_list_of(value, str)),
+    "required": ("a list of names", lambda value: _is_names(value)),
+    "dependentRequired": ("an object of lists of names", lambda value: _is_map_of(value, _is_names)),
+    "dependencies": (
+        "an object of schemas and lists of names",
+        lambda value: _is_map_of(value, lambda each: isinstance(each, dict | bool) or _is_names(each)),
+    ),
     "type": ("a type or a list of types", lambda value: isinstance(value, str) or (_is_list_of(value, str) and value)),
     "enum": ("a list", lambda value: isinstance(value, list)),
     **dict.fromkeys(("pattern", "format", "$ref"), ("a text", lambda value: isinstance(value, str))),
@@ -54,11 +65,20 @@ _FORMATS = {  # the library's know no leap years, and allow what many readers do
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
 }
-_FREE_FORMATS = ("float", "double", "int64", "password")  # OpenAPI's, which say nothing about the JSON
+_LIBRARY_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_HINTS = ("int64", "float", "double", "password")  # formats that allow what the type does
+# What the library lacks, where no rewrite has said it otherwise.
+_LACKING = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems",
+    "unevaluatedProperties", "unevaluatedItems",
+)  # fmt: skip
 
 
-def prepare(schema: Any) -> str:
-    """The schema (parsed, or its JSON) as JSON for the library. `ValueError` names the keyword that cannot be supported."""
+def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) -> str:
+    """The schema (parsed, or its JSON) as JSON for the library. `ValueError` names the keyword that cannot be supported.
+
+    `lenient`: what cannot be enforced is left out. `notes` gets a line on everything that is, unknown formats among it.
+    """
     text = schema if isinstance(schema, str) else _dump(schema)
     if len(text) > MAX_LENGTH:
         raise ValueError(f"a JSON Schema may have at most {MAX_LENGTH} characters, this one has {len(text)}")
@@ -70,11 +90,17 @@ def prepare(schema: Any) -> str:
         raise ValueError(f"the JSON Schema is not valid JSON: {error}") from None
     if not isinstance(parsed, dict | bool):
         raise ValueError(f"a JSON Schema must be an object, got {type(parsed).__name__}")
+    if isinstance(parsed, bool):
+        if not parsed:
+            raise ValueError("nothing matches the JSON Schema false")
+        parsed = {}
     _check_depth(parsed, MAX_DEPTH)
-    if isinstance(parsed, dict):
-        parsed.pop("x-guidance", None)  # the library's own switches
-        _Preparation(parsed).run()
-        _check_recursion(parsed)
+    parsed.pop("x-guidance", None)  # the library's own switches
+    preparation = _Preparation(parsed, lenient)
+    preparation.run()
+    _check_recursion(parsed)
+    if notes is not None:
+        notes += dict.fromkeys(preparation.notes)
     return _dump(parsed)
 
 
@@ -102,7 +128,7 @@ def _subschemas(schema: Schema) -> Iterator[Any]:
             yield schema[name]
     for name in _SCHEMA_MAP:
         if isinstance(schema.get(name), dict):
-            yield from schema[name].values()
+            yield from (each for each in schema[name].values() if not isinstance(each, list))
     for name in _SCHEMA_LIST:
         if isinstance(schema.get(name), list):
             yield from schema[name]
@@ -110,17 +136,20 @@ def _subschemas(schema: Schema) -> Iterator[Any]:
 
 @dataclass
 class _Preparation:
-    """One pass over all schemas inside a schema, changing them in place."""
+    """Changes all schemas inside a schema, in place. Rewrites look into others, so the shapes of all come first."""
 
     root: Schema
+    is_lenient: bool = False
+    notes: list[str] = field(default_factory=list)  # of what is not enforced
     num_references: int = 0
     num_enum_values: int = 0
-    rules: tuple[Callable[[Schema], None], ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rules = (self.shapes, self.references, self.values, self.objects, self.arrays, self.numbers, self.strings)
 
     def run(self) -> None:
+        self._apply(self.shapes)
+        of_kinds = (self.values, self.objects, self.arrays, self.numbers, self.strings)
+        self._apply(self.rewrites, self.references, *of_kinds, *([self.leftovers] if self.is_lenient else []))
+
+    def _apply(self, *rules: Callable[[Schema], None]) -> None:
         stack: list[Any] = [self.root]
         seen: set[int] = set()
         while stack:
@@ -129,7 +158,7 @@ class _Preparation:
                 continue
             if isinstance(schema, dict):
                 seen.add(id(schema))
-                for rule in self.rules:
+                for rule in rules:
                     rule(schema)
                 stack += _subschemas(schema)
                 if isinstance(target := _resolve(self.root, schema.get("$ref", "")), dict):
@@ -138,10 +167,16 @@ class _Preparation:
                 raise ValueError(f"a schema must be an object or a boolean, got {_dump(schema)[:80]}")
 
     def shapes(self, schema: Schema) -> None:
+        for name in schema.keys() & set(_COUNTS):
+            if isinstance(schema[name], float) and schema[name].is_integer():
+                schema[name] = int(schema[name])
         for name in schema.keys() & _SHAPES.keys():
             wanted, is_right = _SHAPES[name]
             if not is_right(schema[name]):
                 raise ValueError(f"{name} must be {wanted}, got {_dump(schema[name])[:80]}")
+
+    def rewrites(self, schema: Schema) -> None:
+        rewrite(schema, lambda reference: _resolve(self.root, reference))
 
     def references(self, schema: Schema) -> None:
         self.num_references += "$ref" in schema
@@ -162,6 +197,9 @@ class _Preparation:
         if num_properties > MAX_PROPERTIES:
             raise ValueError(f"properties: an object may have at most {MAX_PROPERTIES}, got {num_properties}")
         if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1:  # a free name may come twice
+            if self.is_lenient:
+                self._leave_out(schema, "minProperties")
+                return
             raise ValueError("minProperties is supported up to one more than the number of required properties")
         if "patternProperties" in schema:
             schema["patternProperties"] = {
@@ -175,24 +213,41 @@ class _Preparation:
     def numbers(self, schema: Schema) -> None:
         for name in _BOUNDS:
             bound = schema.get(name, 0)
-            if abs(bound) > EXACT:  # true and false, of older drafts, are 1 and 0
+            if abs(bound) <= EXACT:  # true and false, of older drafts, are 1 and 0
+                continue
+            if (bound < 0) != (name in ("minimum", "exclusiveMinimum")):
                 raise ValueError(f"{name} must be at most 2**53 away from 0, got {bound}")
+            schema[name] = EXACT if bound > 0 else -EXACT  # as 64-bit integers have, for which no one waits
         step = schema.get("multipleOf", 1)
-        if not (0 < step <= 1000 and step * 64 % 1 == 0):  # readers divide floats, and the library counts remainders
-            raise ValueError(f"multipleOf must be at most 1000, and a multiple of 1/64, got {step}")
+        if not (0 < step <= 1000 and (step * 64 % 1 == 0 or round(step, MOST_DECIMALS) == step)):
+            raise ValueError(f"multipleOf must be at most 1000, and a multiple of 1/64 or 0.000001, got {step}")
 
     def strings(self, schema: Schema) -> None:
         if "pattern" in schema:
             schema["pattern"] = _portable("pattern", schema["pattern"])
         name = schema.get("format")
-        if name in _FREE_FORMATS:
-            del schema["format"]
-        elif name == "int32":
+        if name == "int32":
             del schema["format"]
             _add(schema, {"minimum": -(2**31), "maximum": 2**31 - 1})
         elif name in _FORMATS:
             del schema["format"]
             _add(schema, {"pattern": _FORMATS[name]})
+        elif name is not None and name not in _LIBRARY_FORMATS:
+            del schema["format"]
+            if name not in _HINTS:
+                self.notes.append(f"the format {name[:MAX_SHOWN]!r} is not enforced: it is an annotation")
+
+    def leftovers(self, schema: Schema) -> None:
+        for name in _LACKING:
+            if name in schema:
+                self._leave_out(schema, name)
+        if "oneOf" in schema:
+            also(schema, {"anyOf": schema["oneOf"]})
+            self._leave_out(schema, "oneOf")
+
+    def _leave_out(self, schema: Schema, name: str) -> None:
+        del schema[name]
+        self.notes.append(f"{name} is not enforced" + (", but for anyOf" if name == "oneOf" else ""))
 
 
 def _add(schema: Schema, also: Schema) -> None:
@@ -212,6 +267,14 @@ def _portable(name: str, pattern: str) -> str:
 
 def _is_list_of(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+def _is_names(value: Any) -> bool:
+    return _is_list_of(value, str)
+
+
+def _is_map_of(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_right, value.values()))
 
 
 def _check_value(value: Any) -> None:

@@ -39,7 +39,7 @@ def bounded(grammar: str) -> str:
     definitions: dict[str, list[_Token]] = {}
     body: list[_Token] = []
     line_start = 0
-    for kind, text in _tokens(grammar):
+    for kind, text in tokens(grammar):
         out.append(text)
         if kind == "line":
             line_start = len(body)
@@ -58,7 +58,8 @@ def bounded(grammar: str) -> str:
     return "".join(out)
 
 
-def _tokens(grammar: str) -> Iterator[_Token]:
+def tokens(grammar: str) -> Iterator[_Token]:
+    """The parts of a grammar; all text is in one of them. `ValueError` for directives that are not supported."""
     at = 0
     while at < len(grammar):
         match = _TOKEN.match(grammar, at)

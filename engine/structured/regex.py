@@ -35,7 +35,7 @@ def read(pattern: str) -> tuple[str, int]:
         raise ValueError(f"a regular expression may have at most {MAX_LENGTH} characters, this one has {len(pattern)}")
     out: list[str] = []
     positions = Positions()
-    for piece, kind, times in _pieces(pattern):
+    for piece, kind, times in pieces(pattern):
         out.append(piece)
         if kind == "atom":
             positions.atom(1)
@@ -50,6 +50,26 @@ def read(pattern: str) -> tuple[str, int]:
                 f"a regular expression may have at most {MAX_POSITIONS} positions, repetitions written out"
             )
     return "".join(out), max(positions.total, 1)
+
+
+def end_of_group(pattern: str, at: int) -> int | None:
+    """Where the group that opens at `at` has been closed; None: nowhere, or an alternative to the whole pattern follows."""
+    level, end = 0, None
+    while at < len(pattern):
+        match pattern[at]:
+            case "\\":
+                at += 1
+            case "[":
+                at = _class(pattern, at)[1] - 1
+            case "(":
+                level += 1
+            case ")":
+                level -= 1
+                end = at + 1 if end is None and not level else end
+            case "|" if end is not None and not level:
+                return None
+        at += 1
+    return end
 
 
 @dataclass(slots=True)
@@ -79,7 +99,7 @@ class Positions:
         self._last *= max(times, 1)
 
 
-def _pieces(pattern: str) -> Iterator[tuple[str, str, int]]:
+def pieces(pattern: str) -> Iterator[tuple[str, str, int]]:
     """Text for the library, its kind, and how often it repeats what is before it at most."""
     at = 0
     while at < len(pattern):

@@ -28,10 +28,10 @@ def compose(
 
     `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, but for those that end a text.
     """
-    return _Composition(content, tags, schemas, thoughts, special).text()
+    return Composition(content, tags, schemas, thoughts, special).text()
 
 
-class _Composition:
+class Composition:
     """Writes one grammar in Lark's notation, which refers to others by name."""
 
     def __init__(
@@ -43,13 +43,17 @@ class _Composition:
         special: Mapping[str, int],
     ) -> None:
         self.content, self.tags, self.schemas, self.thoughts = content, tags, schemas, thoughts
-        marks = [tags.trigger, tags.opening, tags.between, tags.closing] if tags is not None else []
-        marks += [text for tag in tags.tags for text in (tag.begin, tag.end)] if tags is not None else []
-        marks += [thoughts.begin, thoughts.end] if thoughts is not None else []
-        written = "\0".join(marks)
+        written = "\0".join(self.marks())
         self.special = {mark: i for mark, i in special.items() if mark and mark in written}
         self.all_special = special
         self.rules = ["TEXT: /(?s:.*)/"]
+
+    def marks(self) -> list[str]:
+        """All texts that are written as they are."""
+        tags, thoughts = self.tags, self.thoughts
+        marks = [tags.trigger, tags.opening, tags.between, tags.closing] if tags is not None else []
+        marks += [text for tag in tags.tags for text in (tag.begin, tag.end)] if tags is not None else []
+        return marks + ([thoughts.begin, thoughts.end] if thoughts is not None else [])
 
     def text(self) -> str:
         answer = self.answer()
@@ -84,7 +88,7 @@ class _Composition:
 
     def reached(self, name: str, mark: str, free: str = "", before: str = "TEXT") -> str:
         """Text up to a mark, the mark included: where it is written, the text is over. Before it, `free`."""
-        self.rules.append(f"{name}[lazy]: {before} {_quoted(mark)}")
+        self.rules.append(f"{name}[lazy]: {before} {quoted(mark)}")
         token = f" | {before} {_token([self.special[mark]])}" if mark in self.special else ""
         return f"{free}({name}{token})"
 
@@ -94,7 +98,7 @@ class _Composition:
         while text:
             found = [(text.index(mark), -len(mark), mark) for mark in self.special if mark in text]
             at, _, mark = min(found, default=(len(text), 0, ""))
-            symbols += [_quoted(text[:at])] if at else []
+            symbols += [quoted(text[:at])] if at else []
             symbols += [_token([self.special[mark]])] if mark else []
             text = text[at + len(mark) :]
         return " ".join(symbols)
@@ -135,7 +139,7 @@ def _named(name: str, grammar: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None} | {"name": name}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     return json.dumps(text)
 
 

@@ -153,6 +153,18 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts as one prompt, with the special tokens that the tokenizer puts around and between them. `TokenizerError` as
+        `encode`.
+        """
+        try:
+            if self._frame is None:
+                return self._backend.encode_batch_fast([(first, second)])[0].ids
+            bos, eos = self._frame
+            return bos + self._encode(first, False) + self._encode(second, False) + eos
+        except (TypeError, UnicodeEncodeError):
+            raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # unlike `encode` it gives up the interpreter's lock, and it notes no offsets, which takes as long as the ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

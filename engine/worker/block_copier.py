@@ -19,7 +19,7 @@ class BlockCopier:
         self.layout, self.block_bytes, self.max_blocks = layout, layout.block_bytes, max_blocks
         self._device = device
         slots = [kv_cache[layout.slot_of.index(slot)] for slot in range(layout.num_slots)]
-        self._slots = [kv.view(torch.uint8).flatten(2) for kv in slots]  # each [2, num_blocks, bytes]
+        self._slots = [kv.view(torch.uint8).flatten(2) for kv in slots]  # each [num_parts, num_blocks, bytes]
         self._on_device = None  # [max_blocks, block_bytes]: where blocks are gathered before they cross the bus
         if device.is_accelerator:
             self._on_device = torch.empty(max_blocks, self.block_bytes, dtype=torch.uint8, device=device.torch_device)
@@ -54,5 +54,5 @@ class BlockCopier:
         return self._device.upload(torch.tensor(block_ids, dtype=torch.int64))
 
     def _parts(self, gathered: Tensor) -> Tensor:
-        """[n, block_bytes] as [n, layers of a block, 2, bytes]."""
-        return gathered.view(len(gathered), len(self._slots), 2, -1)
+        """[n, block_bytes] as [n, layers of a block, num_parts, bytes]."""
+        return gathered.view(len(gathered), len(self._slots), self.layout.num_parts, -1)

@@ -12,27 +12,58 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class GroupCommunicator:
-    """The ranks of the default process group. Every rank makes the same calls in the same order."""
+    """The ranks of a process group, the default one if none is given. Every rank makes the same calls in the same order."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._device, self._ranks = device, group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._ranks)
         return x
 
+    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(self.all_reduce(x))
+
     def all_gather(self, x: Tensor) -> Tensor:
-        size = dist.get_world_size()
+        size = dist.get_world_size(self._ranks)
         num_tokens, width = x.shape
         gathered = x.new_empty((size * num_tokens, width))
-        _all_gather(gathered, x.contiguous())
+        _all_gather(gathered, x.contiguous(), group=self._ranks)
         return gathered.view(size, num_tokens, width).movedim(0, 1).reshape(num_tokens, -1)
 
     def least(self, number: int) -> int:
-        return self._least(number, torch.device("cpu"))
-
-    @staticmethod
-    def _least(number: int, device: torch.device) -> int:
-        tensor = torch.tensor([number], device=device)
+        """Of all ranks of all stages."""
+        tensor = torch.tensor([number], device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor.item())
+
+
+class StageLink:
+    """Hands hidden states from each stage of a pipeline to the next one, between ranks that hold the same part of layers."""
+
+    def __init__(
+        self, before: int | None, after: int | None, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`before`, `after`: the ranks of the neighbouring stages; None: there is none."""
+        self._before, self._after = before, after
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._sent: tuple[dist.Work | None, Tensor] | None = None
+
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """[num_tokens, hidden] of the stage before; None: this is the first."""
+        if self._before is None:
+            return None
+        hidden = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
+        dist.recv(hidden, self._before)
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """To the next stage, once it has taken the step before."""
+        assert self._after is not None
+        if self._sent is not None and self._sent[0] is not None:
+            self._sent[0].wait()
+        hidden = hidden.contiguous()
+        self._sent = dist.isend(hidden, self._after), hidden
 
 
 class GpuCommunicator(GroupCommunicator):
@@ -42,7 +73,7 @@ class GpuCommunicator(GroupCommunicator):
         """Of every rank at the same time: the peers' memory is made known to each other."""
         import torch.distributed._symmetric_memory as symmetric
 
-        self._device = device
+        super().__init__(device)
         self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._buffer = symmetric.empty(SMALL_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, self._group)
@@ -54,6 +85,3 @@ class GpuCommunicator(GroupCommunicator):
         own.copy_(x)  # the sum before has ended when all ranks had read it, so that this may overwrite it
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._group)
         return total
-
-    def least(self, number: int) -> int:
-        return self._least(number, self._device)

@@ -67,6 +67,10 @@ class Device(Protocol):
     @property
     def supports_fp8_cache(self) -> bool: ...
 
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether it has instructions for that."""
+
     def memory(self) -> Memory: ...
 
     def reset_peak_memory(self) -> None:
@@ -116,6 +120,10 @@ class CpuDevice:
     capability = None
     supports_fp8_cache = True
 
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
     @staticmethod
     def is_available() -> bool:
         return True
@@ -161,6 +169,7 @@ class CudaDevice:
 
     index: int
     is_accelerator = True
+    multiplies_bfloat16 = True
 
     @staticmethod
     def is_available() -> bool:

@@ -1,4 +1,4 @@
-"""The process of a rank that follows rank 0: `python -m engine.worker.follower DESCRIPTOR`, started by `engine.worker.ranks`.
+"""The process of a rank that follows rank 0: `python -m engine.worker.follower DESCRIPTOR`, started by `engine.worker.launcher`.
 
 Its standard input is its lifeline: when that closes, rank 0 is gone, however it ended, and this process ends at once.
 """
@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from engine.models.errors import ModelError
 from engine.worker.lifeline import end_with_parent
 from engine.worker.ranks import follow
 
@@ -23,7 +24,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(torch.get_num_threads() // 2, 1))
-    follow(Connection(int(sys.argv[1])))
+    try:
+        follow(Connection(int(sys.argv[1])))
+    except ModelError as error:
+        logging.critical("%s", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

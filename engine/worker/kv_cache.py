@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.core.cache_groups import CacheGroup, longest_sequence, most_blocks
+from engine.models.shard import WHOLE, Stage
+from engine.models.spec import ModelSpec
 from engine.worker.device import Device, Memory
+from engine.worker.options import RunnerOptions
 
 
 class KVCacheTooSmallError(ValueError):
@@ -29,6 +32,8 @@ def e4m3_scales(kv: Tensor) -> Tensor:
     return torch.where(largest > 0, largest * (HEADROOM / torch.finfo(torch.float8_e4m3fn).max), 1.0)
 
 
+GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
+LEAST_CONTEXT = 1024  # tokens: the engine does not start with less, unless it is told to
 MAX_PADDING = 1.15  # how much larger than its layers a block may be made, to have fewer groups
 
 
@@ -36,8 +41,9 @@ MAX_PADDING = 1.15  # how much larger than its layers a block may be made, to ha
 class KVCacheLayout:
     """How layers share the KV cache's blocks. All blocks have the same size, so that every group can use any of them.
 
-    A block holds K and V of `block_size` tokens in `num_slots` layers of one group. Layers that keep the same part of the
-    past are divided into groups of at most `num_slots`; layer l is in group `group_of[l]`, at `slot_of[l]` of its blocks.
+    A block holds K and V, or what stands for both, of `block_size` tokens in `num_slots` layers of one group. Layers that keep
+    the same part of the past are divided into groups of at most `num_slots`; layer l is in group `group_of[l]`, at `slot_of[l]`
+    of its blocks.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -48,10 +54,18 @@ class KVCacheLayout:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    num_parts: int  # 2: K and V; 1: latents
+    own_layers: range  # of this stage; the groups are those of the whole model
 
     @classmethod
     def of(
-        cls, windows: Sequence[int], num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+        cls,
+        windows: Sequence[int],
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        num_parts: int = 2,
     ) -> KVCacheLayout:
         """`windows`: of each layer, 0 for full attention."""
         num_slots = _slots_of_a_block(list(Counter(windows).values()))
@@ -66,40 +80,71 @@ class KVCacheLayout:
             open_groups[window] = group, slot + 1
             group_of.append(group)
             slot_of.append(slot)
-        return cls(tuple(groups), tuple(group_of), tuple(slot_of), num_slots, num_kv_heads, block_size, head_dim, dtype)
+        layers = tuple(groups), tuple(group_of), tuple(slot_of), num_slots
+        return cls(*layers, num_kv_heads, block_size, head_dim, dtype, num_parts, range(len(windows)))
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, options: RunnerOptions, stage: Stage = WHOLE) -> KVCacheLayout:
+        """`spec`: of one rank's part. `stage`: whose layers it holds."""
+        num_parts, num_kv_heads, head_dim = spec.layers[0].mixer.cached
+        # A window that holds the longest context is none.
+        windows = [window if window < options.max_model_len else 0 for window in spec.windows]
+        whole = cls.of(windows, num_kv_heads, head_dim, options.block_size, options.kv_dtype, num_parts)
+        return replace(whole, own_layers=stage.layers(len(windows)))
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.num_slots * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        of_layer = self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        return len(self._own_slots) * of_layer
+
+    @property
+    def _own_slots(self) -> list[int]:
+        """The slots of a block that layers of this stage use."""
+        return sorted({self.slot_of[layer] for layer in self.own_layers})
 
     def allocate(self, num_blocks: int, device: Device) -> list[Tensor]:
-        """For each layer [2, num_blocks, num_kv_heads, block_size, head_dim], K then V: layers at the same slot of different
-        groups have the same memory, and never the same block.
+        """For each layer [num_parts, num_blocks, num_kv_heads, block_size, head_dim], K then V. Layers at the same slot of
+        different groups have the same memory, and never the same block.
 
         Zeroed: a slot never written must not read as NaN.
         """
-        shape = (2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
-        slots = [device.zeros(*shape, dtype=self.dtype) for _ in range(self.num_slots)]
-        return [slots[slot] for slot in self.slot_of]
+        shape = (self.num_parts, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        slots = {slot: device.zeros(*shape, dtype=self.dtype) for slot in self._own_slots}
+        return [slots[self.slot_of[layer]] for layer in self.own_layers]
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """The most blocks that a request of so many tokens holds at a time; a step computes up to `max_chunk` of them."""
         return most_blocks(self.groups, num_tokens, self.block_size, max_chunk)
 
-    def check_fits(self, num_blocks: int, max_model_len: int, max_chunk: int) -> None:
-        """`KVCacheTooSmallError` unless one sequence of `max_model_len` tokens fits into `num_blocks` blocks."""
-        longest = longest_sequence(self.groups, num_blocks, self.block_size, max_chunk, max_model_len)
-        if longest < max_model_len:
+    def longest_context(self, num_blocks: int, options: RunnerOptions) -> int:
+        """The tokens of the longest sequence that `num_blocks` blocks hold, up to `options.max_model_len`."""
+        max_chunk, most = options.max_num_batched_tokens, options.max_model_len
+        return longest_sequence(self.groups, num_blocks, self.block_size, max_chunk, most)
+
+    def context_that_fits(self, num_blocks: int, options: RunnerOptions) -> int:
+        """`options.max_model_len`; less where that was not asked for and `num_blocks` blocks hold no sequence of it.
+
+        `KVCacheTooSmallError` where it was asked for, or where hardly anything fits.
+        """
+        longest, wanted = self.longest_context(num_blocks, options), options.max_model_len
+        if longest < (min(wanted, LEAST_CONTEXT) if options.shortens_context else wanted):
             raise KVCacheTooSmallError(
                 f"the KV cache has room for {longest} tokens ({num_blocks} blocks of {self.block_size}), but "
-                f"max_model_len is {max_model_len}: use --max-model-len {longest} or less, or give the cache more memory "
+                f"max_model_len is {wanted}: use --max-model-len {longest} or less, or give the cache more memory "
                 "(--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override)"
             )
+        return longest
 
-    def cpu_cache_bytes(self, max_num_seqs: int, max_model_len: int, max_chunk: int, free: int) -> int:
-        """On a CPU with `free` bytes: enough for every sequence at full length, but at most 4 GiB or a quarter of them."""
-        of_one = self.most_blocks(max_model_len, max_chunk) * self.block_bytes
-        return min(max_num_seqs * of_one, max(4 << 30, of_one), free // 4)
+    def cpu_cache_bytes(self, options: RunnerOptions, free: int) -> tuple[int, str]:
+        """On a CPU with `free` bytes: how large the cache may be, and what bounds it, for people."""
+        of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.block_bytes
+        bounds = {
+            f"room for {options.max_num_seqs:,} full contexts": options.max_num_seqs * of_one,
+            "4 GiB, or one full context": max(4 << 30, of_one),
+            "a quarter of the free memory": free // 4,
+        }
+        bound = min(bounds, key=bounds.__getitem__)
+        return bounds[bound], bound
 
 
 def _slots_of_a_block(counts: Sequence[int]) -> int:
@@ -112,11 +157,21 @@ def _slots_of_a_block(counts: Sequence[int]) -> int:
     return min((n for n in range(1, max(counts) + 1) if cost(n)[1] <= MAX_PADDING * sum(counts)), key=cost)
 
 
-def gpu_cache_bytes(memory: Memory, utilization: float, reserve: int) -> int:
-    """Bytes left for the KV cache: the share of the device's memory this process may use, less what it holds at its peak.
+def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[int, str] | None:
+    """And by what flag; None: as many as fit."""
+    if options.num_gpu_blocks_override is not None:
+        return options.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes // layout.block_bytes, "--kv-cache-memory-bytes"
+    return None
+
+
+def blocks_that_fit(layout: KVCacheLayout, memory: Memory, utilization: float) -> int:
+    """Blocks that fill the share of a GPU's memory this process may use, less what it holds at its peak.
 
     `memory` is measured after a profiling run, so that its peak is that of weights and activations. What other processes
-    hold counts against the share. `reserve` bytes stay free for graphs.
+    hold counts against the share. `GRAPH_RESERVE` stays free.
     """
     outside = memory.total - memory.free - memory.used
-    return int(memory.total * utilization) - outside - memory.peak - reserve
+    num_bytes = int(memory.total * utilization) - outside - memory.peak - GRAPH_RESERVE
+    return max(num_bytes // layout.block_bytes, 0)

@@ -7,7 +7,7 @@ on the device, so the next step can be launched before this one is read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,14 +19,16 @@ import kernels
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
-from engine.models.spec import ModelSpec
+from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.block_copier import BlockCopier
+from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.device import Event
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
 from engine.worker.pooler import Embeddings, Pooler
+from engine.worker.recorded_steps import RecordedSteps
 from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from kernels.layout import StepTensors
@@ -51,6 +53,11 @@ class StepHandle:
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
     done: Event | None = None
     finish: Callable[[Sequence[int]], None] | None = None  # what `sample` has to do; holds the step's logits
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has run by now: on a CPU, once it is sampled."""
+        return self.done is None and self.tokens is not None
 
     def sample(self, deferred: Sequence[int] = ()) -> None:
         """Sample the `guided` requests, before the next step is launched.
@@ -85,22 +92,22 @@ class StepHandle:
 class ModelRunner:
     """Owns the weights, the KV cache, the device rows and the CUDA graphs. One caller, one thread.
 
-    `startup.build_runner` makes one that is ready to step: this class allocates neither KV cache nor graphs.
+    `startup.build_runner` makes one that is ready to step: this class allocates neither KV cache nor graphs. It may shorten
+    `max_model_len` to what the KV cache holds.
     """
 
     num_blocks: int = 0
+    cache_bound: str = ""  # what bounds them, for people
     graphs: DecodeGraphs | None = None
+    recorded: RecordedSteps | None = None
 
-    def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions) -> None:
-        self.model, self.spec, self.options = model, spec, options
+    def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions, link: StageLink | None = None) -> None:
+        """`link`: to the other stages of a pipeline."""
+        self.model, self.spec, self.options, self._link = model, spec, options, link
         self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
         max_seqs, max_blocks = options.max_num_seqs, -(-options.max_model_len // options.block_size)
         device, mixer = options.device.torch_device, model.spec.layers[0].mixer
-        # A window that holds the longest context is none.
-        windows = [window if window < options.max_model_len else 0 for window in spec.windows]
-        self.kv_layout = KVCacheLayout.of(
-            windows, mixer.num_kv_heads, mixer.head_dim, options.block_size, options.kv_dtype
-        )
+        self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
         num_groups, max_tokens = len(self.cache_groups), max(options.max_num_batched_tokens, max_seqs)
         self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device)
@@ -110,17 +117,26 @@ class ModelRunner:
         self.kv_cache: list[Tensor] = []
         # For each cache group, plans for up to max_seqs sequences each, the smallest first.
         self._plans: list[list[kernels.DecodePlan]] = [[] for _ in self.cache_groups]
-        self._tile_queries = 0
+        self._sparse_plans: list[kernels.DecodePlan] = []  # likewise, for block-sparse layers
+        self._tile_queries = self._sparse_tile_queries = 0
         if self.device.is_accelerator:
+            self._logits = torch.empty(
+                graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
+            )  # of all graphs: each is read before the next one runs
+            self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
+        if isinstance(mixer, LatentSpec):
+            self._tile_queries = kernels.latent_tile_queries(mixer.num_heads, options.dtype)
+        elif self.device.is_accelerator:
             heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
             allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
             self._plans = [[allocate(n, *heads, window=group.window) for n in limits] for group in self.cache_groups]
             self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
-            self._logits = torch.empty(
-                graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
-            )  # of all graphs: each is read before the next one runs
-            self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
+            mixers = (layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec))
+            if sparse := next((each.sparse for each in mixers if each.sparse), None):
+                self._sparse_plans = [allocate(n, *heads, sparse=sparse) for n in limits]
+                alone = (mixer.num_heads, mixer.num_heads, mixer.head_dim)  # query heads have tiles of their own
+                self._sparse_tile_queries = kernels.prefill_tile_queries(*alone, options.dtype)
         self._num_launched = 0
         self._last_guided: Event | None = None  # end of the last step, if a graph of guided requests
 
@@ -130,7 +146,14 @@ class ModelRunner:
 
     @property
     def device_name(self) -> str:
-        return self.device.name
+        """For people."""
+        count = kernels.num_threads(self.device.torch_device)
+        return self.device.name + (f", {count} thread{'s' if count > 1 else ''}" if count else "")
+
+    @property
+    def attention_backend(self) -> str:
+        """For people."""
+        return kernels.attention_backend(self.device.torch_device)
 
     def block_copier(self, max_bytes: int) -> BlockCopier:
         """What copies KV blocks, up to `max_bytes` of them at a time, but at least one."""
@@ -139,7 +162,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the device's memory."""
-        self.graphs = None
+        self.graphs = self.recorded = None
         self.kv_cache = []
 
     @torch.inference_mode()
@@ -172,6 +195,8 @@ class ModelRunner:
         else:
             size = 0  # kernels launched one by one keep the device waiting anyway
             logits, tokens = self._run_eagerly(handle, packed, scored, pooled)
+        if not self.model.stage.is_last:
+            return self._unsampled(handle, packed)
         plan = self._sampler.plan(packed)
         handle.num_sampled, handle.unsampled = plan.num_sampled, plan.unsampled
         if plan.guided:
@@ -181,18 +206,46 @@ class ModelRunner:
             self._finish(handle, packed, plan, logits, tokens, size)
         return handle
 
+    def _unsampled(self, handle: StepHandle, packed: PackedStep) -> StepHandle:
+        """The handle of a step that the last stage samples."""
+        n = len(handle.output.batch)
+        handle.tokens, handle.num_sampled = torch.empty(0, dtype=torch.int64), [1] * n
+        handle.finish = partial(self._defer, handle, packed)
+        return handle
+
+    def learn(self, token_ids: Mapping[str, int]) -> None:
+        """The newest tokens of these requests, which the last stage has sampled: the first one reads them."""
+        known = [
+            (row.index, token) for name, token in token_ids.items() if (row := self.batch.rows.get(name)) is not None
+        ]
+        if known and self.model.stage.is_first:
+            rows, tokens = self.device.upload(torch.tensor(known)).T
+            self.batch.state.last_token[rows] = tokens.to(self.batch.state.last_token.dtype)
+
     def _run_eagerly(
         self, handle: StepHandle, packed: PackedStep, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, V] and tokens [B] of any step; `handle` gets prompt log-probabilities and embeddings of these indices."""
+        n, num_seqs = packed.num_decodes, packed.num_seqs
+        only_decodes = n == num_seqs and not scored and not pooled
+        if only_decodes and self.recorded is not None and self.recorded.fits(packed.packed, n):
+            logits = self.recorded.run(packed.packed, n)
+            return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
         on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
-        n, num_seqs, tiles = packed.num_decodes, packed.num_seqs, None
+        tiles: list[Tensor | None] = [None, None]
         if self.device.is_accelerator and n < num_seqs:
             lens = packed.members.batch.num_tokens[n:], packed.context_lens[n:].tolist()
-            grid = kernels.make_prefill_tiles(*lens, self._tile_queries)
-            tiles = self.device.upload(torch.tensor(grid, dtype=torch.int32))
-        groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
+            steps = (self._tile_queries, self._sparse_tile_queries)
+            grids = [
+                torch.tensor(kernels.make_prefill_tiles(*lens, n), dtype=torch.int32) if n else None for n in steps
+            ]
+            tiles = [None if grid is None else self.device.upload(grid) for grid in grids]
+        groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, *tiles)
         hidden, to_device = self._forward(packed.num_tokens, groups), self.device.upload
+        if not self.model.stage.is_last:
+            assert self._link is not None
+            self._link.send(hidden)
+            return hidden[:0], torch.empty(0, dtype=torch.int64)
         if scored:
             handle.prompt_logprobs = PromptLogprobs.of(
                 packed, scored, hidden, self.model.logits, self.spec.vocab_size, to_device
@@ -209,9 +262,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """A decode step of `size` sequences, from the packed step to logits and unfiltered tokens; captured in a graph."""
-        groups = self._prepare(packed, segment_of(size), size, size, size, None)
-        logits = self.model.logits(self._forward(size, groups), out=self._logits[:size])
+        logits = self.decode(packed, size, out=self._logits[:size])
         return logits, self._sampler.sample_unfiltered(logits)
+
+    @torch.inference_mode()
+    def decode(self, packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+        """Logits [size, V] of a packed decode step of `size` sequences, in `out` where that is given."""
+        groups = self._prepare(packed, segment_of(size), size, size, size)
+        return self.model.logits(self._forward(size, groups), out)
 
     @torch.inference_mode()
     def run_filtered(self, logits: Tensor, tokens: Tensor) -> None:
@@ -219,17 +277,29 @@ class ModelRunner:
         self._sampler.sample_filtered(logits, tokens)
 
     def _prepare(
-        self, packed: Tensor, segment: int, num_seqs: int, num_tokens: int, num_decodes: int, tiles: Tensor | None
+        self,
+        packed: Tensor,
+        segment: int,
+        num_seqs: int,
+        num_tokens: int,
+        num_decodes: int,
+        tiles: Tensor | None = None,
+        sparse_tiles: Tensor | None = None,
     ) -> list[AttentionMetadata]:
         """Unpack a step; what the attention of each cache group reads."""
         step, state = self._step, self.batch.state
         kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, state, step)
         context_lens, rows = step.context_lens[:num_seqs], packed[:num_seqs]
         groups = []
-        for group, plans in enumerate(self._plans):
+
+        def planned(plans: list[kernels.DecodePlan]) -> kernels.DecodePlan | None:
             plan = next((p for p in plans if num_decodes <= p.max_seqs), None)
             if plan is not None and num_decodes:
                 kernels.plan_decode(context_lens[:num_decodes], rows[:num_decodes], plan)
+            return plan
+
+        sparse_plan = planned(self._sparse_plans)
+        for group, plans in enumerate(self._plans):
             groups.append(
                 AttentionMetadata(
                     num_decodes=num_decodes,
@@ -238,15 +308,19 @@ class ModelRunner:
                     query_start=packed[segment : segment + num_seqs + 1],
                     context_lens=context_lens,
                     slot_mapping=step.slot_mapping[group, :num_tokens],
-                    decode_plan=plan,
+                    decode_plan=planned(plans),
                     prefill_tiles=tiles,
+                    sparse_plan=sparse_plan,
+                    sparse_tiles=sparse_tiles,
                 )
             )
         return groups
 
     def _forward(self, num_tokens: int, groups: list[AttentionMetadata]) -> Tensor:
-        step, attention = self._step, [groups[group] for group in self.kv_layout.group_of]
-        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self.kv_cache, attention)
+        step, layout = self._step, self.kv_layout
+        attention = [groups[layout.group_of[layer]] for layer in layout.own_layers]
+        hidden = None if self._link is None else self._link.receive(num_tokens)
+        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self.kv_cache, attention, hidden)
 
     @torch.inference_mode()
     def _finish(
@@ -259,8 +333,7 @@ class ModelRunner:
         elif plan.filtered:
             self._sampler.sample_filtered(logits, tokens)
         self._sampler.sample_groups(plan, logits, tokens)
-        if deferred:
-            self._defer(handle, packed, deferred)
+        self._defer(handle, packed, deferred)
         if plan.with_logprobs:
             handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens)
         n = len(handle.output.batch)
@@ -274,6 +347,8 @@ class ModelRunner:
 
     def _defer(self, handle: StepHandle, packed: PackedStep, indices: Sequence[int]) -> None:
         """Drop what was sampled at these indices, so that the next step finds the token before it in their rows."""
+        if not indices:
+            return
         handle.unsampled = sorted({*handle.unsampled, *indices}, reverse=True)
         handle.num_sampled = [int(i not in handle.unsampled) for i in range(len(handle.num_sampled))]
         self.batch.defer(packed, self._step, list(indices))

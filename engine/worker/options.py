@@ -17,6 +17,7 @@ class RunnerOptions:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # `dtype` or torch.float8_e4m3fn
     max_model_len: int
+    shortens_context: bool = False  # where the KV cache does not hold so many tokens
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = 16
@@ -27,4 +28,5 @@ class RunnerOptions:
     num_gpu_blocks_override: int | None = None
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
-    num_ranks: int = 1  # that hold the model together, each on a device of its own
+    num_ranks: int = 1  # that hold a stage of the model together, each on a device of its own
+    num_stages: int = 1  # of successive layers

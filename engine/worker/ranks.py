@@ -1,4 +1,5 @@
-"""Several ranks that run one model together: rank 0 in this process, the others in processes that follow it.
+"""Several ranks that run one model together: rank 0 in this process, the others in processes that follow it, wherever a
+launcher has started them.
 
 Every rank launches the same steps. Each computes its heads and columns, all of them gather the same logits, and so all
 sample the same tokens, which nothing sends back: what a follower is told is the scheduler's output and the masks of
@@ -8,41 +9,35 @@ grammars.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine.core.batch import ScheduledBatch, SchedulerOutput
+from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
 from engine.core.cache_groups import CacheGroup
 from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
-from engine.models.shard import Communicator, Shard
+from engine.models.shard import Communicator, Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_copier import BlockCopier
-from engine.worker.communicator import GpuCommunicator, GroupCommunicator
+from engine.worker.communicator import GpuCommunicator, GroupCommunicator, StageLink
 from engine.worker.device import CudaDevice
+from engine.worker.launcher import Follower, Launcher, LocalLauncher
 from engine.worker.model_runner import ModelRunner, StepHandle
 from engine.worker.options import RunnerOptions
 from engine.worker.startup import build_runner as build_single
 
-_log = logging.getLogger(__name__)
+LOSS_SECONDS = 5  # in which a follower's end is noticed
 START_SECONDS = 600  # that ranks may take to find each other
-EXIT_SECONDS = 10
 NO_BATCH = ScheduledBatch([], [], 0, 0, [])
 
 
@@ -50,8 +45,12 @@ NO_BATCH = ScheduledBatch([], [], 0, 0, [])
 class Build:
     """The first message to a follower."""
 
+    rank: int  # of all
     shard: Shard
-    store: str  # a file where ranks find each other
+    stage: Stage
+    device_index: int  # of its GPU
+    one_host: bool  # all ranks are on
+    rendezvous: str  # a URL where ranks find each other
     folder: Path
     spec: ModelSpec
     options: RunnerOptions
@@ -59,10 +58,13 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step to run; `repeated`: with the batch of the one before it, which the output leaves out."""
+    """A step to run; `repeated`: with the batch of the one before it, which the output leaves out. `sampled`: in a pipeline the
+    newest tokens of requests, which its first stage needs by now.
+    """
 
     output: SchedulerOutput
     repeated: bool
+    sampled: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,67 +81,157 @@ class Close:
 
 
 def build_runner(
-    folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: Progress = silent
+    folder: Path,
+    spec: ModelSpec,
+    options: RunnerOptions,
+    *,
+    progress: Progress = silent,
+    launcher: Launcher | None = None,
 ) -> ModelRunner | RankedRunner:
-    """A runner of the model in `folder`, ready to step, on as many ranks as the options say."""
-    if options.num_ranks == 1:
+    """A runner of the model in `folder`, ready to step, on as many ranks as the options say. `launcher`: starts them, else
+    they are processes of this machine.
+    """
+    num_ranks = options.num_ranks * options.num_stages
+    if num_ranks == 1:
         return build_single(folder, spec, options, progress=progress)
-    return RankedRunner.build(folder, spec, options, progress=progress)
+    return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), progress=progress)
 
 
-def join(build: Build) -> tuple[RunnerOptions, Communicator]:
-    """Meet the other ranks, on this rank's device. Returns the options for it."""
-    device, shard = build.options.device, build.shard
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a rank has of the others, and the options for its device."""
+
+    options: RunnerOptions
+    communicator: Communicator
+    link: StageLink | None
+
+
+def join(build: Build) -> Membership:
+    """Meet the other ranks, on this rank's device."""
+    device, size, stage = build.options.device, build.shard.size, build.stage
+    num_ranks = size * stage.count
     if isinstance(device, CudaDevice):
-        device = CudaDevice(shard.rank)
+        device = CudaDevice(build.device_index)
         torch.cuda.set_device(device.torch_device)
     dist.init_process_group(
         "nccl" if device.is_accelerator else "gloo",
-        init_method=f"file://{build.store}",
-        rank=shard.rank,
-        world_size=shard.size,
+        init_method=build.rendezvous,
+        rank=build.rank,
+        world_size=num_ranks,
         timeout=timedelta(seconds=START_SECONDS),
         device_id=device.torch_device if device.is_accelerator else None,
     )
-    communicator = GpuCommunicator(device.torch_device) if device.is_accelerator else GroupCommunicator()
-    return replace(build.options, device=device), communicator
+    options = replace(build.options, device=device)
+    if stage.count == 1:
+        share_memory = device.is_accelerator and build.one_host
+        communicator = (GpuCommunicator if share_memory else GroupCommunicator)(device.torch_device)
+        return Membership(options, communicator, None)
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, num_ranks, size)]
+    group = groups[build.rank // size]
+    before = None if stage.is_first else build.rank + size
+    after = None if stage.is_last else build.rank - size
+    link = StageLink(before, after, build.spec.hidden_size, options.dtype, device.torch_device)
+    return Membership(options, GroupCommunicator(device.torch_device, group), link)
+
+
+class PipelinedStep:
+    """A launched step that the stages before the last one work on; this one, the last, does its part when it is read: by then
+    the next step is launched, which the others work on meanwhile.
+    """
+
+    device_waited, has_ended = False, False
+
+    def __init__(self, launch: Callable[[], StepHandle], sampled: dict[str, int]) -> None:
+        """`launch`: this rank's part. `sampled`: gains the tokens that it gives."""
+        self._launch, self._sampled = launch, sampled
+        self._handle: StepHandle | None = None
+
+    def run(self) -> StepHandle:
+        """Launch this rank's part, unless that was done. Steps that were launched before have been run."""
+        if self._handle is None:
+            self._handle = self._launch()
+        return self._handle
+
+    @property
+    def guided(self) -> list[int]:
+        """Of a step that has not run: none."""
+        return [] if self._handle is None else self._handle.guided
+
+    @property
+    def masks(self) -> np.ndarray:
+        return self.run().masks
+
+    @property
+    def wait_seconds(self) -> float:
+        return self.run().wait_seconds
+
+    def sample(self, deferred: Sequence[int] = ()) -> None:
+        self.run().sample(deferred)
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        output, result = self.run().read()
+        tokens = iter(result.token_ids)
+        for request_id, count in zip(output.batch.request_ids, result.num_sampled, strict=True):
+            for _ in range(count):
+                self._sampled[request_id] = next(tokens)
+        return output, result
 
 
 class RankedRunner:
     """Rank 0's runner, which the processes of the other ranks follow. If one of those is lost, this process ends."""
 
-    def __init__(self, runner: ModelRunner, followers: Sequence[_Follower]) -> None:
+    def __init__(self, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower]) -> None:
         """Use `build`."""
-        self._runner, self._followers = runner, followers
+        self._runner, self._launcher, self.followers = runner, launcher, followers
         self.num_blocks, self.block_size, self.max_model_len = (
             runner.num_blocks,
             runner.block_size,
             runner.max_model_len,
         )
+        self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
         self._batch = NO_BATCH  # of the last step
+        self._is_pipelined = runner.options.num_stages > 1
+        self._sampled: dict[str, int] = {}  # by requests, their newest tokens that no other rank knows
+        self._guided: set[str] = set()  # requests
+        self._waiting: PipelinedStep | None = None  # launched last
 
     @classmethod
-    def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: Progress) -> RankedRunner:
+    def build(
+        cls, folder: Path, spec: ModelSpec, options: RunnerOptions, launcher: Launcher, *, progress: Progress
+    ) -> RankedRunner:
         """Start the followers and load every rank's part side by side. ModelError as `startup.build_runner`."""
-        size = options.num_ranks
+        size, num_stages, locations = options.num_ranks, options.num_stages, launcher.locations
         spec.for_rank(Shard(0, size))  # says at once what cannot be divided
-        with tempfile.TemporaryDirectory(prefix="quire-ranks-") as name:
-            first = Build(Shard(0, size), f"{name}/store", folder, spec, options)
-            followers = [_Follower(rank) for rank in range(1, size)]
-            try:
-                for follower in followers:
-                    follower.send(pickle.dumps(replace(first, shard=Shard(follower.rank, size))))
-                own, communicator = join(first)
-                runner = build_single(
-                    folder, spec, own, progress=progress, shard=first.shard, communicator=communicator
+        Stage(0, num_stages).layers(spec.num_layers)
+        one_host = len({location.host for location in locations}) == 1
+        with launcher.rendezvous() as rendezvous:
+            builds = [
+                Build(
+                    rank,
+                    Shard(rank % size, size),
+                    Stage(num_stages - 1 - rank // size, num_stages),
+                    location.device_index,
+                    one_host,
+                    rendezvous,
+                    folder,
+                    spec,
+                    options,
                 )
+                for rank, location in enumerate(locations)
+            ]
+            followers = launcher.start()
+            try:
+                for follower, build in zip(followers, builds[1:], strict=True):
+                    follower.send(pickle.dumps(build))
+                runner = _build_part(builds[0], folder, progress)
             except BaseException:
                 for follower in followers:
                     follower.end(kill=True)
+                launcher.close()
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 raise
-        return cls(runner, followers)
+        return cls(runner, launcher, followers)
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
@@ -148,23 +240,41 @@ class RankedRunner:
     @property
     def kv_cache_bytes(self) -> int:
         """Of all ranks together."""
-        return self._runner.kv_cache_bytes * (1 + len(self._followers))
+        return self._runner.kv_cache_bytes * (1 + len(self.followers))
 
     @property
     def device_name(self) -> str:
-        return f"{1 + len(self._followers)} x {self._runner.device_name}"
+        return f"{1 + len(self.followers)} x {self._runner.device_name}"
 
-    def launch(self, output: SchedulerOutput) -> StepHandle:
+    def launch(self, output: SchedulerOutput) -> StepHandle | PipelinedStep:
         repeated = output.batch is self._batch
-        self._tell(Launch(replace(output, batch=NO_BATCH) if repeated else output, repeated))
+        sampled = dict(self._sampled)
+        self._sampled.clear()
+        self._tell(Launch(replace(output, batch=NO_BATCH) if repeated else output, repeated, sampled))
         self._batch = output.batch
+        if not self._is_pipelined:
+            return self._launch_here(output)
+        self._guided.difference_update(output.removed)
+        self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
+        step = PipelinedStep(partial(self._launch_here, output), self._sampled)
+        if not self._guided.isdisjoint(output.batch.request_ids):  # whose masks are filled before it is read
+            if self._waiting is not None:
+                self._waiting.run()
+            step.run()
+        self._waiting = step
+        return step
+
+    def _launch_here(self, output: SchedulerOutput) -> StepHandle:
         handle = self._runner.launch(output)
         if handle.finish is not None:
             handle.finish = partial(self._sample, handle, handle.finish)
         return handle
 
     def reset(self) -> None:
-        """After a failed step ranks wait for each other in vain: nothing but a new start helps."""
+        """After a failed step ranks wait for each other in vain: nothing but a new start helps. Where the step failed since a
+        rank was lost, this process ends while it waits here, and the log has the rank's name.
+        """
+        time.sleep(LOSS_SECONDS)
         raise RuntimeError("a step failed on one of several ranks")
 
     def _sample(self, handle: StepHandle, finish: Callable[[Sequence[int]], None], deferred: Sequence[int]) -> None:
@@ -173,7 +283,7 @@ class RankedRunner:
 
     def _tell(self, message: Launch | Sample | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for follower in self._followers:
+        for follower in self.followers:
             follower.send(data)
 
     def block_copier(self, max_bytes: int) -> BlockCopier:
@@ -181,91 +291,55 @@ class RankedRunner:
 
     def close(self) -> None:
         """End the followers and release the devices' memory."""
-        for follower in self._followers:
+        if self._waiting is not None:
+            self._waiting.run()  # what the other stages have begun
+        for follower in self.followers:
             follower.expect_end()
         with contextlib.suppress(OSError):
             self._tell(Close())
         _leave(self._runner)
-        for follower in self._followers:
+        for follower in self.followers:
             follower.end(kill=False)
+        self._launcher.close()
 
 
-class _Follower:
-    """The process of another rank. Its standard input is its lifeline: it ends when this process does."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._connection, theirs = Pipe()
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.worker.follower", str(theirs.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
-            process_group=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        theirs.close()
-        self._may_end = False
-        threading.Thread(target=self._watch, name=f"watch over rank {rank}", daemon=True).start()
-
-    def send(self, data: bytes) -> None:
-        self._connection.send_bytes(data)
-
-    def expect_end(self) -> None:
-        """Its end is no failure any more."""
-        self._may_end = True
-
-    def end(self, kill: bool) -> None:
-        self.expect_end()
-        if kill:
-            self._popen.kill()
-        try:
-            self._popen.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        self._connection.close()
-        assert self._popen.stdin is not None
-        self._popen.stdin.close()
-
-    def _watch(self) -> None:
-        """A collective without one of its ranks never ends: without a follower there is nothing left to do here."""
-        code = self._popen.wait()
-        if self._may_end:
-            return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        _log.critical("the process of rank %d (pid %d) %s", self.rank, self._popen.pid, how)
-        logging.shutdown()
-        os._exit(1)
-
-
-def follow(connection: Connection) -> None:
-    """A follower's whole life: build its part, then launch what rank 0 launches, until `Close`."""
+def follow(connection: Connection, folder: Path | None = None) -> None:
+    """A follower's whole life: build its part, then launch what rank 0 launches, until `Close`. `folder`: has the model,
+    where that is another one than rank 0's. ModelError as `startup.build_runner`.
+    """
     build: Build = pickle.loads(connection.recv_bytes())
-    options, communicator = join(build)
     try:
-        runner = build_single(build.folder, build.spec, options, shard=build.shard, communicator=communicator)
+        runner = _build_part(build, folder or build.folder, silent)
     except ModelError as error:
-        _log.critical("rank %d: %s", build.shard.rank, error)
-        sys.exit(1)
+        raise ModelError(f"rank {build.rank}: {error}") from None
     handle: StepHandle | None = None
     batch = NO_BATCH
     while True:
         match pickle.loads(connection.recv_bytes()):
-            case Launch(output, repeated):
+            case Launch(output, repeated, sampled):
                 batch = batch if repeated else output.batch
+                runner.learn(sampled)
                 launched = runner.launch(replace(output, batch=batch))
                 if handle is not None and handle.done is not None:
                     handle.done.synchronize()  # as rank 0: at most two steps are queued
                 handle = launched
             case Sample(masks, deferred):
                 assert handle is not None
-                handle.masks[:] = np.frombuffer(masks, np.int32).reshape(handle.masks.shape)
+                if build.stage.is_last:
+                    handle.masks[:] = np.frombuffer(masks, np.int32).reshape(handle.masks.shape)
                 handle.sample(deferred)
             case Close():
                 break
     _leave(runner)
+
+
+def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:
+    """A rank's runner, once it has met the others."""
+    member = join(build)
+    return build_single(
+        folder, build.spec, member.options, progress=progress, shard=build.shard, stage=build.stage,
+        communicator=member.communicator, link=member.link,
+    )  # fmt: skip
 
 
 def _leave(runner: ModelRunner) -> None:

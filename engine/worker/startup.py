@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,18 +17,21 @@ from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
+from engine.models.attention import Attention
 from engine.models.decoder import DecoderLayer
 from engine.models.progress import Progress, silent
-from engine.models.shard import SINGLE, Communicator, Shard, SingleRank
+from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
+from engine.worker.communicator import StageLink
+from engine.worker.cores import num_cores
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
-from engine.worker.kv_cache import e4m3_scales, gpu_cache_bytes
+from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
+from engine.worker.recorded_steps import MAX_SEQS, RecordedSteps
 
 CALIBRATION_TOKENS = 2048
-GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
 
 
 def build_runner(
@@ -37,32 +41,41 @@ def build_runner(
     *,
     progress: Progress = silent,
     shard: Shard = SINGLE,
+    stage: Stage = WHOLE,
     communicator: Communicator | None = None,
+    link: StageLink | None = None,
 ) -> ModelRunner:
-    """A runner of the model in `folder`, ready to step: of rank `shard`'s part, which meets the others by `communicator`.
+    """A runner of the model in `folder`, ready to step: of the part of rank `shard` of `stage`, which meets the other ranks
+    by `communicator`, and the other stages by `link`.
 
     Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
     """
+    if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     model = load_model(
         folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
-        progress=progress, max_model_len=options.max_model_len, shard=shard, communicator=communicator,
+        progress=progress, max_model_len=options.max_model_len, shard=shard, stage=stage,
+        communicator=communicator,
     )  # fmt: skip
     model.pack_weights()
-    runner = ModelRunner(model, spec, options)
+    runner = ModelRunner(model, spec, options, link)
     if runner.device.is_accelerator:
         progress("compiling", 0, 0)
         compile_kernels(runner)
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)
-    runner.num_blocks = (communicator or SingleRank()).least(count_blocks(runner))
-    runner.kv_layout.check_fits(runner.num_blocks, options.max_model_len, options.max_num_batched_tokens)
+    num_blocks, runner.cache_bound = count_blocks(runner)
+    runner.num_blocks = (communicator or SingleRank()).least(num_blocks)
+    runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
-        if not options.enforce_eager:
+        if not options.enforce_eager and stage.count == 1:
             capture_graphs(runner, progress)
         runner.device.synchronize()
+    elif shard.size == stage.count == 1 and not options.enforce_eager:
+        runner.recorded = RecordedSteps(runner.decode, _packed_steps(runner, MAX_SEQS))
     return runner
 
 
@@ -73,7 +86,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     with _temporary_cache(runner, 1), kernels.compiling_only():
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
-        for size in {1, *kernels.FEW_SEQS, max_num_seqs}:
+        for size in {1, *kernels.FEW_SEQS, max_num_seqs} if runner.model.stage.count == 1 else ():
             runner.run_decode(packed, min(size, max_num_seqs))
     runner.batch.state.last_token.zero_()  # what the dummy run left there was not sampled
 
@@ -89,33 +102,30 @@ def calibrate_kv_scales(runner: ModelRunner) -> None:
     prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
     with _temporary_cache(runner, num_groups * count, options.dtype), torch.inference_mode():
         _run(runner, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []))
-        for layer, kv, group in zip(runner.model.layers, runner.kv_cache, runner.kv_layout.group_of, strict=True):
+        for layer, kv in zip(runner.model.own_layers, runner.kv_cache, strict=True):
+            group = runner.kv_layout.group_of[layer]
             own = kv[:, group * count : (group + 1) * count]
-            cast(DecoderLayer, layer).attention.kv_scale.copy_(e4m3_scales(own))
+            attention = cast(DecoderLayer, runner.model.layers[layer]).attention
+            assert isinstance(attention, Attention)
+            attention.kv_scale.copy_(e4m3_scales(own))
     _remove(runner, [name])
 
 
-def count_blocks(runner: ModelRunner) -> int:
-    """Blocks of the KV cache: as asked for, or what fits into memory beside a full step."""
+def count_blocks(runner: ModelRunner) -> tuple[int, str]:
+    """Blocks of the KV cache, as asked for or what fits into memory beside a full step; and what bounds them, for people."""
     options, layout = runner.options, runner.kv_layout
-    block_bytes = layout.block_bytes
-    if options.num_gpu_blocks_override is not None:
-        return options.num_gpu_blocks_override
-    if options.kv_cache_memory_bytes is not None:
-        return options.kv_cache_memory_bytes // block_bytes
+    if (asked_for := blocks_asked_for(layout, options)) is not None:
+        return asked_for
     if not runner.device.is_accelerator:
-        free = runner.device.memory().free
-        num_bytes = layout.cpu_cache_bytes(
-            options.max_num_seqs, options.max_model_len, options.max_num_batched_tokens, free
-        )
-        return num_bytes // block_bytes
+        num_bytes, bound = layout.cpu_cache_bytes(options, runner.device.memory().free)
+        return num_bytes // layout.block_bytes, bound
     runner.device.reset_peak_memory()
     with _temporary_cache(runner, 1):
         dummy_run(runner, tokens_each=options.max_num_batched_tokens // options.max_num_seqs)
         runner.device.synchronize()
-        num_bytes = gpu_cache_bytes(runner.device.memory(), options.gpu_memory_utilization, GRAPH_RESERVE)
+        num_blocks = blocks_that_fit(layout, runner.device.memory(), options.gpu_memory_utilization)
     runner.device.reset_peak_memory()
-    return max(num_bytes // block_bytes, 0)
+    return num_blocks, f"what is left of {options.gpu_memory_utilization:.0%} of the memory"
 
 
 def capture_graphs(runner: ModelRunner, progress: Progress) -> None:

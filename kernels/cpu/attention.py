@@ -3,30 +3,76 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.block_sparse import BlockSparse
 from kernels.reference.precision import to_wide, wide_dtype
 
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
 GATHER_ELEMENTS = 1 << 18  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
-    """softmax(cap(query keyᵀ scale) + mask) value.
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How a call makes weights of queries and keys: see `kernels.reference.paged_attention_decode`."""
 
-    query [A, B, M, D]; key, value [A, B, N, D]; mask bool (True: attend) or additive, broadcast to [A, B, M, N].
+    scale: float
+    window: int
+    soft_cap: float
+    slopes: Tensor | None  # [Hkv, H / Hkv], in the wide dtype
+    sinks: Tensor | None  # likewise
+    sparse: BlockSparse | None
+
+    @classmethod
+    def make(
+        cls,
+        query: Tensor,
+        num_kv_heads: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        sparse: BlockSparse | None,
+        *by_head: Tensor | None,
+    ) -> _Scores:
+        """by_head: alibi_slopes and sinks [H]."""
+        slopes, sinks = (None if x is None else x.to(wide_dtype(query)).view(num_kv_heads, -1) for x in by_head)
+        return cls(scale, window, soft_cap, slopes, sinks, sparse)
+
+    @property
+    def plain(self) -> bool:
+        """Whether PyTorch's fused attention computes it, but for the window."""
+        return not self.soft_cap and self.slopes is None and self.sinks is None and self.sparse is None
+
+
+def _seen(sparse: BlockSparse, newest: Tensor, keys: Tensor, num_kv_heads: int, num_heads: int) -> Tensor:
+    """Which keys at positions [N] are in blocks that queries at positions [n] see: bool [Hkv, G, n, N]."""
+    return sparse.seen(newest, keys, torch.arange(num_heads)).unflatten(0, (num_kv_heads, -1))
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _Scores, sinks: Tensor | None
+) -> Tensor:
+    """softmax(cap(query keyᵀ scale) + mask) value, where the sinks take part in the sum.
+
+    query [A, B, M, D]; key, value [A, B, N, D]; mask bool (True: attend) or additive, broadcast to [A, B, M, N]; sinks
+    broadcast to [A, B, M, 1].
     """
-    if not soft_cap and (mask is None or mask.dtype in (torch.bool, query.dtype)):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scores = (to_wide(query) @ to_wide(key).transpose(-1, -2)).mul_(scale)
-    if soft_cap:
-        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    if not how.soft_cap and sinks is None and (mask is None or mask.dtype in (torch.bool, query.dtype)):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=how.scale)
+    scores = (to_wide(query) @ to_wide(key).transpose(-1, -2)).mul_(how.scale)
+    if how.soft_cap:
+        scores = scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
-    return (scores.softmax(-1) @ to_wide(value)).to(query.dtype)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+    return (weights @ to_wide(value)).to(query.dtype)
 
 
 def _gather(
@@ -66,30 +112,30 @@ def _decode_one(
     value_cache: Tensor,
     table: Tensor,
     context_len: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    slopes: Tensor | None,
+    how: _Scores,
     kv_scale: Tensor | None,
 ) -> Tensor:
     """`paged_attention_decode` for one sequence: query [H, D], table [max_blocks] -> [H, D]."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
-    oldest = max(context_len - window, 0) if window else 0
+    oldest = max(context_len - how.window, 0) if how.window else 0
     first_block = oldest // block_size
     blocks = table[first_block : -(-context_len // block_size)].unsqueeze(0)
     seen = slice(oldest - first_block * block_size, context_len - first_block * block_size)
+    num_heads = len(query)
     query = query.view(num_kv_heads, 1, -1, head_dim)
-    bias = None
-    if slopes is not None:
-        bias = slopes.view(num_kv_heads, 1, -1, 1) * torch.arange(oldest - context_len + 1, 1)
+    bias = None if how.slopes is None else how.slopes[:, None, :, None] * torch.arange(oldest - context_len + 1, 1)
+    sinks = None if how.sinks is None else how.sinks[:, None, :, None]
+    if how.sparse is not None:
+        newest, keys = torch.tensor([context_len - 1]), torch.arange(oldest, context_len)
+        in_blocks = _seen(how.sparse, newest, keys, num_kv_heads, num_heads).transpose(1, 2)  # [Hkv, 1, G, N]
+        bias = in_blocks if bias is None else bias.masked_fill(~in_blocks, -math.inf)
     step = max(GATHER_ELEMENTS // (blocks.shape[1] * block_size * head_dim), 1)
     out = []
     for start in range(0, num_kv_heads, step):
         heads = range(start, min(start + step, num_kv_heads))
         key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)
-        mask = None if bias is None else bias[heads.start : heads.stop]
-        q = query[heads.start : heads.stop]
-        out.append(_attend(q, key[:, :, seen], value[:, :, seen], mask, scale, soft_cap))
+        mask, sink = (None if x is None else x[heads.start : heads.stop] for x in (bias, sinks))
+        out.append(_attend(query[heads.start : heads.stop], key[:, :, seen], value[:, :, seen], mask, how, sink))
     return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, head_dim)
 
 
@@ -119,6 +165,8 @@ def paged_attention_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: object = None,
     out: Tensor | None = None,
@@ -128,7 +176,7 @@ def paged_attention_decode(
     num_kv_heads, block_size = key_cache.shape[1:3]
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype)
-    slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype(query))
+    how = _Scores.make(query, num_kv_heads, scale, window, soft_cap, sparse, alibi_slopes, sinks)
     lens = context_lens.tolist()
     first_blocks = [max(n - window, 0) // block_size if window else 0 for n in lens]
     num_blocks = [-(-n // block_size) - first for n, first in zip(lens, first_blocks, strict=True)]
@@ -136,9 +184,7 @@ def paged_attention_decode(
         if len(group) == 1:
             i = group[0]
             table = block_tables[int(rows[i])]
-            out[i] = _decode_one(
-                query[i], key_cache, value_cache, table, lens[i], scale, window, soft_cap, slopes, kv_scale
-            )
+            out[i] = _decode_one(query[i], key_cache, value_cache, table, lens[i], how, kv_scale)
             continue
         members = torch.tensor(group)
         first, count = (torch.tensor([x[i] for i in group]).unsqueeze(1) for x in (first_blocks, num_blocks))
@@ -152,11 +198,15 @@ def paged_attention_decode(
             key[:, unused[0], unused[1]] = 0
             value[:, unused[0], unused[1]] = 0
         mask = ((distance >= 0) & (distance < window) if window else distance >= 0)[None, :, None]  # [1, b, 1, S]
-        if slopes is not None:
-            bias = slopes.view(num_kv_heads, 1, -1, 1) * -distance[None, :, None]  # [Hkv, b, G, S]
+        if how.sparse is not None:
+            newest, keys = context_lens[members].unsqueeze(1) - 1, torch.arange(key.shape[2]) + first * block_size
+            each = [_seen(how.sparse, *pair, num_kv_heads, num_heads) for pair in zip(newest, keys, strict=True)]
+            mask = mask & torch.cat(each, 2).transpose(1, 2)  # [Hkv, b, G, S]
+        if how.slopes is not None:
+            bias = how.slopes[:, None, :, None] * -distance[None, :, None]  # [Hkv, b, G, S]
             mask = bias.masked_fill_(~mask, -math.inf)
         q = query[members].view(len(group), num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
-        attended = _attend(q, key, value, mask, scale, soft_cap)
+        attended = _attend(q, key, value, mask, how, None if how.sinks is None else how.sinks[:, None, :, None])
         out[members] = attended.transpose(0, 1).reshape(len(group), num_heads, head_dim)
     if 0 in lens:
         out[context_lens == 0] = 0
@@ -169,17 +219,14 @@ def _prefill_one(
     value_cache: Tensor,
     table: Tensor,
     context: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    slopes: Tensor | None,
+    how: _Scores,
     kv_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """`paged_attention_prefill` for one sequence: query, out [n, H, D], table [max_blocks]."""
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
+    group, window = num_heads // num_kv_heads, how.window
     computed = context - num_queries  # the context before the first query
     first_block = max(computed + 1 - window, 0) // block_size if window else 0
     origin = first_block * block_size
@@ -188,11 +235,12 @@ def _prefill_one(
     key, value = (x[:, :, : context - origin].expand(-1, group, -1, -1) for x in kv)  # [Hkv, G, N, D]
     q = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     windowed = 0 < window < context
-    if computed == 0 and not windowed and not soft_cap and slopes is None:
-        attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=scale)
+    if computed == 0 and not windowed and how.plain:
+        attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=how.scale)
         out[:] = attended.permute(2, 0, 1, 3).reshape(out.shape)
         return
-    score_rows = num_heads if soft_cap or slopes is not None else 1
+    sinks = None if how.sinks is None else how.sinks[:, :, None, None]
+    score_rows = 1 if how.plain else num_heads
     step = min(max(MASK_ELEMENTS // (score_rows * key.shape[2]), 16), 256)
     for low in range(0, num_queries, step):
         high = min(low + step, num_queries)
@@ -200,11 +248,14 @@ def _prefill_one(
         oldest = max(computed + low + 1 - window, 0) if windowed else 0
         distance = newest - torch.arange(oldest, computed + high)
         seen = (distance >= 0) & (distance < window) if windowed else distance >= 0
-        mask = None if high - low == 1 else seen
-        if slopes is not None:
-            mask = (slopes.view(num_kv_heads, group, 1, 1) * -distance).masked_fill_(~seen, -math.inf)
+        if how.sparse is not None:
+            keys_at = torch.arange(oldest, computed + high)
+            seen = seen & _seen(how.sparse, newest.flatten(), keys_at, num_kv_heads, num_heads)
+        mask = None if high - low == 1 and how.sparse is None else seen
+        if how.slopes is not None:
+            mask = (how.slopes[:, :, None, None] * -distance).masked_fill_(~seen, -math.inf)
         keys = slice(oldest - origin, computed + high - origin)
-        attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, scale, soft_cap)
+        attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, how, sinks)
         out[low:high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
 
 
@@ -221,6 +272,8 @@ def paged_attention_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     tiles: Tensor | None = None,
     out: Tensor | None = None,
@@ -229,13 +282,12 @@ def paged_attention_prefill(
     if out is None:
         out = torch.zeros(query.shape, dtype=query.dtype)
     starts = query_start.tolist()
-    slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype(query))
+    how = _Scores.make(query, key_cache.shape[1], scale, window, soft_cap, sparse, alibi_slopes, sinks)
     for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
         if context == 0:
             out[start:end] = 0
         elif start < end:
             _prefill_one(
-                query[start:end], key_cache, value_cache, block_tables[row], context, scale, window, soft_cap, slopes,
-                kv_scale, out[start:end],
-            )  # fmt: skip
+                query[start:end], key_cache, value_cache, block_tables[row], context, how, kv_scale, out[start:end]
+            )
     return out

@@ -1,4 +1,4 @@
-"""The gated activations of MLPs."""
+"""The gated activations of MLPs, and the multipliers and caps of some families."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     """x [..., 2n] -> [..., n]: gelu (by tanh) of the first half, rounded to x's dtype, times the second half."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def add_scaled(residual: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+    """residual [..., n] += factor · x [..., n], in place; the sum is rounded once."""
+    return residual.add_(x, alpha=factor)
+
+
+def scale(x: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
+    """x [..., n] *= factor, in place; with a cap, cap · tanh(that / cap)."""
+    if factor != 1:
+        x.mul_(factor)
+    return x.div_(cap).tanh_().mul_(cap) if cap else x

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.block_sparse import BlockSparse
 from kernels.reference.precision import to_wide, wide_dtype
 
 
@@ -32,6 +33,8 @@ def paged_attention_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: object = None,
     out: Tensor | None = None,
@@ -41,12 +44,14 @@ def paged_attention_decode(
     query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of
     which sequence i owns row rows[i] (rows [B] int32); context_lens [B] int32 count the query's own token, whose K and V
     are stored already. context_len 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
-    c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. `plan` is the GPU kernel's work map.
+    c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. sinks [H] float32: a further score of each
+    head, as it is, whose share of the softmax goes to no value. sparse: which blocks of keys are seen. `plan` is the GPU
+    kernel's work map.
     """
     query_start = torch.arange(len(query) + 1, dtype=torch.int32)
     return paged_attention_prefill(
         query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale=scale, window=window,
-        soft_cap=soft_cap, alibi_slopes=alibi_slopes, kv_scale=kv_scale, out=out,
+        soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, sparse=sparse, kv_scale=kv_scale, out=out,
     )  # fmt: skip
 
 
@@ -63,6 +68,8 @@ def paged_attention_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     tiles: Tensor | None = None,
     out: Tensor | None = None,
@@ -88,6 +95,9 @@ def paged_attention_prefill(
         positions = torch.arange(oldest, context)
         distance = torch.arange(first, context).unsqueeze(1) - positions  # [n, N]
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
+        if sparse is not None:
+            heads = torch.arange(query.shape[1])
+            seen = seen & sparse.seen(torch.arange(first, context), positions, heads)  # [H, n, N]
         key, value = (
             _read(cache, block_tables[row], positions, x, dtype).repeat_interleave(group, 1).transpose(0, 1)
             for cache, x in ((key_cache, key_scale), (value_cache, value_scale))
@@ -97,6 +107,10 @@ def paged_attention_prefill(
             scores = soft_cap * (scores / soft_cap).tanh()
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.to(dtype).view(-1, 1, 1) * distance
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, end - start, 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1)[..., : len(positions)]
         out[start:end] = (weights @ value).transpose(0, 1).to(out.dtype)
     return out

@@ -11,7 +11,7 @@ from kernels.reference.norm import rms_norm
 from kernels.reference.quantized import dequantize
 
 
-def pack_weight(weight: Tensor) -> Tensor:
+def pack_weight(weight: Weight) -> Weight:
     """weight [N, K] -> the weight in the layout that suits the device best; only the operations below may read it."""
     return weight
 

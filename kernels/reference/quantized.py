@@ -44,6 +44,36 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return low | high << 4
 
 
+STEPS_OF_LARGEST = (8.5, 8.0, 7.5, 7.0)  # scales that are tried: a group's largest value is that many steps from 0
+ROUNDED_AT_ONCE = 1 << 20  # values, so that they stay in a CPU's cache
+
+
+def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [N, K] -> codes [N, K] uint8 from 0 to 15 and the scale of each group of channels [N, K / group] bfloat16.
+
+    x ≈ (codes - 8) · scale: of a few scales for each group, the one with the least squared error.
+    """
+    parts = [_quantize_groups(part, group) for part in x.split(max(ROUNDED_AT_ONCE // x.shape[1], 1))]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    values = x.float().unflatten(1, (-1, group))
+    largest = values.gather(2, values.abs().argmax(2, keepdim=True))
+    codes, scale = torch.full_like(values, 8), torch.ones_like(largest)
+    least = torch.full_like(largest, torch.inf)
+    for steps in STEPS_OF_LARGEST:
+        tried = (largest / -steps).bfloat16().float()  # of the codes' range, -8 to 7, the wider half
+        tried = torch.where(tried == 0, 1.0, tried)
+        rounded = (values / tried).round().clamp(-8, 7)
+        error = (rounded * tried - values).square().sum(2, keepdim=True)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale = torch.where(better, tried, scale)
+        codes = torch.where(better, rounded + 8, codes)
+    return codes.to(torch.uint8).flatten(1), scale.squeeze(2).bfloat16()
+
+
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [M, K] -> codes [M, K] of `dtype` (float8_e4m3fn or int8) and the scale of each row [M, 1] float32; x ≈ codes · scale."""
     wide, largest = x.float(), LARGEST[dtype]

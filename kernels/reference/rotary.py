@@ -10,7 +10,7 @@ from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 
 
-def _rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+def rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
     """heads [T, N, D] -> [T, N, D]: rotation of the first R = cos_sin.shape[1] channels by each token's position.
 
     Pairs are channels i and i + R / 2, or, interleaved, 2i and 2i + 1.
@@ -54,7 +54,7 @@ def rope(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     if cos_sin is not None:
-        q, k = _rotate(q, positions, cos_sin, interleaved), _rotate(k, positions, cos_sin, interleaved)
+        q, k = rotate(q, positions, cos_sin, interleaved), rotate(k, positions, cos_sin, interleaved)
     return q, k
 
 
@@ -81,7 +81,7 @@ def rope_and_store(
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
     if q_norm is None and k_norm is None and cos_sin is not None:  # one rotation serves queries and keys
-        rotated = _rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin, interleaved)
+        rotated = rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin, interleaved)
         query, key = rotated.split((num_heads, num_kv_heads), 1)
     else:
         query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps, interleaved)

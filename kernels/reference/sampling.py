@@ -182,6 +182,12 @@ def mark_faults(token_ids: Tensor, highest: Tensor) -> Tensor:
     return token_ids.masked_fill_(highest == -math.inf, NOTHING_ALLOWED)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row of logits [B, V] -> [B] int64, the lowest id on ties; faults as in `sample`."""
+    highest, token_ids = logits.max(-1)
+    return mark_faults(token_ids, highest)
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
 

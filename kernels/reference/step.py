@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
@@ -53,6 +54,11 @@ def prepare_step(
     out.seed[:num_seqs] = state.seed[rows]
 
 
+def embedding(table: Tensor, ids: Tensor) -> Tensor:
+    """table [V, n], ids [T] int64 -> rows of the table [T, n]."""
+    return F.embedding(ids, table)
+
+
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     """Write the work map of a step's decoding sequences into `plan`: context_lens, rows [B] int32. See `DecodePlan`.
 
@@ -61,8 +67,12 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     """
     num_programs = len(plan.work)
     lens = context_lens.long()
-    first_tile = (lens - plan.window).clamp(min=0) // plan.tile if plan.window else 0
-    tiles = ((lens + plan.tile - 1) // plan.tile - first_tile) * plan.num_kv_heads
+    if plan.sparse is not None:
+        each = [plan.sparse.num_tiles(n, plan.tile, plan.group) if n else 0 for n in lens.tolist()]
+        tiles = torch.tensor(each) * plan.num_kv_heads
+    else:
+        first_tile = (lens - plan.window).clamp(min=0) // plan.tile if plan.window else 0
+        tiles = ((lens + plan.tile - 1) // plan.tile - first_tile) * plan.num_kv_heads
     ends = tiles.cumsum(0)
     total = int(tiles.sum())
     per_program = max(-(-total // num_programs), plan.min_tiles)

@@ -18,16 +18,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_sparse import BlockSparse
 from kernels.plan import DecodePlan
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.triton.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
+from kernels.triton.paged_tile import (
+    LOG2E,
+    first_local_block,
+    first_vertical_block,
+    fold,
+    load_kv_tile,
+    no_sum,
+    normalised,
+    soft_capped,
+    whole_sum,
+)
+
+
+@triton.jit
+def _vertical_tiles(local_block, TILE: tl.constexpr, SPARSE: tl.constexpr, RESIDUES: tl.constexpr):
+    """Tiles before the local blocks that a KV head's queries see: those of RESIDUES blocks in each stride."""
+    return tl.cdiv(local_block, SPARSE[2]) * (RESIDUES * (SPARSE[0] // TILE))
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])
 def _plan_kernel(
     context_lens, rows, work, num_seqs,
-    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
-    BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SPARSE: tl.constexpr, RESIDUES: tl.constexpr,
+    MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -38,6 +55,9 @@ def _plan_kernel(
     tiles = tl.cdiv(lens, TILE) * NUM_KV_HEADS
     if WINDOW > 0:  # tiles wholly before the window are not counted
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE * NUM_KV_HEADS
+    if SPARSE is not None:
+        local = first_local_block(lens - 1, SPARSE)
+        tiles += (_vertical_tiles(local, TILE, SPARSE, RESIDUES) - local * (SPARSE[0] // TILE)) * NUM_KV_HEADS
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     per_program = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_TILES)
@@ -53,40 +73,51 @@ def _plan_kernel(
     tl.store(entry + 5, tl.load(rows + seq))
 
 
+def _sparse_options(plan: DecodePlan) -> dict[str, object]:
+    if plan.sparse is None:
+        return {"SPARSE": None, "RESIDUES": 0}
+    return {"SPARSE": plan.sparse.constants, "RESIDUES": plan.sparse.residues(plan.group)}
+
+
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     """See `kernels.reference.plan_decode`."""
     num_programs = len(plan.work)
     _plan_kernel[(num_programs,)](
         context_lens, rows, plan.work, len(context_lens),
-        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, MIN_TILES=plan.min_tiles,
+        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, **_sparse_options(plan), MIN_TILES=plan.min_tiles,
         BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_tile(
-    tile, q, acc, m, l, key_base, value_base, table, oldest, context_len, slopes, scale, stride_block, stride_token,
+    start, q, acc, m, l, key_base, value_base, table, oldest, end, seen, context_len, slopes, scale, stride_block, stride_token,
     TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BY_ROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys into the running (acc, m, l). Unmasked tiles lie wholly inside the context and the window."""
+    """Fold keys [start, start + TILE) into the running (acc, m, l). Unmasked, all of them lie inside [oldest, end).
+
+    BY_ROW, only the rows that `seen` names see them.
+    """
     k, v = load_kv_tile(
-        key_base, value_base, table, tile * TILE, oldest, context_len, stride_block, stride_token, q.dtype,
+        key_base, value_base, table, start, oldest, end, stride_block, stride_token, q.dtype,
         TILE, PAGE, HEAD_DIM, D_PAD, PAIRS, WINDOW, MASKED,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFT_CAP > 0:
         s = soft_capped(s, SOFT_CAP)
-    positions = tile * TILE + tl.arange(0, TILE)
+    positions = start + tl.arange(0, TILE)
     if ALIBI:
         s += slopes[:, None] * (positions - (context_len - 1)).to(tl.float32)[None, :]
     s *= LOG2E
     if MASKED:
-        keep = positions < context_len
+        keep = (positions < end)[None, :]
         if WINDOW > 0:
-            keep &= positions >= oldest
-        s = tl.where(keep[None, :], s, -float("inf"))
+            keep &= (positions >= oldest)[None, :]
+        if BY_ROW:
+            keep &= seen[:, None]
+        s = tl.where(keep, s, -float("inf"))
     return fold(s, v, acc, m, l, PRECISION)
 
 
@@ -130,8 +161,8 @@ def _merged(
 
 @triton.jit
 def _arrive(
-    partial_out, partial_stats, counter, group_counters, out, program, pair_start, num_tiles, per_program,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, FAN_IN: tl.constexpr,
+    partial_out, partial_stats, counter, group_counters, out, sinks, program, pair_start, num_tiles, per_program,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
     """Count that `program` has stored its partial result of a pair. The last program to do so merges all into out [GROUP, D].
 
@@ -184,21 +215,23 @@ def _arrive(
                 partial_out, partial_stats, first_program, origin, step, awaited, pair_start, per_program,
                 GROUP, HEAD_DIM, D_PAD,
             )  # fmt: skip
-            acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+            acc = normalised(acc, m, l, sinks + g, g < GROUP, SINKS)
             tl.store(out + g[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
             tl.store(counter, 0)
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes", "kv_scale"]
+    do_not_specialize=["num_seqs"],
+    do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes", "sinks", "kv_scale"],
 )
 def _decode_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, kv_scale,
+    query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, sinks, kv_scale,
     work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PLAN_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PLAN_WINDOW: tl.constexpr,
+    SPARSE: tl.constexpr, RESIDUES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The work map, the lengths, the rows and the block tables were written before the preceding kernel began (see
     # `plan_decode`), so they may be read before the wait. The queries and the newest keys and values may not.
@@ -232,6 +265,11 @@ def _decode_kernel(
         if PLAN_WINDOW > 0:
             first_tile = tl.maximum(context_len - PLAN_WINDOW, 0) // TILE
         num_tiles = tl.cdiv(context_len, TILE) - first_tile
+        if SPARSE is not None:  # a tile's number is that in the line of those that are seen
+            local = first_local_block(context_len - 1, SPARSE)
+            vertical = _vertical_tiles(local, TILE, SPARSE, RESIDUES)
+            to_local = local * (SPARSE[0] // TILE) - vertical
+            num_tiles -= to_local
         if num_tiles == 0:
             seq += 1
             context_len = tl.load(context_lens + seq)
@@ -260,22 +298,43 @@ def _decode_kernel(
             m = tl.full([G_PAD], -float("inf"), tl.float32)
             l = tl.zeros([G_PAD], tl.float32)
 
-            # Tiles [begin, whole) need no mask; a window makes every tile masked and skips those before it.
-            whole = tl.minimum(last, context_len // TILE)
+            if SPARSE is not None:
+                for tile in tl.range(begin, tl.minimum(last, vertical), num_stages=STAGES):
+                    nth = tile // (SPARSE[0] // TILE)
+                    block = nth // RESIDUES * SPARSE[2] + first_vertical_block(head * GROUP + nth % RESIDUES, SPARSE)
+                    seen = head_mask & ((block + (SPARSE[4] + heads) * SPARSE[3] + 1) % SPARSE[2] == 0)
+                    acc, m, l = _attend_tile(
+                        block * SPARSE[0] + tile % (SPARSE[0] // TILE) * TILE, q, acc, m, l, key_base, value_base, table, 0,
+                        local * SPARSE[0], seen, context_len, slopes, score_scale, stride_block, stride_token, TILE, PAGE,
+                        HEAD_DIM, D_PAD, FP8, 0, SOFT_CAP, ALIBI, True, True, PRECISION,
+                    )  # fmt: skip
+                begin = tl.maximum(begin, vertical) + to_local
+                last += to_local
+
+            # Tiles [whole, whole_end) need no mask.
+            whole = begin
             oldest = 0
             if WINDOW > 0:
                 oldest = tl.maximum(context_len - WINDOW, 0)
-                whole = tl.minimum(last, tl.maximum(begin, oldest // TILE))
-            else:
-                for tile in tl.range(begin, whole, num_stages=STAGES):
+                whole = tl.maximum(begin, tl.cdiv(oldest, TILE))
+                for tile in tl.range(tl.maximum(begin, oldest // TILE), tl.minimum(whole, last), num_stages=1):
                     acc, m, l = _attend_tile(
-                        tile, q, acc, m, l, key_base, value_base, table, oldest, context_len, slopes, score_scale,
-                        stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
+                        tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask, context_len,
+                        slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP,
+                        ALIBI, True, False, PRECISION,
                     )  # fmt: skip
-            for tile in tl.range(tl.maximum(begin, whole), last, num_stages=STAGES if WINDOW > 0 else 1):
+            whole_end = tl.maximum(whole, tl.minimum(last, context_len // TILE))
+            for tile in tl.range(whole, whole_end, num_stages=STAGES):
                 acc, m, l = _attend_tile(
-                    tile, q, acc, m, l, key_base, value_base, table, oldest, context_len, slopes, score_scale,
-                    stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+                    tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask, context_len,
+                    slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP,
+                    ALIBI, False, False, PRECISION,
+                )  # fmt: skip
+            for tile in tl.range(whole_end, last, num_stages=1):
+                acc, m, l = _attend_tile(
+                    tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask, context_len,
+                    slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP,
+                    ALIBI, True, False, PRECISION,
                 )  # fmt: skip
 
             acc = whole_sum(acc)
@@ -283,7 +342,8 @@ def _decode_kernel(
                 acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
             out_at = out + seq * stride_ot + heads[:, None] * HEAD_DIM + d[None, :]
             if count == num_tiles:
-                tl.store(out_at, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=q_mask)
+                acc = normalised(acc, m, l, sinks + heads, head_mask, SINKS)
+                tl.store(out_at, acc.to(out.dtype.element_ty), mask=q_mask)
             else:
                 pair_start = at_tile - first
                 slot = tl.where(program * per_program >= pair_start, 0, 1)
@@ -294,8 +354,8 @@ def _decode_kernel(
                 tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
                 _arrive(
                     partial_out, partial_stats, arrivals + seq * NUM_KV_HEADS + head, group_arrivals,
-                    out + seq * stride_ot + head * GROUP * HEAD_DIM, program, pair_start, num_tiles, per_program,
-                    GROUP, HEAD_DIM, D_PAD, FAN_IN,
+                    out + seq * stride_ot + head * GROUP * HEAD_DIM, sinks + head * GROUP, program, pair_start, num_tiles,
+                    per_program, GROUP, HEAD_DIM, D_PAD, SINKS, FAN_IN,
                 )  # fmt: skip
             at_tile += count
             inner += count
@@ -319,6 +379,8 @@ def paged_attention_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
@@ -335,25 +397,35 @@ def paged_attention_decode(
     launch_options = pdl_options(query.device)
     if plan is None:
         plan = DecodePlan.allocate(
-            num_seqs, num_heads, num_kv_heads, head_dim, query.device, kv_dtype=key_cache.dtype, window=window
+            num_seqs,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            query.device,
+            kv_dtype=key_cache.dtype,
+            window=window,
+            sparse=sparse,
         )
         plan_decode(context_lens, rows, plan)
         launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert plan.window in (0, window)
+    assert plan.sparse == sparse
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     group = num_heads // num_kv_heads
     _decode_kernel[(len(plan.work),)](
         query, key_cache, value_cache, out, block_tables, rows, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes, context_lens if kv_scale is None else kv_scale,
+        context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
+        context_lens if kv_scale is None else kv_scale,
         plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
-        TILE=plan.tile, PAGE=page, WINDOW=window, PLAN_WINDOW=plan.window, SOFT_CAP=soft_cap,
-        ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        TILE=plan.tile, PAGE=page, WINDOW=window, PLAN_WINDOW=plan.window,
+        **_sparse_options(plan), SOFT_CAP=soft_cap,
+        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=plan.num_stages, FAN_IN=plan.fan_in, num_warps=plan.num_warps,
         **launch_options,
     )  # fmt: skip

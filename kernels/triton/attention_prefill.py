@@ -3,8 +3,8 @@
 One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV head, so
 that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
 need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
-which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without window, soft
-cap and biases go to `kernels.hopper.attention_prefill` where it applies.
+which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without biases go to
+`kernels.hopper.attention_prefill` where it applies.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
@@ -16,9 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_sparse import BlockSparse
 from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
-from kernels.triton.paged_tile import LOG2E, fold, load_kv_tile, no_sum, soft_capped, whole_sum
+from kernels.triton.paged_tile import (
+    LOG2E,
+    first_local_block,
+    first_vertical_block,
+    fold,
+    load_kv_tile,
+    no_sum,
+    normalised,
+    soft_capped,
+    whole_sum,
+)
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import attention_prefill as hopper
@@ -29,8 +40,8 @@ else:
 @triton.jit
 def _attend_tile(
     start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block, stride_token,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    head, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
     k, v = load_kv_tile(
@@ -48,23 +59,33 @@ def _attend_tile(
         keep = positions[None, :] <= query_pos[:, None]
         if WINDOW > 0:
             keep &= positions[None, :] > query_pos[:, None] - WINDOW
+        if SPARSE is not None:
+            block = positions // SPARSE[0]
+            vertical = (block + (SPARSE[4] + head) * SPARSE[3] + 1) % SPARSE[2] == 0
+            keep &= (query_pos[:, None] // SPARSE[0] - block[None, :] < SPARSE[1]) | vertical[None, :]
         s = tl.where(keep, s, -float("inf"))
     return fold(s, v, acc, m, l, PRECISION)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "kv_scale", "tiles"])
+@triton.jit(
+    do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "sinks", "kv_scale", "tiles"]
+)
 def _prefill_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, kv_scale, tiles, scale,
+    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, sinks, kv_scale, tiles,
+    scale,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, KV_GROUP: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    head = tl.program_id(0) % NUM_KV_HEADS
-    tile = tl.program_id(0) // NUM_KV_HEADS
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // KV_GROUP
+    head = tl.program_id(0) % (NUM_HEADS // GROUP)
+    tile = tl.program_id(0) // (NUM_HEADS // GROUP)
+    kv_head = head * GROUP // KV_GROUP
     seq = tl.load(tiles + tile * 2)
     first_query = tl.load(tiles + tile * 2 + 1)
     start = tl.load(query_start + seq)
@@ -82,14 +103,14 @@ def _prefill_kernel(
     q = tl.load(query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
     if FP8:  # the scores and the sum of values are scaled, not each key and value
-        scale *= tl.load(kv_scale + head)
+        scale *= tl.load(kv_scale + kv_head)
         if q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
             q = q.to(tl.float16)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi_slopes + heads)
-    key_base = key_cache + head.to(tl.int64) * stride_head
-    value_base = value_cache + head.to(tl.int64) * stride_head
+    key_base = key_cache + kv_head.to(tl.int64) * stride_head
+    value_base = value_cache + kv_head.to(tl.int64) * stride_head
 
     first_pos = context_len - query_len + first_query
     last_pos = tl.minimum(first_pos + TILE_Q, context_len) - 1
@@ -99,31 +120,44 @@ def _prefill_kernel(
     if WINDOW > 0:  # keys before `oldest` are seen by no row, those from `whole_begin` by every row's window
         oldest = tl.maximum(first_pos - WINDOW + 1, 0)
         whole_begin = tl.cdiv(tl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
+    if SPARSE is not None:  # likewise; those before that are seen at all are seen by every row
+        local = first_local_block(first_pos, SPARSE)
+        oldest = local * SPARSE[0]
+        whole_begin = first_local_block(last_pos, SPARSE) * SPARSE[0]
     whole_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, whole_begin)
 
     acc = no_sum(BLOCK_M, D_PAD, False)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    if WINDOW > 0:
+    if SPARSE is not None:
+        first = first_vertical_block(head, SPARSE)
+        PER_BLOCK: tl.constexpr = SPARSE[0] // BLOCK_N
+        for nth in tl.range(0, tl.cdiv(tl.maximum(local - first, 0), SPARSE[2]) * PER_BLOCK, num_stages=STAGES):
+            at = (first + nth // PER_BLOCK * SPARSE[2]) * SPARSE[0] + nth % PER_BLOCK * BLOCK_N
+            acc, m, l = _attend_tile(
+                at, q, acc, m, l, key_base, value_base, table, 0, context_len, query_pos, slopes, scale, stride_block,
+                stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, 0, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
+            )  # fmt: skip
+    if WINDOW > 0 or SPARSE is not None:
         for at in tl.range(oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, last_pos + 1), BLOCK_N, num_stages=1):
             acc, m, l = _attend_tile(
                 at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
-                stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+                stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
             )  # fmt: skip
     for at in tl.range(whole_begin, whole_end, BLOCK_N, num_stages=STAGES):
         acc, m, l = _attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
-            stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, False, PRECISION,
+            stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
         )  # fmt: skip
     for at in tl.range(whole_end, last_pos + 1, BLOCK_N, num_stages=1):
         acc, m, l = _attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
-            stride_token, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SOFT_CAP, ALIBI, True, PRECISION,
+            stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
         )  # fmt: skip
     acc = whole_sum(acc)
     if FP8:
-        acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
-    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        acc *= tl.load(kv_scale + NUM_KV_HEADS + kv_head)
+    acc = normalised(acc, m, l, sinks + heads, row_mask, SINKS)
     tl.store(
         out + tokens[:, None] * stride_ot + heads[:, None] * HEAD_DIM + d[None, :],
         acc.to(out.dtype.element_ty),
@@ -144,6 +178,8 @@ def paged_attention_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     tiles: Tensor | None = None,
     out: Tensor | None = None,
@@ -160,7 +196,8 @@ def paged_attention_prefill(
     _, num_kv_heads, page, _ = key_cache.shape
     if out is None:
         out = torch.empty_like(query)
-    step = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
+    packed = num_kv_heads if sparse is None else num_heads  # heads that see different blocks have tiles of their own
+    step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
     if tiles is None:
         lens = (query_start[1:] - query_start[:-1]).tolist()
         grid = make_prefill_tiles(lens, context_lens.tolist(), step)
@@ -170,23 +207,28 @@ def paged_attention_prefill(
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
-    plain = not window and not soft_cap and alibi_slopes is None and not (block_n or num_stages or num_warps)
-    if plain and hopper is not None and hopper.applies(query, key_cache, scale):
+    tuned = block_n or num_stages or num_warps
+    if not tuned and alibi_slopes is None and hopper is not None and hopper.applies(query, key_cache, scale, sparse):
         hopper.launch(
-            query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, scale
+            query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, scale, window, soft_cap,
+            sinks, sparse, kv_scale,
         )  # fmt: skip
         return out
     small = query.dtype == torch.float32 or head_dim > 128
-    _prefill_kernel[(len(tiles) * num_kv_heads,)](
+    block_m = prefill_block_m(head_dim, query.dtype)
+    tile_keys = block_n or (32 if small else 64)
+    _prefill_kernel[(len(tiles) * packed,)](
         query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes, context_lens if kv_scale is None else kv_scale,
-        tiles, scale,
+        context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
+        context_lens if kv_scale is None else kv_scale, tiles, scale,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=prefill_block_m(head_dim, query.dtype),
-        TILE_Q=step, BLOCK_N=block_n or (32 if small else 64), PAGE=page, WINDOW=window, SOFT_CAP=soft_cap,
-        ALIBI=alibi_slopes is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or 4, **pdl_options(query.device),
+        NUM_HEADS=num_heads, KV_GROUP=num_heads // num_kv_heads, GROUP=num_heads // packed, HEAD_DIM=head_dim,
+        D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m,
+        TILE_Q=step, BLOCK_N=tile_keys if sparse is None else min(tile_keys, sparse.block), PAGE=page, WINDOW=window,
+        SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=soft_cap,
+        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or (8 if small and block_m == 128 else 4),
+        **pdl_options(query.device),
     )  # fmt: skip
     return out

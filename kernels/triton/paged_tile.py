@@ -79,6 +79,18 @@ def _channels(pairs):
 
 
 @triton.jit
+def first_local_block(position, SPARSE: tl.constexpr):
+    """The first of the newest blocks that a query sees all of. SPARSE: `BlockSparse.constants`."""
+    return tl.maximum(position // SPARSE[0] - SPARSE[1] + 1, 0)
+
+
+@triton.jit
+def first_vertical_block(head, SPARSE: tl.constexpr):
+    """The first of the blocks, each a stride from the next, that a query head sees wherever it is."""
+    return (SPARSE[2] - ((SPARSE[4] + head) * SPARSE[3] + 1) % SPARSE[2]) % SPARSE[2]
+
+
+@triton.jit
 def soft_capped(scores, SOFT_CAP: tl.constexpr):
     """SOFT_CAP * tanh(scores / SOFT_CAP), with a tanh that does not overflow."""
     return SOFT_CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / SOFT_CAP)) + 1.0))
@@ -110,6 +122,17 @@ def fold(scores, v, acc, m, l, PRECISION: tl.constexpr):
     else:
         acc = (first,)
     return acc, new_m, l
+
+
+@triton.jit
+def normalised(acc, m, l, sinks, mask, SINKS: tl.constexpr):
+    """The weighted mean of values from their sum acc [M, D] and the weights' maximum m (base 2) and sum l [M].
+
+    With SINKS the weights of the rows' sinks, whose scores are at pointers [M], join the sum: once, however it was split.
+    """
+    if SINKS:
+        l += tl.exp2(tl.load(sinks, mask=mask, other=0.0) * LOG2E - m)
+    return acc / tl.where(l > 0, l, 1.0)[:, None]
 
 
 @triton.jit

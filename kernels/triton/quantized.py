@@ -1,15 +1,16 @@
 """Products with matrices of few bits, in Triton.
 
-Up to a few tokens are bound by reading the weight, whose codes become floats in registers: `kernels.hopper.quantized_few`
-where it applies, else, up to `MAX_WEIGHT_ONLY` tokens, the kernel here. Beyond, a product is bound by the matrix unit: where
-the checkpoint allows it, x is rounded to e4m3 or int8, too, with a scale for each token (for each group of channels, if the
-weight has them), and the unit multiplies codes; else the matrix is written out as floats, for cuBLAS.
+Few tokens are bound by reading the weight, whose codes become floats in registers: `kernels.hopper.quantized_few` where it
+applies, else the kernel here. Beyond `MAX_FEW` tokens, where the checkpoint allows it, x is rounded to e4m3 or int8, too, with
+a scale for each token (for each group of channels, if the weight has them), and the matrix unit multiplies codes. Else, beyond
+`MAX_WEIGHT_ONLY` tokens, the matrix is written out as floats, for cuBLAS.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,10 +27,12 @@ from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import quantized_few as few
+    from kernels.hopper import quantized_tiles as tiles
 else:
-    few = None  # type: ignore[assignment]
+    few = tiles = None  # type: ignore[assignment]
 
-MAX_WEIGHT_ONLY = 64  # tokens up to which x stays as it is
+MAX_FEW = 16  # tokens up to which x stays as it is: one tile of the matrix unit
+MAX_WEIGHT_ONLY = 64  # tokens up to which the kernel here does better than cuBLAS with the matrix written out
 FOUR_BITS = ("int4", "e2m1")
 LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(127.0)}
 
@@ -65,15 +68,15 @@ def _scales(stored):
 def _weight_only_kernel(
     x, codes, scale, zero, factor, bias, out, num_tokens, stride_x,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
-    ZERO: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr, IN_GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr,
+    IN_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K]. The weight's rows are the rows of the matrix unit's tile, tokens its columns.
 
-    IN_GROUP: BLOCK_K channels always have one scale; else each channel is multiplied by its own.
+    BY_ROW and BY_GROUP: strides of scales and zero points. IN_GROUP: BLOCK_K channels always have one scale; else each
+    channel is multiplied by its own.
     """
     BYTES: tl.constexpr = K // HALVES
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -93,13 +96,13 @@ def _weight_only_kernel(
             if IN_GROUP:
                 group = (half * BYTES + at) // GROUP
                 if ZERO:
-                    w -= tl.load(zero + rows * GROUPS + group).to(tl.float32)[:, None]
+                    w -= tl.load(zero + rows * BY_ROW + group * BY_GROUP).to(tl.float32)[:, None]
                 products = tl.dot(w.to(xk.dtype), xk, input_precision="ieee")
-                acc += products * _scales(tl.load(scale + rows // ROWS * GROUPS + group))[:, None]
+                acc += products * _scales(tl.load(scale + rows // ROWS * BY_ROW + group * BY_GROUP))[:, None]
             else:
-                groups = (rows // ROWS * GROUPS)[:, None] + (channels // GROUP)[None, :]
+                groups = (rows // ROWS * BY_ROW)[:, None] + (channels // GROUP * BY_GROUP)[None, :]
                 if ZERO:
-                    zeros = rows[:, None] * GROUPS + (channels // GROUP)[None, :]
+                    zeros = rows[:, None] * BY_ROW + (channels // GROUP * BY_GROUP)[None, :]
                     w -= tl.load(zero + zeros, mask=inside[None, :], other=0).to(tl.float32)
                 w *= _scales(tl.load(scale + groups, mask=inside[None, :], other=0))
                 acc += tl.dot(w.to(xk.dtype), xk, input_precision="ieee")
@@ -115,11 +118,11 @@ def _weight_only_kernel(
 def _dequantize_kernel(
     codes, scale, zero, factor, order, out,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
-    ZERO: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr,
+    BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [N, K]: one program for a piece of a row of codes."""
     BYTES: tl.constexpr = K // HALVES
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < BYTES
@@ -128,8 +131,8 @@ def _dequantize_kernel(
         channels = half * BYTES + k
         w = _values(packed, half, KIND)
         if ZERO:
-            w -= tl.load(zero + n * GROUPS + channels // GROUP, mask=inside, other=0).to(tl.float32)
-        w *= _scales(tl.load(scale + n // ROWS * GROUPS + channels // GROUP, mask=inside, other=0))
+            w -= tl.load(zero + n * BY_ROW + channels // GROUP * BY_GROUP, mask=inside, other=0).to(tl.float32)
+        w *= _scales(tl.load(scale + n // ROWS * BY_ROW + channels // GROUP * BY_GROUP, mask=inside, other=0))
         if FACTOR:
             w *= tl.load(factor + n)
         if ORDER:
@@ -139,10 +142,13 @@ def _dequantize_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    x, norm_weight, codes, scale, eps, stride_x,
+    x, norm_weight, codes, scale, eps, stride_x, stride_row, stride_group,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """codes [M, K] and scale [M, ceil(K / GROUP)] of x [M, K], or of its norm: one program for a row. GROUP is a power of two."""
+    """codes [M, K] and scale [M, ceil(K / GROUP)], of any strides, of x [M, K], or of its norm: one program for a row.
+
+    GROUP is a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
     channels = group * GROUP + k
@@ -161,14 +167,14 @@ def _quantize_kernel(
     if codes.dtype.element_ty == tl.int8:
         rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
     tl.store(codes + row * K + channels, rounded.to(codes.dtype.element_ty), mask=inside)
-    tl.store(scale + row * ((K + GROUP - 1) // GROUP) + group, largest, mask=group * GROUP < K)
+    tl.store(scale + row * stride_row + group * stride_group, largest, mask=group * GROUP < K)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _scaled_kernel(
     x, codes, x_scale, scale, bias, out, num_tokens,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
-    TILES: tl.constexpr, SUMS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr,
+    BIAS: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] from codes x [M, K], scaled by x_scale [M, K / GROUP], and codes [N, K], scaled by scale [N / ROWS, K / GROUP].
@@ -198,7 +204,7 @@ def _scaled_kernel(
         if GROUP < K:
             group = at // GROUP
             both = tl.load(x_scale + tokens * GROUPS + group)[:, None]
-            both *= tl.load(scale + rows // ROWS * GROUPS + group).to(tl.float32)[None, :]
+            both *= tl.load(scale + rows // ROWS * BY_ROW + group * BY_GROUP).to(tl.float32)[None, :]
             acc += tl.dot(xk, wk).to(tl.float32) * both
         else:
             total = tl.dot(xk, wk, total, out_dtype=SUMS)
@@ -220,7 +226,8 @@ def _constants(weight: QuantizedWeight) -> dict[str, Any]:
     """What the kernels that read any kind are compiled for."""
     return {
         "K": weight.num_channels, "GROUP": weight.group, "ROWS": weight.rows, "KIND": weight.kind,
-        "HALVES": 2 if weight.kind in FOUR_BITS else 1, "ZERO": weight.zero is not None, "FACTOR": weight.factor is not None,
+        "HALVES": 2 if weight.kind in FOUR_BITS else 1, "BY_ROW": weight.scale.stride(0), "BY_GROUP": weight.scale.stride(1),
+        "ZERO": weight.zero is not None, "FACTOR": weight.factor is not None,
     }  # fmt: skip
 
 
@@ -241,18 +248,31 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
 
 
 def quantize_rows(
-    x: Tensor, dtype: torch.dtype, *, group: int = 0, norm_weight: Tensor | None = None, eps: float = 0.0
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    group: int = 0,
+    by_group: bool = False,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x."""
+    """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
+
+    `by_group`: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4. Nothing
+    is written to the last ones.
+    """
     num_rows, k = x.shape
     block = triton.next_power_of_2(k)
     width = group or block
-    codes = torch.empty(num_rows, k, dtype=dtype, device=x.device)
-    scale = torch.empty(num_rows, triton.cdiv(k, width), dtype=torch.float32, device=x.device)
+    num_codes = triton.cdiv(num_rows, 4) * 4 if by_group else num_rows
+    codes = torch.empty(num_codes, k, dtype=dtype, device=x.device)
+    shape = (num_codes, triton.cdiv(k, width))
+    strides = (1, num_codes) if by_group else (shape[1], 1)
+    scale = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
     assert x.stride(1) == 1
     if num_rows:
         _quantize_kernel[(num_rows,)](
-            x, _or(norm_weight, x), codes, scale, eps, x.stride(0), K=k, GROUP=width, GROUPS=block // width,
+            x, _or(norm_weight, x), codes, scale, eps, x.stride(0), *strides, K=k, GROUP=width, GROUPS=block // width,
             LARGEST=LARGEST[dtype], NORM=norm_weight is not None, num_warps=min(max(block // 1024, 1), 16),
             **pdl_options(x.device),
         )  # fmt: skip
@@ -281,40 +301,56 @@ def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Ten
     return out
 
 
-def _scaled(x: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The product of codes x and the weight's, in `dtype`."""
+def _rounded(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
+    """The product of x, or its norm, rounded to codes, and the weight's."""
     num_tokens, n, k = len(x), len(weight), weight.num_channels
-    if _rowwise_by_cublas(x, weight, dtype):
-        return torch._scaled_mm(
-            x, weight.codes.t(), x_scale, weight.scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
-        )
-    out = torch.empty(num_tokens, n, dtype=dtype, device=x.device)
+    group = 0 if weight.scale.shape[1] == 1 else weight.group
+    cublas = _by_cublas(x, weight)
+    codes, scale = quantize_rows(
+        x, weight.codes.dtype, group=group, by_group=cublas and group > 0, norm_weight=norm_weight, eps=eps
+    )
+    if cublas:
+        options: dict[str, Any] = {"out_dtype": x.dtype, "use_fast_accum": group == 0}
+        if group == 0:
+            options["bias"] = bias
+        out = torch._scaled_mm(codes, weight.codes.t(), scale, weight.scale.float().t(), **options)[:num_tokens]
+        return out if bias is None or group == 0 else out.add_(bias)
+    out = torch.empty(num_tokens, n, dtype=x.dtype, device=x.device)
     block_m = 64 if num_tokens <= 64 else 128
     grid = (triton.cdiv(num_tokens, block_m) * triton.cdiv(n, 128),)
     _scaled_kernel[grid](
-        x, weight.codes, x_scale, weight.scale, _or(bias, out), out, num_tokens, N=n, K=k, GROUP=weight.group,
-        ROWS=weight.rows, BIAS=bias is not None, TILES=8,
+        codes, weight.codes, scale, weight.scale, _or(bias, out), out, num_tokens, N=n, K=k, GROUP=weight.group,
+        ROWS=weight.rows, BY_ROW=weight.scale.stride(0), BY_GROUP=weight.scale.stride(1), BIAS=bias is not None, TILES=8,
         SUMS=tl.int32 if weight.kind == "int8" else tl.float32, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=128,
         num_warps=4 if block_m == 64 else 8, num_stages=3,
     )  # fmt: skip
     return out
 
 
-def _rowwise_by_cublas(x: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+def _by_cublas(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether cuBLAS multiplies these codes: e4m3, scaled by row, or on Hopper by block of 128 × 128."""
+    n, k = len(weight), weight.num_channels
+    by_row = weight.scale.shape == (n, 1)
+    by_block = weight.group == weight.rows == 128 and n % 128 == k % 128 == 0 and _is_hopper(x.device)
     return (
         x.is_cuda
         and weight.kind == "e4m3"
-        and weight.scale.shape == (len(weight), 1)
-        and dtype == torch.bfloat16
-        and len(weight) % 16 == weight.num_channels % 16 == 0
+        and (by_row or by_block)
+        and x.dtype == torch.bfloat16
+        and n % 16 == k % 16 == 0
     )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _rounds(x: Tensor, weight: QuantizedWeight) -> bool:
     """Whether x is to be rounded, too: allowed, worth it, and in a form that the kernel multiplies."""
     return (
         weight.rounds_activations
-        and len(x) > MAX_WEIGHT_ONLY
+        and len(x) > MAX_FEW
         and weight.zero is None
         and weight.factor is None
         and (weight.scale.shape[1] == 1 or weight.group % 128 == 0)
@@ -322,31 +358,11 @@ def _rounds(x: Tensor, weight: QuantizedWeight) -> bool:
     )
 
 
-def product(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """x [M, K], or its norm where that has a weight, times the weight [N, K], plus bias -> [M, N]."""
-    if _rounds(x, weight):
-        per_row = weight.scale.shape[1] == 1
-        codes, scale = quantize_rows(
-            x, weight.codes.dtype, group=0 if per_row else weight.group, norm_weight=norm_weight, eps=eps
-        )
-        return _scaled(codes, scale, weight, bias, x.dtype)
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
-    if len(x) > MAX_WEIGHT_ONLY:
-        return F.linear(x, dequantize(weight.codes, weight, x.dtype), bias)
-    if weight.order is not None:
-        x = x[:, weight.order]
-    return _weight_only(x, weight, bias)
+def _empty(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Tensor:
+    return x.new_empty(len(x), len(weight) // (2 if swiglu else 1))
 
 
-def _fused(
+def _multiply(
     x: Tensor,
     weight: QuantizedWeight,
     bias: Tensor | None,
@@ -356,28 +372,48 @@ def _fused(
     swiglu: bool = False,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor | None:
-    """All in one kernel for few tokens; None where it does not apply. The result is in `residual` or `out`, if given."""
-    config = few.config(x, weight, swiglu) if few is not None else None
-    if config is None:
-        return None
-    if out is None:
-        out = x.new_empty(len(x), len(weight) // (2 if swiglu else 1)) if residual is None else residual
-    few.launch(x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
-    return out
+) -> Tensor:
+    """x [M, K], or its norm, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it, or in `out`."""
+    if weight.order is not None:
+        x, norm_weight = x[:, weight.order], None if norm_weight is None else norm_weight[weight.order]
+        weight = dataclasses.replace(weight, order=None)
+    into = out if residual is None else residual  # of the kernels that do all in one
+    few_config = few.config(x, weight, swiglu) if few is not None else None
+    if few_config is not None:
+        into = _empty(x, weight, swiglu) if into is None else into
+        few.launch(
+            x, weight, bias, into, few_config, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual
+        )
+        return into
+    if _rounds(x, weight):
+        result = _rounded(x, weight, bias, norm_weight, eps)
+    else:
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight, eps)
+        config = tiles.config(x, weight, swiglu) if tiles is not None else None
+        if config is not None:
+            into = _empty(x, weight, swiglu) if into is None else into
+            tiles.launch(x, weight, bias, into, config, swiglu=swiglu, residual=residual)
+            return into
+        if len(x) > MAX_WEIGHT_ONLY:
+            result = F.linear(x, dequantize(weight.codes, weight, x.dtype), bias)
+        else:
+            result = _weight_only(x, weight, bias)
+    if swiglu:
+        result = silu_and_mul(result)
+    if residual is not None:
+        return residual.add_(result)
+    return result if out is None else out.copy_(result)
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
-    out = _fused(x, weight, bias)
-    return product(x, weight, bias) if out is None else out
+    return _multiply(x, weight, bias)
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
-    if _fused(x, weight, bias, residual=residual) is not None:
-        return residual
-    return residual.add_(product(x, weight, bias))
+    return _multiply(x, weight, bias, residual=residual)
 
 
 def norm_linear(
@@ -389,16 +425,11 @@ def norm_linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
-    fused = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
-    if fused is not None:
-        return fused
-    result = product(x, weight, bias, norm_weight=norm_weight, eps=eps)
-    return result if out is None else out.copy_(result)
+    return _multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
 
 
 def norm_swiglu(
     x: Tensor, norm_weight: Tensor, eps: float, weight: QuantizedWeight, bias: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_swiglu`."""
-    out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
-    return silu_and_mul(product(x, weight, bias, norm_weight=norm_weight, eps=eps)) if out is None else out
+    return _multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)

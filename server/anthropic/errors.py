@@ -34,7 +34,8 @@ ERROR_SCHEMA = {
 def error_body(error: APIError) -> bytes:
     """The JSON object of an error."""
     name = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": name, "message": error.message}})
+    details = {"details": error.details} if error.details is not None else {}
+    return msgspec.json.encode({"type": "error", "error": {"type": name, "message": error.message, **details}})
 
 
 def failure(error: APIError) -> bytes:

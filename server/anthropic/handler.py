@@ -75,12 +75,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _stop(sample: Sample, update: RequestUpdate) -> dict[str, Any]:
-    stopped = update.finish_reason == "stop" and isinstance(update.stop_reason, str)
-    sequence = update.stop_reason if stopped else None
     reason = _STOP_REASONS.get(sample.finish_reason(update) or "", "end_turn")
-    if sequence is not None and reason == "end_turn":
-        reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    if reason == "end_turn" and update.finish_reason == "stop" and isinstance(update.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": update.stop_reason}
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _block(block: Block, text: str) -> dict[str, Any]:

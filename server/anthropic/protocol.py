@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model
@@ -36,8 +37,14 @@ NAMES = {
     "stop": "stop_sequences",
     "structured_outputs": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "messages[].tool_calls[].arguments": "messages",
 }
+
+
+# The first line of Claude Code's system prompt. It says what differs between requests and means nothing to a model: their
+# prompts would not begin alike.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 class Block(Body):
@@ -139,7 +146,7 @@ class Thinking(Body):
     budget_tokens: int | None = None
     display: str | None = None
 
-    NO_EFFECT: ClassVar[Any] = {"budget_tokens": (), "display": ("summarized",)}
+    NO_EFFECT: ClassVar[Any] = {"display": ("summarized",)}
 
 
 class OutputFormat(Body):
@@ -171,13 +178,16 @@ class _Conversation(Body):
     metadata: Metadata | None = None
     timeout_ms: int | None = Field(None, ge=1, description="Milliseconds after which the answer ends as it is.")
     output_format: OutputFormat | None = optional("The older name of output_config.format.")
+    thread: dict[str, Any] | None = optional("Refused: send the whole conversation. Anthropic's clients then do so.")
 
     def neutral(self) -> GenerationRequest:
+        if self.thread is not None:
+            details = {"error_code": "thread_unsupported_request", "unsupported": []}
+            raise APIError(400, "no threads are kept: send the whole conversation", "thread", details=details)
         messages = _messages(self.messages)
         if not messages:
             raise APIError(400, "there is no text in them", "messages")
-        if self.system:
-            system = self.system if isinstance(self.system, str) else "\n".join(block.text for block in self.system)
+        if system := self.system_text():
             messages.insert(0, Message(role="system", content=system))
         last = messages[-1]
         continues = last.role == "assistant" and bool(last.content) and not last.tool_calls
@@ -186,10 +196,11 @@ class _Conversation(Body):
         format = config.format or self.output_format
         conversation = Conversation(
             messages=messages,
-            tools=[_tool(tool) for tool in self.tools or ()],
+            tools=[_tool(tool, index) for index, tool in enumerate(self.tools or ())],
             add_generation_prompt=not continues,
             continue_final_message=continues,
             reasoning_effort=config.effort,
+            may_be_merged=True,
             template_variables={"enable_thinking": thinks, "thinking": thinks},
         )
         return GenerationRequest(
@@ -204,6 +215,12 @@ class _Conversation(Body):
             tool_choice=_tool_choice(self.tool_choice),
             include_reasoning=thinks,
         )
+
+    def system_text(self) -> str:
+        """The system prompt, as far as it is for the model."""
+        texts = [self.system or ""] if not isinstance(self.system, list) else [block.text for block in self.system]
+        texts = [_BILLING.sub("", text) if index == 0 else text for index, text in enumerate(texts)]
+        return "\n".join(texts[1:] if texts and not texts[0] else texts)
 
     def sampling(self) -> dict[str, Any]:
         """Fields of `SamplingParams`."""
@@ -229,7 +246,9 @@ class MessagesRequest(_Conversation, _SamplingBase, _Base):  # type: ignore[misc
 
     def sampling(self) -> dict[str, Any]:
         stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
-        return given_sampling(self, _SAMPLING) | {"max_tokens": self.max_tokens} | stop
+        thinking = self.thinking
+        budget = thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
+        return given_sampling(self, _SAMPLING) | {"max_tokens": self.max_tokens, "thinking_token_budget": budget} | stop
 
 
 class CountTokensRequest(_Conversation, _Base):  # type: ignore[misc]
@@ -266,7 +285,7 @@ def _result(block: ToolResultBlock) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def _tool(given: AnthropicTool) -> Tool:
+def _tool(given: AnthropicTool, index: int) -> Tool:
     function: dict[str, Any] = {"name": given.name, "parameters": given.input_schema}
     if given.strict is not None:
         function["strict"] = given.strict
@@ -277,6 +296,7 @@ def _tool(given: AnthropicTool) -> Tool:
         parameters=given.input_schema,
         strict=bool(given.strict),
         definition={"type": "function", "function": function},
+        path=("tools", index),
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks through the official openai and anthropic clients, where they are installed."""
+"""Checks through the official openai, anthropic and ollama clients, where they are installed."""
 
 from __future__ import annotations
 
@@ -117,3 +117,19 @@ def messages(server: Server) -> None:
             raise AbsentError(f"status 404: {error}") from None
         with client.messages.stream(**asked) as stream:
             want(stream.get_final_message().stop_reason, "the stream has no stop_reason")
+
+
+@check("ollama client", "chat, whole and streamed")
+def ollama_chat(server: Server) -> None:
+    try:
+        module = importlib.import_module("ollama")
+    except ImportError:
+        raise AbsentError("not checked: pip install ollama") from None
+    headers = {"Authorization": f"Bearer {server.api_key or 'none'}"}
+    with module.Client(server.url, headers=headers, timeout=server.timeout) as client:
+        asked = {"model": server.model, "messages": HELLO, "options": {"num_predict": 12}}
+        try:
+            want(client.chat(**asked).done, "the answer is not done")
+        except module.ResponseError as error:
+            raise AbsentError(str(error)) from None
+        want([part.done for part in client.chat(**asked, stream=True)][-1], "the stream does not end")

@@ -218,6 +218,14 @@ def legacy_logprobs(server: Server) -> None:
     want(len(lengths) == 1, "its lists have different lengths")
 
 
+@check("completions", "beam search (vLLM)")
+def beams(server: Server) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0, "use_beam_search": True}
+    texts = [choice["text"] for choice in server.ask(TEXT, **asked, n=2, optional=True)["choices"]]
+    want(len(texts) == 2, f"n=2 gave {len(texts)} answers")
+    want(len(set(texts)) == 2, "both answers are the same")
+
+
 @check("completions", "echo with logprobs scores the prompt")
 def echo(server: Server) -> None:
     body = server.ask(TEXT, prompt="Once upon a time", max_tokens=1, echo=True, logprobs=1, optional=True)

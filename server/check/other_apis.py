@@ -88,6 +88,14 @@ def tokens(server: Server) -> None:
     want(text.strip() == "Hello world", f"'Hello world' came back as {text!r}")
 
 
+@check("tokens", "/inference/v1/generate (vLLM)")
+def generated_tokens(server: Server) -> None:
+    prompt = server.ask("/tokenize", prompt="Hello world", add_special_tokens=False)["tokens"]
+    body = server.ask("/inference/v1/generate", token_ids=prompt, sampling_params={"max_tokens": 3, "temperature": 0})
+    want(0 < len(body["choices"][0]["token_ids"]) <= 3, "max_tokens=3 gave another number of token ids")
+    want(body["choices"][0]["finish_reason"] in ("stop", "length"), "there is no finish_reason")
+
+
 @check("embeddings", "POST /v1/embeddings")
 def embeddings(server: Server) -> None:
     body = server.ask(EMBEDDINGS, input=["one", "two"], optional=True)
@@ -97,6 +105,25 @@ def embeddings(server: Server) -> None:
     want(data[0]["embedding"] != data[1]["embedding"], "two texts gave the same embedding")
     want(abs(math.hypot(*data[0]["embedding"]) - 1) < 0.01, "its length is not 1")
     want(usage["total_tokens"] == usage["prompt_tokens"] > 0, "the usage counts no prompt tokens, or others")
+
+
+@check("embeddings", "POST /v1/rerank (Jina, Cohere)")
+def rerank(server: Server) -> None:
+    asked: dict[str, Any] = {"query": "a red apple", "documents": ["a teapot", "a red apple", "the moon"]}
+    found = server.ask("/v1/rerank", **asked, optional=True)["results"]
+    scores = [each["relevance_score"] for each in found]
+    want(sorted(each["index"] for each in found) == [0, 1, 2], "not every document has a result")
+    want(scores == sorted(scores, reverse=True), "the best is not the first")
+    want(found[0]["index"] == 1, "the query itself is not the best document")
+    want(len(server.ask("/v1/rerank", **asked, top_n=2)["results"]) == 2, "top_n=2 did not give two results")
+
+
+@check("embeddings", "POST /v1/score (vLLM)")
+def scores(server: Server) -> None:
+    body = server.ask("/v1/score", text_1="a red apple", text_2=["a teapot", "a red apple"], optional=True)
+    data = body["data"]
+    want([entry["index"] for entry in data] == [0, 1], "two texts did not give scores 0 and 1")
+    want(data[1]["score"] > data[0]["score"], "a text fits itself less well than another")
 
 
 @check("embeddings", "as base64")

@@ -21,9 +21,9 @@ EPILOG = """examples:
   quire check http://127.0.0.1:8000 --only tools "structured output"
   quire check https://example.org --api-key KEY --model NAME --json > result.json
 
-The server may be any that speaks OpenAI's or Anthropic's API. ✓ works, ✗ does not do what it should, – is not offered. With
-the packages openai and anthropic installed, the official clients are run too. The exit code is 0 if nothing that is
-offered fails and everything that ordinary clients need is there.
+The server may be any that speaks OpenAI's, Anthropic's or Ollama's API. ✓ works, ✗ does not do what it should, – is not
+offered. With the packages openai, anthropic and ollama installed, the official clients are run too. The exit code is 0 if
+nothing that is offered fails and everything that ordinary clients need is there.
 """
 
 
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
         help="test what a server of the OpenAI API can do",
-        description="Test which parts of OpenAI's and Anthropic's APIs a server speaks, and how well.",
+        description="Test which parts of the APIs of OpenAI, Anthropic and Ollama a server speaks, and how well.",
         epilog=EPILOG,
     )
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
@@ -55,13 +55,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 when something that matters is wrong."""
-    from server.check import official_clients, openai_api, other_apis
+    from server.check import agents, official_clients, ollama_api, openai_api, other_apis
     from server.check.runner import Server, summary
 
     given = vars(args).copy()
     url = base_url(given.pop("url"))
     (flags,) = load(given, CheckFlags)
-    checks = openai_api.suite.checks + other_apis.suite.checks + official_clients.suite.checks
+    modules = (openai_api, other_apis, ollama_api, agents, official_clients)
+    checks = [each for module in modules for each in module.suite.checks]
     groups = list(dict.fromkeys(each.group for each in checks))
     if unknown := [group for group in flags.only if group not in groups]:
         raise ConfigError(f"only must be some of {', '.join(groups)}; got {unknown[0]!r}")

@@ -34,7 +34,7 @@ DEMO_NAME = "quire-demo"
 
 # Parameters without an option: a terminal shows one answer and no log-probabilities, and --seed is the engine's.
 _COMMON = frozenset(["temperature", "top_p", "max_tokens"])
-_WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs"])
+_WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget"])
 
 
 class SamplingFlags:

@@ -23,7 +23,7 @@ def add_parser(commands: Any, root: Parser) -> None:
         description="Write a script that completes commands and options in a shell.",
         epilog=EPILOG,
     )
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
     def run(args: argparse.Namespace) -> int:
         import shtab

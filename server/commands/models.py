@@ -33,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
     _print(formats, width)
     print("\nFloat weights, rounded while they are loaded")
     _print(
-        {"fp8": "--quantization fp8: e4m3, a scale for each row", "int8": "--quantization int8: the same in int8"},
+        {
+            "fp8": "--quantization fp8: e4m3, a scale for each row",
+            "int8": "--quantization int8: the same in int8; on a CPU the output head, too",
+            "int4": "--quantization int4: a scale for 32 channels of a row; on a CPU the output head is int8",
+        },
         width,
     )
     return 0

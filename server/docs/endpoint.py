@@ -34,4 +34,5 @@ class Endpoint:
     answer: Any = None  # JSON of a whole answer to the first of them; None: see `text`
     text: str | None = None  # an answer that is no JSON
     events: str | None = None  # the beginning and the end of a stream
+    lines: str | None = None  # the same of a stream of JSON objects, one in each line
     statuses: tuple[int, ...] = ()  # errors besides those that all endpoints of the tag may give

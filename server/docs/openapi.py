@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 _INTRODUCTION = (
-    "Quire speaks the APIs of OpenAI (base URL `http://HOST:PORT/v1`) and Anthropic (`http://HOST:PORT`). Fields that are "
-    "unknown or have no effect are named in the answer's `warnings` and in the header `X-Quire-Warnings`; fields that "
+    "Quire speaks the APIs of OpenAI (base URL `http://HOST:PORT/v1`), Anthropic and Ollama (`http://HOST:PORT`). Fields that "
+    "are unknown or have no effect are named in the answer's `warnings` and in the header `X-Quire-Warnings`; fields that "
     "would change the answer and are not supported are refused with status 400."
 )
 
@@ -81,6 +82,11 @@ def _describe(operation: dict[str, Any], api: API, endpoint: Endpoint, model_nam
     operation |= {"tags": [endpoint.tag], "summary": endpoint.summary}
     if endpoint.description:
         operation["description"] = endpoint.description
+    known = {each["name"] for each in operation.get("parameters", ())}
+    for name in re.findall(r"{(\w+)}", endpoint.path):
+        if name not in known:  # its handler reads the path itself
+            parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            operation.setdefault("parameters", []).append(parameter)
     if not is_open(endpoint.path):
         operation["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
     if endpoint.requests:
@@ -105,6 +111,9 @@ def _answers(endpoint: Endpoint, model_name: str) -> dict[str, Any]:
     if endpoint.events is not None:
         example = _named_text(endpoint.events, model_name)
         content["text/event-stream"] = {"schema": _EVENT, "example": example}
+    if endpoint.lines is not None:
+        example = _named_text(endpoint.lines, model_name)
+        content["application/x-ndjson"] = {"schema": {"type": "object"}, "example": example}
     if endpoint.text:
         content["text/plain"] = {"schema": {"type": "string"}, "example": _named_text(endpoint.text, model_name)}
     return {"200": {"description": "The answer.", **({"content": content} if content else {})}}

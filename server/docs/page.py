@@ -172,4 +172,4 @@ def _marked(text: str) -> str:
 
 
 def _anchor(method: str, path: str) -> str:
-    return (method + re.sub(r"[^a-z]+", "-", path)).lower().strip("-")
+    return (method + re.sub(r"[^a-z0-9]+", "-", path)).lower().strip("-")

@@ -1,6 +1,7 @@
-"""The tables of request parameters in docs/api.md, generated from the requests' fields.
+"""The tables in docs/: request parameters (api.md), flags (flags.md) and models (models.md), generated from what declares them.
 
-`python -m server.docs.tables` rewrites them. A table stands between `<!-- parameters: NAME -->` and `<!-- end -->`.
+`python -m server.docs.tables` rewrites them. A table stands between `<!-- parameters: NAME -->`, with `flags` or `table` for the
+others, and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,44 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from engine.config import EngineConfig
+from engine.flags import settings_of
+from engine.supported import families, quantizations
+from server.anthropic.protocol import MessagesRequest
 from server.generation.parameters import LEFT_OUT
 from server.http.bodies import NOT_SUPPORTED, WITHOUT_EFFECT
+from server.ollama import protocol as ollama
 from server.openai.chat.protocol import ChatCompletionRequest
 from server.openai.completions.protocol import CompletionRequest
-from server.openai.embeddings.protocol import EmbeddingTextRequest
+from server.openai.embeddings.protocol import EmbeddingChatRequest, EmbeddingTextRequest
+from server.openai.generate.protocol import TokensRequest
+from server.openai.models.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from server.openai.responses.protocol import ResponsesRequest
+from server.openai.scores.protocol import ClassifyRequest, RerankRequest, ScoreRequest
+from server.settings import ServerConfig
 
-API = Path(__file__).resolve().parents[2] / "docs" / "api.md"
-_TABLE = re.compile(r"(<!-- parameters: (.*?) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCUMENTS = (DOCS / "api.md", DOCS / "flags.md", DOCS / "models.md")
+REQUESTS: dict[str, tuple[type[BaseModel], ...]] = {
+    "/v1/chat/completions": (ChatCompletionRequest,),
+    "/v1/completions": (CompletionRequest,),
+    "/inference/v1/generate": (TokensRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/v1/messages": (MessagesRequest,),
+    "/v1/embeddings": (EmbeddingTextRequest, EmbeddingChatRequest),
+    "/v1/score": (ScoreRequest,),
+    "/v1/rerank": (RerankRequest,),
+    "/v1/classify": (ClassifyRequest,),
+    "/tokenize": (TokenizeTextRequest, TokenizeChatRequest),
+    "/detokenize": (DetokenizeRequest,),
+    "/api/chat": (ollama.ChatRequest,),
+    "/api/generate": (ollama.GenerateRequest,),
+    "/api/embed": (ollama.EmbedRequest,),
+    "/api/embeddings": (ollama.EmbeddingsRequest,),
+    "/api/show": (ollama.ShowRequest,),
+}
+WITH_A_TABLE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")  # of its own: `_rows`
+_TABLE = re.compile(r"(<!-- (?:parameters|flags|table): (.*?) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
 def tables() -> dict[str, str]:
@@ -34,7 +65,42 @@ def tables() -> dict[str, str]:
         "embeddings": {name: row for name, row in embeddings.items() if name not in common},
     }
     head = "| parameter | meaning | range | default |\n|---|---|---|---|\n"
-    return {name: head + "".join(rows.values()) for name, rows in found.items()}
+    parameters = {name: head + "".join(rows.values()) for name, rows in found.items()}
+    flags = {"engine": _flags(EngineConfig), "server": _flags(ServerConfig)}
+    models = {"families": _described("architecture", families()), "formats": _described("method", quantizations())}
+    fields = {"taken": _fields(None), "refused": _fields(NOT_SUPPORTED), "ignored": _fields(WITHOUT_EFFECT)}
+    return parameters | flags | models | fields
+
+
+def _fields(description: str | None) -> str:
+    """The names of each endpoint's fields that are described so; None: of those with an effect that have no table."""
+    rows = []
+    for path, requests in REQUESTS.items():
+        if description is None and path in WITH_A_TABLE:
+            continue
+        schemas = [request.model_json_schema()["properties"] for request in requests]
+        said = {name: field.get("description") for schema in schemas for name, field in schema.items()}
+        plain = [name for name, words in said.items() if words not in (NOT_SUPPORTED, WITHOUT_EFFECT)]
+        names = plain if description is None else [name for name, words in said.items() if words == description]
+        rows += [f"| `{path}` | {', '.join(f'`{name}`' for name in sorted(names))} |\n"] if names else []
+    return "| endpoint | parameters |\n|---|---|\n" + "".join(rows)
+
+
+def _described(title: str, rows: dict[str, str]) -> str:
+    return f"| {title} | what |\n|---|---|\n" + "".join(f"| `{name}` | {about} |\n" for name, about in rows.items())
+
+
+def _flags(cls: type) -> str:
+    """A row for each flag of a settings class."""
+    rows = []
+    for setting in settings_of(cls).values():
+        variable = f" (environment: `{setting.env}`)" if setting.flag.env else ""
+        meaning = setting.flag.help.replace("|", "\\|") + variable
+        default = setting.default
+        shown = f"`{str(default).lower() if type(default) is bool else default}`"
+        names = " ".join(f"`{name}`" for name in (setting.option, setting.flag.short) if name)
+        rows.append(f"| {names} | {meaning} | {'' if default in (None, '', (), [], {}) else shown} |\n")
+    return "| flag | meaning | default |\n|---|---|---|\n" + "".join(rows)
 
 
 def _rows(request: type[BaseModel]) -> dict[str, str]:
@@ -77,4 +143,5 @@ def updated(text: str) -> str:
 
 
 if __name__ == "__main__":
-    API.write_text(updated(API.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(updated(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -12,7 +12,8 @@ from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer
 from server.generation.request import Conversation, Message, ToolCall
 from server.http.errors import APIError
-from server.parsing.reasoning import ReasoningFormat
+from server.parsing.harmony import EFFORTS, in_turns
+from server.parsing.reasoning import HARMONY, ReasoningFormat
 
 CheckText = Callable[[str], None]
 
@@ -24,6 +25,7 @@ class Prompt:
     token_ids: list[int]
     in_reasoning: bool = False  # it ends inside the reasoning
     past_reasoning: bool = True  # there will be none
+    is_merged: bool = False  # of the conversation `merged`
 
 
 class ConversationEncoder:
@@ -48,13 +50,19 @@ class ConversationEncoder:
         `check` may refuse its text before that is encoded.
         """
         conversation.check()
-        messages = [self._for_template(message, index) for index, message in enumerate(conversation.messages)]
-        options = {**self._default_variables, **conversation.template_options()}
+        is_merged = False
         try:
-            text = self._template.render(messages, **options)
+            messages, text = self._rendered(conversation)
         except ChatTemplateError as error:
             reason = f"the chat template refuses the messages: {error}"
-            raise APIError(400, reason, "messages", lead=None) from None
+            refusal = APIError(400, reason, "messages", lead=None)
+            if not conversation.may_be_merged:
+                raise refusal from None
+            try:
+                messages, text = self._rendered(conversation.merged())
+            except ChatTemplateError:
+                raise refusal from None
+            is_merged = True
         if check is not None:
             check(text)
         continued = messages[-1]["content"] if conversation.continue_final_message else ""
@@ -63,7 +71,18 @@ class ConversationEncoder:
             self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
             reasoning is not None and reasoning.opened_by(text, continued),
             reasoning is None or reasoning.closed_by(text, continued),
+            is_merged,
         )
+
+    def _rendered(self, conversation: Conversation) -> tuple[list[dict[str, Any]], str]:
+        """The messages for the template, and what it makes of them. `ChatTemplateError`."""
+        messages = [self._for_template(message, index) for index, message in enumerate(conversation.messages)]
+        options = {**self._default_variables, **conversation.template_options()}
+        if self._reasoning is HARMONY:
+            messages = in_turns(messages)
+            if (effort := options.get("reasoning_effort")) in EFFORTS:
+                options["reasoning_effort"] = EFFORTS[effort]
+        return messages, self._template.render(messages, **options)
 
     def _for_template(self, message: Message, index: int) -> dict[str, Any]:
         """A message as templates expect it: content is one text, the arguments of tool calls are objects."""

@@ -38,9 +38,12 @@ class Sample:
     num_reasoning_tokens: int = 0
 
     def finish_reason(self, update: RequestUpdate) -> str | None:
-        """The engine's; `TOOL_CALLS` if the answer ends with calls."""
-        calls = update.finish_reason == "stop" and self.reader is not None and self.reader.has_calls
-        return TOOL_CALLS if calls else update.finish_reason
+        """The engine's; `TOOL_CALLS` if the answer ends with calls, "length" if a stop string cut one."""
+        if update.finish_reason != "stop" or self.reader is None:
+            return update.finish_reason
+        if self.reader.is_cut:
+            return "length"
+        return TOOL_CALLS if self.reader.has_calls else "stop"
 
 
 # An update of a sample, with what it adds to the answer: content, reasoning, tool calls. No pieces without a reader.
@@ -103,6 +106,16 @@ class Generation:
             if watches[0].generates:
                 self.metrics.request_ended(self.n, max(watch.num_tokens for watch in watches))
 
+    async def embeddings(self) -> list[bytes]:
+        """Instead of `events`: the embedding of each sample, as float32 values. `APIError` 409 when one was aborted."""
+        found = [b""] * len(self.samples)
+        async with aclosing(self.events()) as events:
+            async for sample, update, _ in events:
+                if update.embedding is None:
+                    raise APIError(409, "the request was aborted")
+                found[sample.index] = update.embedding
+        return found
+
     def _event(self, sample: Sample, update: RequestUpdate) -> Event:
         sample.watch.see(update)
         usage = self.usage
@@ -113,7 +126,8 @@ class Generation:
             self._see_end(sample, update)
         if (reader := sample.reader) is None:
             return sample, update, _NO_PIECES
-        pieces = reader.push(update.text, update.token_ids, update.finish_reason is not None)
+        finished = update.finish_reason is not None
+        pieces = reader.push(update.text, update.token_ids, finished, finished and update.finish_reason != "stop")
         if usage.reasoning_tokens is not None:
             before = sample.num_reasoning_tokens
             sample.num_reasoning_tokens = reader.num_reasoning_tokens

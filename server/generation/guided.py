@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs, Tags, Thoughts
+from engine.core.structured_outputs import StructuredOutputs, Tag, Tags, Thoughts
 from engine.errors import TagsError
 from server.generation.conversation import Prompt
 from server.generation.request import GenerationRequest, Tool
@@ -28,8 +29,8 @@ async def guided(
 ) -> SamplingParams:
     """`sampling`, with a grammar for the answer if there is anything to guide. `APIError` names what is refused.
 
-    Where the model may choose to call, tools whose schema cannot be enforced may be called with any object, unless they
-    are `strict`; `warnings` say so.
+    Where the model may choose to call, what of a tool's schema cannot be enforced is left out, or all of it, unless the
+    tool is `strict`. `warnings` say so, and of formats that are not known.
     """
     mode = request.tool_mode
     format = model.tool_format if mode != "none" else None
@@ -40,38 +41,63 @@ async def guided(
         reason = "cannot be given together with tools: this model writes its calls as JSON objects, too"
         raise APIError(400, reason, "structured_outputs")
     thoughts = None
-    if (marks := model.reasoning_format) is not None and not prompt.past_reasoning:
+    in_messages = model.writes_harmony and not prompt.past_reasoning
+    if (marks := model.reasoning_format) is not None and not prompt.past_reasoning and not in_messages:
         thoughts = Thoughts(begin=marks.begin, end=marks.end, opened=prompt.in_reasoning)
     free_form: set[int] = set()
     while True:
         tags = _tags(request, format, model.takes_several_calls(request), free_form) if format is not None else None
         try:
-            structured = StructuredOutputs(**content, tags=tags, thoughts=thoughts)
-            return await model.engine.prepare(sampling.clone(structured_outputs=structured), request.owner)
+            structured = StructuredOutputs(**content, tags=tags, thoughts=thoughts, in_messages=in_messages)
+            sampling = await model.engine.prepare(sampling.clone(structured_outputs=structured), request.owner)
         except TagsError as error:
             assert not free_form
             free_form = _not_enforced(request, error, warnings)
         except ValueError as error:
             raise _refused(error, bool(content)) from None
+        else:
+            return _with_warnings(sampling, request, warnings)
+
+
+def _with_warnings(sampling: SamplingParams, request: GenerationRequest, warnings: Warnings) -> SamplingParams:
+    """`sampling` without the notes of what is not enforced, which become warnings."""
+    structured = sampling.structured_outputs
+    if structured is None or not structured.notes:
+        return sampling
+    for number, note in structured.notes:
+        if number is None:
+            warnings.add(note, "structured_outputs", names=request.names)
+        else:
+            _, tool = request.callable_tools[number]
+            warnings.add(f"the arguments of {tool.name}: {note}", *tool.path, names=request.names)
+    return sampling.clone(structured_outputs=replace(structured, notes=()))
 
 
 def _tags(request: GenerationRequest, format: ToolFormat, several: bool, free_form: Collection[int]) -> Tags:
     """`free_form`: the indexes of tools whose arguments may be any object."""
+    required = request.tool_mode == "required"
     tools = [
-        (tool.name, _ANY_ARGUMENTS if index in free_form else _arguments(index, tool))
+        (tool.name, _ANY_ARGUMENTS if index in free_form else _arguments(tool))
         for index, tool in request.callable_tools
     ]
-    return call_tags(format, tools, required=request.tool_mode == "required", several=several)
+    tags = call_tags(format, tools, required=required, several=several)
+    own = zip(tags.tags, request.callable_tools, strict=True)
+    return replace(tags, tags=[_of_tool(tag, tool, required) for tag, (_, tool) in own])
 
 
-def _arguments(index: int, tool: Tool) -> dict[str, Any]:
+def _of_tool(tag: Tag, tool: Tool, required: bool) -> Tag:
+    is_lenient = not tool.strict and (tool.grammar is not None or not required)
+    return replace(tag, grammar=tool.grammar, lenient=is_lenient)
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, and if nothing is said of further properties, without them."""
     if tool.parameters is None:
         return _NO_ARGUMENTS
     schema = {"type": "object", **tool.parameters}
     kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if "object" not in kinds:
-        raise APIError(400, f"the schema of {tool.name} must be that of an object", "tools", index)
+        raise APIError(400, f"the schema of {tool.name} must be that of an object", *tool.path)
     schema["type"] = "object"
     properties, required = schema.get("properties"), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _OPEN:
@@ -86,9 +112,9 @@ def _not_enforced(request: GenerationRequest, error: TagsError, warnings: Warnin
     for number, reason in error.reasons.items():
         index, tool = tools[number]
         if tool.strict or request.tool_mode == "required":
-            raise APIError(400, f"the schema of {tool.name}: {reason}", "tools", index)
+            raise APIError(400, f"the schema of {tool.name}: {reason}", *tool.path)
         warning = f"the arguments of {tool.name} are any object, for its schema: {reason}"
-        warnings.add(warning, "tools", index, names=request.names)
+        warnings.add(warning, *tool.path, names=request.names)
         indexes.add(index)
     return indexes
 

@@ -12,6 +12,7 @@ from server.http.errors import APIError, Names
 
 FUNCTION_NAME = r'^[^\s"\\<>{}\[\]]{1,256}$'
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 ToolMode = Literal["none", "auto", "required"]
 # Arguments of `ChatTemplate.render` that are fields of a conversation.
 RESERVED_TEMPLATE_VARIABLES = frozenset(
@@ -32,7 +33,7 @@ class ToolCall:
 class Message:
     """One message of a conversation."""
 
-    role: str  # "system", "developer", "user", "assistant" or "tool"
+    role: str  # "system", "developer", "user", "assistant", "tool", or another that the chat template has
     content: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -48,6 +49,10 @@ class Tool:
     parameters: dict[str, Any] | None  # a JSON schema; None: there are no arguments
     strict: bool  # refuse a schema that cannot be enforced
     definition: dict[str, Any]  # what chat templates show: {"type": "function", "function": {…}}
+    path: tuple[str | int, ...]  # where the request has it
+    grammar: tuple[str, str] | None = (
+        None  # of the text that is its only argument: the argument's name, Lark's notation
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,22 @@ class Conversation:
     continue_final_message: bool = False
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
+    verbosity: Verbosity | None = None
+    may_be_merged: bool = False  # where the chat template refuses the order of the messages; see `merged`
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # further ones
+
+    def merged(self) -> Conversation:
+        """The same for templates that take one system message, at the beginning, and then the roles alternately."""
+        messages: list[Message] = []
+        for message in self.messages:
+            is_system = message.role in ("system", "developer")
+            role = message.role if not is_system else "system" if all(m.role == "system" for m in messages) else "user"
+            if messages and messages[-1].role == role and role in ("system", "user"):
+                role_text = (messages[-1].content or "", message.content or "")
+                messages[-1] = replace(messages[-1], content="\n\n".join(filter(None, role_text)))
+            else:
+                messages.append(replace(message, role=role))
+        return replace(self, messages=messages)
 
     @property
     def thinking_variables(self) -> dict[str, Any]:
@@ -86,8 +106,10 @@ class Conversation:
 
     def template_options(self) -> dict[str, Any]:
         """Arguments for `ChatTemplate.render` beside the messages."""
+        verbosity = {"verbosity": self.verbosity} if self.verbosity is not None else {}
         return {
             **self.thinking_variables,
+            **verbosity,
             **self.template_variables,
             "tools": [tool.definition for tool in self.tools] or None,
             "documents": self.documents,
@@ -107,13 +129,13 @@ class Conversation:
         if reserved := RESERVED_TEMPLATE_VARIABLES & self.template_variables.keys():
             raise APIError(400, f"must not hold {min(reserved)}, which has its own field", "template_variables")
         names: set[str] = set()
-        for index, tool in enumerate(self.tools):
+        for tool in self.tools:
             if tool.name in names:
-                raise APIError(400, f"there are two tools of the name {tool.name!r}", "tools", index, "name")
+                raise APIError(400, f"there are two tools of the name {tool.name!r}", *tool.path, "name")
             names.add(tool.name)
 
 
-TextPrompts = list[str] | list[list[int]]  # texts, or token ids
+TextPrompts = list[str] | list[list[int]] | list[tuple[str, str]]  # texts, token ids, or pairs of texts to be compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +184,7 @@ class GenerationRequest(PromptRequest):
     structured_outputs: dict[str, Any] = field(default_factory=dict)  # fields of `StructuredOutputs`; empty: free text
     tool_choice: ToolChoice = ToolChoice()
     include_reasoning: bool = True
+    length_penalty: float | None = None  # of a beam search, whose `n` best answers are given; None: answers are sampled
 
     @property
     def tool_mode(self) -> ToolMode:

@@ -14,10 +14,10 @@ from engine.core.batch import SchedulerStats
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.errors import ConfigError
+from engine.models.classifier import Classifier
 from engine.output_collector import RequestUpdate
 from engine.outstanding import Outstanding
 from engine.state import EngineState
-from engine.step_tokens import StepTokens
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import CheckText, ConversationEncoder, Prompt
@@ -31,11 +31,11 @@ from server.http.rate_limits import RateLimits
 from server.http.reading import is_large
 from server.http.warnings import Warnings
 from server.http.workers import Workers
-from server.metrics import Metrics
+from server.metrics import Metrics, ReplicaClient
 from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
-from server.parsing.reasoning import find_reasoning_format
+from server.parsing.reasoning import HARMONY, find_reasoning_format
 from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
 
@@ -48,8 +48,6 @@ T = TypeVar("T")
 class EngineClient(Protocol):
     """The engine as the server sees it: `engine.AsyncEngine`."""
 
-    stats: SchedulerStats | None
-    step_tokens: StepTokens
     outstanding: Outstanding
     max_model_len: int
     max_num_seqs: int
@@ -57,12 +55,18 @@ class EngineClient(Protocol):
     block_size: int
 
     @property
-    def pid(self) -> int: ...
+    def replicas(self) -> Sequence[ReplicaClient]: ...
+    @property
+    def stats(self) -> SchedulerStats | None: ...
     @property
     def state(self) -> EngineState: ...
     async def state_change(self, seen: EngineState) -> EngineState: ...
     @property
     def model_name(self) -> str: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def architecture(self) -> str: ...
     @property
     def num_requests(self) -> int: ...
     @property
@@ -73,6 +77,8 @@ class EngineClient(Protocol):
     def generates(self) -> bool: ...
     @property
     def default_pooling(self) -> str: ...
+    @property
+    def classifier(self) -> Classifier | None: ...
     async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams: ...
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]: ...
     async def abort(self, request_id: str) -> None: ...
@@ -99,7 +105,10 @@ class ServedModel:
         source = self.template.source if self.template is not None else ""
         self.tool_format = find_tool_format(settings.tool_call_parser, source)
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
-        self._takes_single_calls = "single tool-calls" in source  # the template refuses several calls in one message
+        if self.tool_format is not None and self.tool_format.name == "openai":
+            self.reasoning_format = HARMONY  # its calls cannot be told from the rest without
+        # Whether an answer is at most one call: then the template refuses several in one message.
+        self._takes_single_calls = "single tool-calls" in source or self.writes_harmony
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
         self.requests = RequestLog()
         metrics.registry.register(self.requests)
@@ -142,6 +151,11 @@ class ServedModel:
             reason = f"The model `{name}` does not exist. Served here: {', '.join(self.names)}."
             raise APIError(404, reason, "model", lead=None)
 
+    @property
+    def writes_harmony(self) -> bool:
+        """Answers are in gpt-oss's format."""
+        return self.reasoning_format is HARMONY
+
     def takes_several_calls(self, request: GenerationRequest) -> bool:
         """Whether an answer may call more than one tool."""
         return request.tool_choice.several and not self._takes_single_calls
@@ -167,14 +181,16 @@ class ServedModel:
         except TokenizerError as error:
             raise APIError(400, str(error)) from None
 
-    async def read(self, request: Request, body: B, convert: Callable[[B], T]) -> tuple[Warnings, T]:
-        """`convert(body)`, and the warnings that `body` gives reason to; in a thread if the body is large."""
+    async def read(
+        self, request: Request, body: B, convert: Callable[[B], T], *, is_long: bool = False
+    ) -> tuple[Warnings, T]:
+        """`convert(body)`, and the warnings that `body` gives reason to; in a thread if the body is large, or `is_long`."""
 
         def work() -> tuple[Warnings, T]:
             return Warnings(self.settings.strict).add_fields(body), convert(body)
 
         owner = caller_of(request).owner("")
-        return await self._workers.run(work, owner=owner) if is_large(request) else work()
+        return await self._workers.run(work, owner=owner) if is_long or is_large(request) else work()
 
     async def encode(self, request: PromptRequest, *, is_to_fit: bool = False) -> list[Prompt]:
         """The request's prompts, not truncated.
@@ -184,7 +200,7 @@ class ServedModel:
         given = request.prompt
         check = self._check_length if is_to_fit and request.truncate_prompt_tokens is None else None
         if isinstance(given, list):
-            num_chars = sum(map(len, given))
+            num_chars = sum(len(each[0]) + len(each[1]) if isinstance(each, tuple) else len(each) for each in given)
             return await self.in_thread(
                 self._encode_texts,
                 given,
@@ -215,11 +231,16 @@ class ServedModel:
 
     def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, check: CheckText | None) -> list[Prompt]:
         for each in given:
-            if check is not None and isinstance(each, str):
-                check(each)
-        return [
-            Prompt(self.tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each) for each in given
-        ]
+            if check is not None and not isinstance(each, list):
+                check(each if isinstance(each, str) else "".join(each))
+        return [Prompt(self._encode_text(each, add_special_tokens)) for each in given]
+
+    def _encode_text(self, given: str | list[int] | tuple[str, str], add_special_tokens: bool) -> list[int]:
+        if isinstance(given, list):
+            return given
+        if isinstance(given, tuple):
+            return self.tokenizer.encode_pair(*given)
+        return self.tokenizer.encode(given, add_special_tokens)
 
     def _check_length(self, text: str) -> None:
         most = self.engine.max_model_len

@@ -7,14 +7,15 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
-from engine.output_collector import with_samples
+from engine.output_collector import RequestUpdate, with_samples
+from server.generation.beam_search import beam_searches
 from server.generation.conversation import Prompt
 from server.generation.generation import Generation, Sample, already_running
 from server.generation.guided import guided
@@ -27,7 +28,8 @@ from server.http.limits import MAX_ANSWERS
 from server.http.warnings import Warnings
 from server.observability.recorder import Ended
 from server.observability.requests import new_record
-from server.parsing.answer import AnswerReader, TokenCounter
+from server.parsing.answer import AnswerReader, MarkedReader, TokenCounter
+from server.parsing.harmony import EFFORTS, ENDS, HarmonyReader
 from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
 
@@ -70,16 +72,26 @@ async def _generate(
     _check_stop(request)
     _warn_of_unused_variables(model, request, warnings)
     prompts = await model.encode(request, is_to_fit=True)
-    sampling = await _prepared(model, request, _with_marks(model, request, sampling))
+    if prompts[0].is_merged:
+        warnings.add(
+            "the chat template refuses their order: those of the system are merged", "messages", names=request.names
+        )
+    sampling = _with_budget(model, request, prompts[0], _with_marks(model, request, sampling), warnings)
+    sampling = await _prepared(model, request, sampling)
     sampling = await guided(model, request, prompts[0], sampling, warnings)
     if not model.engine.generates:
-        reason = f"The model `{model.names[0]}` is published for embeddings and generates nothing."
-        raise APIError(400, f"{reason} Use /v1/embeddings.", "model", lead=None)
+        kind, path = ("embeddings", "embeddings") if model.engine.classifier is None else ("classification", "classify")
+        reason = f"The model `{model.names[0]}` is published for {kind} and generates nothing. Use /v1/{path}."
+        raise APIError(400, reason, "model", lead=None)
     token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
     _check_prompts(model, token_ids, 1)
+    _warn_of_short_answers(model, request, token_ids, warnings)
     asked = [(prompt, each) for prompt in token_ids for each in with_samples(_limited(model, prompt, sampling))]
+    begin_one = model.engine.generate
+    if request.length_penalty is not None:
+        begin_one = (await beam_searches(model, request, sampling, warnings)).generate
     new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
-    return await _begin(model, request, caller, token_ids, asked, new_reader=new_reader)
+    return await _begin(model, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
 
 
 async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -> Generation:
@@ -98,7 +110,7 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
             token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
             _check_prompts(model, token_ids, 0)
             asked = [(prompt, UNSAMPLED) for prompt in token_ids]
-            return await _begin(model, request, caller, token_ids, asked, pooling=pooling)
+            return await _begin(model, request, caller, token_ids, asked, model.engine.generate, pooling=pooling)
 
 
 # ---- checks ----
@@ -149,6 +161,20 @@ def _warn_of_unused_variables(model: ServedModel, request: GenerationRequest, wa
             variable in source for variable in conversation.thinking_variables
         ):
             warnings.add("the chat template does not ask for it", name, names=request.names)
+    if model.writes_harmony and (nearest := EFFORTS.get(conversation.reasoning_effort or "")) is not None:
+        warnings.add(
+            f"the model knows low, medium and high: taken as {nearest}", "reasoning_effort", names=request.names
+        )
+    if conversation.verbosity not in (None, "medium") and "verbosity" not in source:
+        warnings.add("the chat template does not ask for it", "verbosity", names=request.names)
+
+
+def _warn_of_short_answers(
+    model: ServedModel, request: GenerationRequest, prompts: list[list[int]], warnings: Warnings
+) -> None:
+    left = model.engine.max_model_len - max(map(len, prompts))
+    if (request.sampling.get("max_tokens") or 0) > left:
+        warnings.add(f"the context has room for {left} tokens of the answer", "max_tokens", names=request.names)
 
 
 def _check_prompts(model: ServedModel, prompts: list[list[int]], num_reserved: int) -> None:
@@ -194,7 +220,27 @@ def _with_marks(model: ServedModel, request: GenerationRequest, sampling: Sampli
     if model.tool_format is not None and request.tool_mode != "none":
         marks.append(model.tool_format.begin)
     special = {model.tokenizer.id_to_token(i) for i in model.tokenizer.special_ids}
-    return sampling.clone(skip_special_tokens=False) if special.intersection(marks) else sampling
+    if special.intersection(marks):
+        sampling = sampling.clone(skip_special_tokens=False)
+    if model.writes_harmony:
+        ends = [i for i in map(model.tokenizer.token_to_id, ENDS) if i is not None]
+        sampling = sampling.clone(stop_token_ids=[*(sampling.stop_token_ids or ()), *ends])
+    return sampling
+
+
+def _with_budget(
+    model: ServedModel, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
+) -> SamplingParams:
+    """With the tokens around the reasoning, where a budget is given for that; without the budget where there are none."""
+    if sampling.thinking_token_budget is None:
+        return sampling
+    if request.conversation is not None and (marks := model.reasoning_format) is not None:
+        begin, end = model.tokenizer.token_to_id(marks.begin), model.tokenizer.token_to_id(marks.end)
+        if end is not None and (begin is not None or prompt.in_reasoning):
+            return sampling.clone(thinking_marks=(-1 if prompt.in_reasoning or begin is None else begin, end))
+    reason = "has no effect here: the marks of this model's reasoning are no single tokens"
+    warnings.add(reason, "thinking_token_budget", names=request.names)
+    return sampling.clone(thinking_token_budget=None)
 
 
 def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) -> SamplingParams:
@@ -218,11 +264,13 @@ async def _begin(
     caller: Caller,
     prompts: list[list[int]],
     asked: list[tuple[list[int], SamplingParams]],
+    begin_one: Callable[[EngineRequest], AsyncGenerator[RequestUpdate, None]],
     *,
     pooling: PoolingParams | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Generation:
-    """Begin the samples, of which `asked` has the same number for each prompt; `new_reader` makes what reads one.
+    """Begin the samples, of which `asked` has the same number for each prompt: each by `begin_one`; `new_reader` makes what
+    reads one.
 
     Other requests are served in between. What has begun ends with the task that this is cancelled in, or with an error.
     """
@@ -244,7 +292,7 @@ async def _begin(
                 request.cache_salt, request.priority, request.owner, request.deadline,
             )  # fmt: skip
             reader = new_reader() if new_reader is not None else None
-            updates = model.engine.generate(one)
+            updates = begin_one(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
         raise engine_error(error, _FIELDS) from None
@@ -292,11 +340,20 @@ def _numbers(params: SamplingParams | PoolingParams) -> str:
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
     """What reads one answer to a conversation."""
+    names: list[str] = []
+    if model.tool_format is not None and request.tool_mode != "none":
+        names = request.tool_choice.names or [tool.name for tool in request.tools]
+    if model.writes_harmony:
+        return HarmonyReader(
+            names,
+            model.tokenizer.token_text,
+            continued=prompt.past_reasoning,
+            shows_reasoning=request.include_reasoning,
+        )
     reasoning = tools = counter = None
     if (marks := model.reasoning_format) is not None:
         reasoning = ReasoningReader(marks, prompt.in_reasoning)
         counter = TokenCounter(marks.end, model.tokenizer.token_text)
-    if model.tool_format is not None and request.tool_mode != "none":
-        names = request.tool_choice.names or [tool.name for tool in request.tools]
+    if model.tool_format is not None and names:
         tools = ToolReader(model.tool_format, names, None if model.takes_several_calls(request) else 1)
-    return AnswerReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)
+    return MarkedReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,7 @@ from pydantic import (
     WithJsonSchema,
     WrapValidator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NOT_SUPPORTED = "Not supported yet."
 WITHOUT_EFFECT = "Accepted; has no effect."
@@ -23,14 +23,34 @@ WITHOUT_EFFECT = "Accepted; has no effect."
 Table = Mapping[str, tuple[Any, ...]]
 
 
+def _adapted(schema: Any) -> Any:
+    """The same, with lists that are wrong at their first wrong entry, for they may have a million, and integers outside lists
+    that may be written 4.0.
+    """
+    if isinstance(schema, list):
+        return [_adapted(each) for each in schema]
+    if not isinstance(schema, dict) or schema.get("type") == "function-before":
+        return schema
+    match schema.get("type"):
+        case "list":
+            return _failing_fast(schema)
+        case "int":
+            return core_schema.no_info_before_validator_function(_integral, cast(CoreSchema, schema))
+    return {key: _adapted(value) for key, value in schema.items()}
+
+
 def _failing_fast(schema: Any) -> Any:
-    """The same, with lists that are wrong at their first wrong entry: they may have a million."""
     if isinstance(schema, dict):
         fast = {"fail_fast": True} if schema.get("type") == "list" else {}
         return {key: _failing_fast(value) for key, value in schema.items()} | fast
     if isinstance(schema, list):
         return [_failing_fast(each) for each in schema]
     return schema
+
+
+def _integral(value: Any) -> Any:
+    """JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Body(BaseModel):
@@ -45,7 +65,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: CoreSchema = _failing_fast(handler(source))
+        schema: CoreSchema = _adapted(handler(source))
         return schema
 
 

@@ -26,6 +26,7 @@ class APIError(Exception):
 
     `path` leads to the field of the request that is to blame: names and indexes; empty when there is none. `lead` stands
     between its name and `reason` in the message; None: `reason` is the whole message. `headers`: for the response.
+    `details`: for programs, where the API's errors have such.
     """
 
     def __init__(
@@ -35,15 +36,18 @@ class APIError(Exception):
         *path: str | int,
         lead: str | None = ": ",
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(reason)
         self.status, self.reason, self.path, self.lead = status, reason, path, lead
-        self.headers = headers or {}
+        self.headers, self.details = headers or {}, details
         self.param = field_name(path, {}) or None
 
     def spelled(self, names: Names) -> APIError:
         """The same with the field as an API calls it."""
-        error = APIError(self.status, self.reason, *self.path, lead=self.lead, headers=self.headers)
+        error = APIError(
+            self.status, self.reason, *self.path, lead=self.lead, headers=self.headers, details=self.details
+        )
         error.param = field_name(self.path, names) or None
         return error
 

@@ -1,4 +1,6 @@
-"""The outermost middleware: metrics of HTTP requests, their ids, and the context in which they are worked on."""
+"""The outermost middleware: metrics of HTTP requests, their ids, and the context in which they are worked on. And the
+innermost: who may begin.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.turns import Turns
+from server.http.callers import caller_in
 from server.http.context import CURRENT, new_context
 from server.http.sse import DIRECT_SEND
 from server.metrics import HTTPMetrics
@@ -13,8 +17,25 @@ from server.metrics import HTTPMetrics
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
 
+BEGIN_AT_ONCE = 1  # requests for work, in one iteration of the event loop: a millisecond or two
+
+
+class TurnsMiddleware:
+    """Lets requests for work in by turns between their callers, so that one's burst does not hold up what others wait for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._turns = app, Turns(BEGIN_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._turns.wait(caller_in(scope).owner(""))
+        await self._app(scope, receive, send)
+
+
 class RequestMiddleware:
-    """Counts and times HTTP requests by the route that took them; sets their `RequestContext`."""
+    """Counts and times HTTP requests by the route that took them; sets their `RequestContext`. HEAD is answered as GET: the
+    server leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics, answers_id: bool) -> None:
         """`answers_id`: whether answers have an X-Request-Id header."""
@@ -24,7 +45,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context, status = new_context(scope), 500
+        context, status, method = new_context(scope), 500, scope["method"]
+        scope["method"] = "GET" if method == "HEAD" else method
         if self._answers_id:
             context.headers = [(b"x-request-id", context.id.encode())]
         scope[DIRECT_SEND] = send
@@ -33,7 +55,7 @@ class RequestMiddleware:
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, scope["method"] = message["status"], method
                 message["headers"] = [*message["headers"], *context.headers]
             await send(message)
 
@@ -41,5 +63,5 @@ class RequestMiddleware:
             await self._app(scope, receive, watched)
         finally:
             handler = getattr(scope.get("route"), "path", "none")
-            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods
-            self._metrics.see(method, status, handler, time.monotonic() - context.received)
+            counted = method if method in _METHODS else "other"  # clients may invent methods
+            self._metrics.see(counted, status, handler, time.monotonic() - context.received)

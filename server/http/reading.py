@@ -13,10 +13,12 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
+from engine.turns import Turns
 from server.http.callers import caller_of
 from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_values, is_small
+from server.http.middleware import BEGIN_AT_ONCE
 from server.http.workers import Workers
 
 _decode = msgspec.json.decode
@@ -59,7 +61,7 @@ class StrictJSONRoute(APIRoute):
 
 
 class Bodies:
-    """Reads the bodies of requests: within limits, and off the event loop where they are large.
+    """Reads the bodies of requests: within limits, a few at a time, and off the event loop where they are large.
 
     JSON is as RFC 8259 has it, in UTF-8: NaN, halves of surrogate pairs and numbers beyond a double are refused. So whatever
     a request holds can be written into an answer again.
@@ -68,6 +70,7 @@ class Bodies:
     def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
         """`max_bytes` of a body; `timeout`: seconds until it must have arrived."""
         self._max_bytes, self._timeout, self._workers = max_bytes, timeout, workers
+        self._turns = Turns(BEGIN_AT_ONCE)
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
 
     async def receive(self, request: Request) -> bytes:
@@ -109,6 +112,7 @@ class Bodies:
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """A body that has arrived, as its type has it. `APIError` says what is wrong."""
         try:
+            await self._turns.wait(caller_of(request).owner(""))
             return await self._checked(request, data, body_type)
         finally:
             self._num_held_bytes -= len(data)

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Response
 
 from server.http.errors import APIError
-from server.http.sse import EventStream
+from server.http.sse import EVENTS, EventStream
 from server.http.warnings import Warnings
 
 
@@ -20,9 +20,10 @@ def streamed(
     failure: Callable[[APIError], bytes],
     end: bytes,
     keep_alive: float,
+    media_type: str = EVENTS,
 ) -> Response:
-    """`failure`: the event of an error; `end`: what comes last; `keep_alive`: as of `EventStream`."""
-    response = EventStream(events, failure=failure, end=end, keep_alive=keep_alive)
+    """`failure`: the event of an error; `end`: what comes last; `keep_alive`, `media_type`: as of `EventStream`."""
+    response = EventStream(events, failure=failure, end=end, keep_alive=keep_alive, media_type=media_type)
     response.headers.update(warnings.headers)
     return response
 

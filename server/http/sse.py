@@ -16,6 +16,7 @@ from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, unexpected
 
 DIRECT_SEND = "quire.send"  # key of a scope: how to send what middleware has nothing to say about
+EVENTS = "text/event-stream; charset=utf-8"
 _KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
 
@@ -37,9 +38,12 @@ class EventStream(EventSourceResponse):
         failure: Callable[[APIError], bytes],
         end: bytes,
         keep_alive: float,
+        media_type: str = EVENTS,
     ) -> None:
-        """`keep_alive`: seconds between comments, which keep proxies from closing a silent stream; 0: none."""
-        super().__init__(events, media_type="text/event-stream; charset=utf-8")
+        """`keep_alive`: seconds between comments, which keep proxies from closing a silent stream; 0: none. `media_type`:
+        of another kind of stream.
+        """
+        super().__init__(events, media_type=media_type)
         self._events, self._failure, self._end, self._keep_alive = events, failure, end, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -76,6 +76,7 @@ def _fields_without_effect(body: Body, *above: str | int) -> Iterator[tuple[tupl
         value = getattr(body, name)
         if isinstance(value, Body):
             yield from _fields_without_effect(value, *above, name)
-        elif isinstance(value, list) and value and isinstance(value[0], Body):
+        elif isinstance(value, list) and value and isinstance(value[0], Body | str):  # documents are either
             for index, item in enumerate(value):
-                yield from _fields_without_effect(item, *above, name, index)
+                if isinstance(item, Body):
+                    yield from _fields_without_effect(item, *above, name, index)

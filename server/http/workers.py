@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.fair_executor import FairExecutor
+from engine.memory import return_memory
 
 _T = TypeVar("_T")
 _NUM_THREADS = 4
 _TRIM_SECONDS = 5.0
-_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Workers:
@@ -26,8 +25,8 @@ class Workers:
     async def run(self, function: Callable[..., _T], *args: object, owner: str) -> _T:
         """`owner`: of the request, of whose work many others' must not wait."""
         loop = asyncio.get_running_loop()
-        if self._trim is None and _malloc_trim is not None:
-            self._trim = loop.call_later(_TRIM_SECONDS, self._return_memory, _malloc_trim)
+        if self._trim is None:
+            self._trim = loop.call_later(_TRIM_SECONDS, self._return_memory)
         return await asyncio.wrap_future(self._threads.submit(owner, function, *args))
 
     def close(self) -> None:
@@ -35,7 +34,6 @@ class Workers:
             self._trim.cancel()
         self._threads.shutdown()
 
-    def _return_memory(self, trim: Callable[[int], int]) -> None:
-        """What large requests needed goes back to the system; the C library would keep most of it."""
+    def _return_memory(self) -> None:
         self._trim = None
-        self._threads.submit("", trim, 0)
+        self._threads.submit("", return_memory)

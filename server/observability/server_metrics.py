@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.state import PHASES, EngineState
-from server.metrics import HTTPMetrics
+from server.metrics import HTTPMetrics, ReplicaClient
 from server.observability.processes import EventLoopLag, ProcessesCollector
 
 
@@ -19,7 +19,7 @@ class EngineProcess(Protocol):
     """The engine, as far as it matters here."""
 
     @property
-    def pid(self) -> int: ...
+    def replicas(self) -> Sequence[ReplicaClient]: ...
     @property
     def state(self) -> EngineState: ...
 
@@ -31,10 +31,17 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        self.registry.register(ProcessesCollector(lambda: {"api": os.getpid(), "engine": engine.pid}))
+        self.registry.register(ProcessesCollector(lambda: _processes(engine)))
         self.registry.register(_StateCollector(lambda: engine.state))
         self.http = HTTPMetrics(self.registry)
         self.lag = EventLoopLag(self.registry)
+
+
+def _processes(engine: EngineProcess) -> dict[str, int]:
+    """Those of this moment, by the names that metrics give them."""
+    pids = [replica.pid for replica in engine.replicas]
+    names = ["engine"] if len(pids) == 1 else [f"engine_{index}" for index in range(len(pids))]
+    return {"api": os.getpid(), **dict(zip(names, pids, strict=True))}
 
 
 class _StateCollector(Collector):

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice
 from server.http.bodies import Body, one_message, optional, wrong
 
+ROLE = r"^[\w .-]{1,64}$"
 # What OpenAI's chat calls fields of a neutral conversation.
 NAMES = {
     "prompt": "messages",
@@ -38,7 +39,9 @@ class ToolCallFields(Body):
 class MessageFields(Body):
     """One message. Fields that the answer's message has and that say nothing may come back as they are."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(
+        pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or what else the chat template has."
+    )
     content: Annotated[
         str | list[TextPart] | None, one_message("a text or a list of text parts; other parts are not supported")
     ] = None
@@ -120,7 +123,7 @@ class ConversationFields(Body):
         if self.add_generation_prompt and self.continue_final_message:
             raise wrong("cannot be true together with add_generation_prompt", "continue_final_message")
         for index, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":
+            if message.content is None and message.role not in ("assistant", "tool"):
                 raise wrong("is required", "messages", index, "content")
         return self
 
@@ -129,7 +132,7 @@ class ConversationFields(Body):
         adds = self.add_generation_prompt
         fields: dict[str, Any] = {
             "messages": [_message(each) for each in self.messages],
-            "tools": [_tool(each) for each in self.tools or ()],
+            "tools": [neutral_tool(each, index) for index, each in enumerate(self.tools or ())],
             "documents": self.documents,
             "add_generation_prompt": adds if adds is not None else not self.continue_final_message,
             "continue_final_message": bool(self.continue_final_message),
@@ -157,13 +160,14 @@ def _message(given: MessageFields) -> Message:
     )
 
 
-def _tool(given: ToolFields) -> Tool:
+def neutral_tool(given: ToolFields, index: int) -> Tool:
     function = given.function
     return Tool(
         name=function.name,
         parameters=function.parameters,
         strict=bool(function.strict),
         definition=given.model_dump(exclude_unset=True),
+        path=("tools", index),
     )
 
 

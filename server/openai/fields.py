@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
 
+from engine.beam_search import MAX_LENGTH_PENALTY
 from server.generation.parameters import parameter_fields
 from server.generation.request import TextPrompts
 from server.http.bodies import (
@@ -23,9 +24,7 @@ from server.http.errors import Names
 # Fields of OpenAI's and vLLM's requests that change the answer and are not supported yet, with the values that leave the
 # answer as it is. `None` always does.
 NOT_YET_IN_BOTH: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
     "guided_whitespace_pattern": (),
-    "use_beam_search": (False,),
     "logits_processors": ([],),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -132,6 +131,9 @@ class EngineFields(Body):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="Keep only this many last tokens of the prompt; -1: as many as fit."
     )
+    truncation_side: Literal["left", "right"] | None = optional(
+        "Where `truncate_prompt_tokens` takes tokens away: at the beginning of the prompt, or at its end.", "left"
+    )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Only prompts with the same salt share their KV cache."
     )
@@ -165,6 +167,7 @@ class EngineFields(Body):
             "model": self.model,
             "request_id": self.request_id,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "keep_first_tokens": self.truncation_side == "right",
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,
             "user": self.safety_identifier or self.user or "",
@@ -184,6 +187,16 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
     stream_options: StreamOptions | None = optional(
         "`include_usage`: one more event with the token counts; `continuous_usage_stats`: counts in every event."
     )
+    use_beam_search: bool | None = optional(
+        "Give the `n` likeliest answers that a search with as many beams finds.", False
+    )
+    length_penalty: float | None = optional(
+        "With `use_beam_search`: scores are divided by the length to this power; above 0, longer answers win.",
+        1.0,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+        json_schema_extra={"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY},
+    )
     response_format: ResponseFormat | None = optional(
         '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name": …, "schema": …}}`.'
     )
@@ -199,8 +212,14 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
     def _check_together(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise wrong("needs stream=true", "stream_options")
+        if self.logprob_token_ids and (self.logprobs is None or self.logprobs is False):
+            raise wrong("needs logprobs", "logprob_token_ids")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("is not given in streams", "prompt_logprobs")
+        if self.use_beam_search and self.stream:
+            raise wrong("gives no streams: the answers come when the search is over", "use_beam_search")
+        if self.length_penalty not in (None, 1) and not self.use_beam_search:
+            raise wrong("needs use_beam_search=true", "length_penalty")
         if len(self.asked) > 1:
             first, second, *_ = self.asked
             raise wrong(f"cannot be given together with {first}", second)
@@ -220,6 +239,13 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
             if (value := getattr(self, f"guided_{name}")) is not None:
                 found[f"guided_{name}"] = {name: value}
         return found
+
+    @property
+    def beam_length_penalty(self) -> float | None:
+        """None: there is no beam search."""
+        if not self.use_beam_search:
+            return None
+        return self.length_penalty if self.length_penalty is not None else 1.0
 
     def structured_fields(self) -> tuple[dict[str, Any], Names]:
         """Arguments for the engine's `StructuredOutputs`, and what the field that has them is called."""

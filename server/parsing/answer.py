@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from server.parsing.pieces import Content, Piece, Reasoning
 from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
 
 
-class AnswerReader:
+class AnswerReader(Protocol):
     """Divides one answer into pieces, which are the same, joined, however the text is cut."""
+
+    @property
+    def has_calls(self) -> bool: ...
+    @property
+    def is_cut(self) -> bool:
+        """It ended within a call."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its marks included."""
+
+    def push(self, text: str, token_ids: Iterable[int], finished: bool, cut: bool = False) -> list[Piece]:
+        """The pieces that are certain now. `finished`: no more will come; `cut`: not because the model ended."""
+
+
+class MarkedReader:
+    """Reads reasoning, content and calls with marks around them."""
 
     def __init__(
         self,
@@ -24,8 +42,7 @@ class AnswerReader:
         self._reasoning, self._tools, self._counter = reasoning, tools, counter
         self._shows_reasoning = shows_reasoning
 
-    def push(self, text: str, token_ids: Iterable[int], finished: bool) -> list[Piece]:
-        """The pieces that are certain now. `finished`: no more will come."""
+    def push(self, text: str, token_ids: Iterable[int], finished: bool, cut: bool = False) -> list[Piece]:
         pieces: list[Piece] = []
         if self._reasoning is not None and not self._reasoning.over:
             if self._counter is not None:
@@ -36,7 +53,7 @@ class AnswerReader:
             if not (text or self._reasoning.over):
                 return pieces
         if self._tools is not None:
-            return pieces + self._tools.push(text, finished)
+            return pieces + self._tools.push(text, finished, cut)
         if text:
             pieces.append(Content(text))
         return pieces
@@ -46,8 +63,11 @@ class AnswerReader:
         return self._tools is not None and self._tools.num_calls > 0
 
     @property
+    def is_cut(self) -> bool:
+        return self._tools is not None and self._tools.is_cut
+
+    @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its marks included."""
         if self._reasoning is None or self._counter is None or not self._reasoning.found:
             return 0
         return self._counter.num_tokens

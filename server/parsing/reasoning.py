@@ -13,6 +13,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    is_harmony: bool = False  # the answer is messages, of which some are reasoning: see harmony.py
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
         """Whether the prompt ends inside reasoning, so that the answer goes on with it.
@@ -23,15 +24,19 @@ class ReasoningFormat:
 
     def closed_by(self, prompt: str, continued: str = "") -> bool:
         """Whether no reasoning may come, for it was in the prompt, or the answer has begun without."""
+        if self.is_harmony:
+            return bool(continued)
         return not self.opened_by(prompt, continued) and (bool(continued) or prompt.rstrip().endswith(self.end))
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
+HARMONY = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", is_harmony=True)
 REASONING_FORMATS = {
     "think": _THINK,
     "deepseek_r1": _THINK,
     "glm45": _THINK,
     "qwen3": _THINK,
+    "openai_gptoss": HARMONY,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 
@@ -40,7 +45,10 @@ def find_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     """The format of this name; for "auto" the one whose marks the chat template has. None: answers hold no reasoning."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
-    return next((each for each in REASONING_FORMATS.values() if each.begin in template or each.end in template), None)
+    for each in REASONING_FORMATS.values():
+        if each.begin in template or (each.end in template and not each.is_harmony):
+            return each
+    return None
 
 
 class ReasoningReader:

@@ -6,6 +6,7 @@ A call has the tool's name and its arguments, a JSON object; what stands around 
     llama3_json  {"name": "f", "parameters": {…}}, perhaps after <|python_tag|>        Llama 3.1, 3.2, 3.3
     mistral      [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                      Mistral
     mistral_args [TOOL_CALLS]f[ARGS]{…}                                               newer ones
+    openai       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}  gpt-oss: see harmony.py
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import string
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pydantic_core
 
 from engine.core.structured_outputs import Tag, Tags
 from server.parsing.pieces import CallArguments, CallStart, Content, Piece, begun
@@ -89,6 +92,7 @@ TOOL_FORMATS = {
             bare=True,
             between=",;",
         ),
+        ToolFormat("openai", ("<|channel|>commentary",), (), " to=functions."),
     )
 }
 
@@ -130,7 +134,8 @@ def call_tags(
 class ToolReader:
     """Splits one answer into content and calls while it arrives.
 
-    What begins like a call and turns out to be none stays content. White space around calls belongs to them.
+    What begins like a call and turns out to be none stays content. White space around calls belongs to them. A call that is
+    cut is given as far as it goes, and what is written around calls is never content.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str], max_calls: int | None) -> None:
@@ -142,18 +147,33 @@ class ToolReader:
         self._in_calls = False  # a mark has been read: a call is expected
         self._may_be_bare = format.bare
         self.num_calls = 0
+        self.is_cut = False  # the answer ended within a call
 
-    def push(self, text: str, finished: bool) -> list[Piece]:
-        """The pieces that the text so far makes certain. `finished`: no more will come."""
+    def push(self, text: str, finished: bool, cut: bool = False) -> list[Piece]:
+        """The pieces that the text so far makes certain. `finished`: no more will come; `cut`: not because the model ended."""
         self._held += text
         pieces: list[Piece] = []
         while self._step(pieces):
             pass
         if finished:
-            if self._object is None or self._raw:
-                pieces.append(Content(self._raw + self._held))
-            self._raw = self._held = ""
+            self._finish(pieces, cut)
         return [piece for piece in pieces if self._counts(piece)]
+
+    def _finish(self, pieces: list[Piece], cut: bool) -> None:
+        """What is held back is content, unless it is the beginning of a call."""
+        call, marked, rest = self._object, bool(self._raw), self._raw + self._held
+        self._raw = self._held = ""
+        if call is not None:
+            is_tool = call.partial_name in self._names
+            self.is_cut = call.begun or self._in_calls or is_tool
+            if not call.begun and is_tool:
+                pieces.append(self._start(call.partial_name))
+            elif not self.is_cut:
+                pieces.append(Content(rest))
+        elif self._in_calls:
+            self.is_cut = marked
+        elif not (cut and len(mark := rest.lstrip()) > 1 and self._format.begin.startswith(mark)):
+            pieces.append(Content(rest))
 
     def _counts(self, piece: Piece) -> bool:
         if isinstance(piece, Content):
@@ -228,13 +248,16 @@ class ToolReader:
                     self._give_up(pieces)
                 return True
             call.begun, self._raw = True, ""
-            pieces.append(CallStart(self.num_calls, self._format.new_id(), call.name))
-            self.num_calls += 1
+            pieces.append(self._start(call.name))
         if arguments := call.take_arguments():
             pieces.append(CallArguments(self.num_calls - 1, arguments))
         if call.over:
             self._object, self._in_calls = None, True
         return True
+
+    def _start(self, name: str) -> CallStart:
+        self.num_calls += 1
+        return CallStart(self.num_calls - 1, self._format.new_id(), name)
 
     def _give_up(self, pieces: list[Piece]) -> None:
         """It was no call: what was read is content, and what follows most probably too."""
@@ -298,6 +321,18 @@ class _CallObject:
         taken = "".join(self._chars[self._start + self._num_taken : self._stop])
         self._num_taken += len(taken)
         return taken
+
+    @property
+    def partial_name(self) -> str:
+        """The tool's name, where the text that is read so far has all of it; else empty."""
+        if self.name is not None:
+            return self.name
+        try:
+            found = pydantic_core.from_json("".join(self._chars), allow_partial=True)
+        except ValueError:
+            return ""
+        name = found.get("name") if isinstance(found, dict) else None
+        return name if isinstance(name, str) else ""
 
     def _read(self, char: str) -> None:
         if self._in_string:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine import __version__
 from server.docs.endpoint import Endpoint
 
 TAG = "Service"
@@ -95,7 +96,7 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/ping", TAG, "The same", text="", statuses=(503,)),
     Endpoint("POST", "/ping", TAG, "The same", text="", statuses=(503,)),
-    Endpoint("GET", "/version", TAG, "The server's version", answer={"version": "0.1.0"}),
+    Endpoint("GET", "/version", TAG, "The server's version", answer={"version": __version__}),
     Endpoint(
         "GET",
         "/metrics",

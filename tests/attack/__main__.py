@@ -26,8 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
+from engine.machine import environment
 from tests.attack.attacks import ATTACKS, HANGS, Attack
 from tests.attack.bystander import Waits, watching
 from tests.attack.target import Target, serving

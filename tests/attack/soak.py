@@ -27,8 +27,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report.environment import environment
 from benchmarks.report.result_files import save
+from engine.machine import environment
 from tests.attack.clients import FAILED, KINDS, Client, Outcome, run_once
 from tests.attack.faults import FOLDER, arm
 from tests.attack.target import Target, serving
@@ -57,7 +57,8 @@ class Record:
     outcomes: dict[str, dict[str, int]] = field(default_factory=dict)  # kind of client → how many requests went how
     faults: list[Fault] = field(default_factory=list)
     failures: list[tuple[float, float, str, str]] = field(default_factory=list)  # begin, end, kind, reason
-    samples: list[tuple[float, int, int]] = field(default_factory=list)  # time, resident bytes, descriptors
+    # Time, resident bytes of the API process and of the engine process, descriptors of both.
+    samples: list[tuple[float, int, int, int]] = field(default_factory=list)
     unexplained: list[tuple[float, float, str, str]] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)  # what remained in the end
 
@@ -164,8 +165,8 @@ class Soak:
 
     async def _sample(self) -> None:
         while self._running:
-            memory = await asyncio.to_thread(self._target.resident_bytes)
-            self.record.samples.append((self._now, memory, self._target.open_files()))
+            memory = await asyncio.to_thread(self._target.resident_by_process)
+            self.record.samples.append((self._now, *memory, self._target.open_files()))
             await asyncio.sleep(SAMPLE_SECONDS)
 
 
@@ -184,21 +185,26 @@ def what_is_left(target: Target, files_before: int) -> dict[str, float]:
 
 
 def plot(record: Record, path: str) -> None:
-    """Memory and descriptors over time, with the faults."""
+    """Memory of each process, and descriptors, over time, with the faults."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(10, 4))
-    minutes = [at / 60 for at, _, _ in record.samples]
-    axes.plot(minutes, [memory / 2**20 for _, memory, _ in record.samples], color="#0072B2", label="resident MiB")
-    axes.plot(minutes, [files for _, _, files in record.samples], color="#D55E00", label="descriptors")
+    figure, (memory, files) = pyplot.subplots(2, figsize=(10, 5), sharex=True, height_ratios=(3, 1))
+    times, api, engine, descriptors = zip(*record.samples, strict=True)
+    minutes = [at / 60 for at in times]
+    memory.plot(minutes, [each / 2**20 for each in engine], color="#0072B2", label="engine process")
+    memory.plot(minutes, [each / 2**20 for each in api], color="#009E73", label="API process")
+    files.plot(minutes, descriptors, color="#D55E00")
     for fault in record.faults:
-        axes.axvspan(fault.begin / 60, min(fault.end, record.seconds) / 60, color="#999999", alpha=0.3)
-        axes.text(fault.begin / 60, 1, fault.name, rotation=90, va="bottom", fontsize=7)
-    axes.set(xlabel="minutes", ylim=(0, None))
-    axes.legend(loc="upper left")
+        for axes in (memory, files):
+            axes.axvspan(fault.begin / 60, min(fault.end, record.seconds) / 60, color="#999999", alpha=0.3, linewidth=0)
+        top = memory.get_xaxis_transform()
+        memory.text(fault.begin / 60, 1.02, fault.name, rotation=45, va="bottom", fontsize=7, transform=top)
+    memory.set(ylabel="resident MiB", ylim=(0, None), xlim=(0, record.seconds / 60))
+    memory.legend(loc="lower right")
+    files.set(xlabel="minutes", ylabel="descriptors", ylim=(0, None))
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 

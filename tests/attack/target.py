@@ -61,11 +61,16 @@ class Target:
 
     def resident_bytes(self) -> int:
         """Of all its processes."""
-        total = 0
+        return sum(self.resident_by_process())
+
+    def resident_by_process(self) -> tuple[int, int]:
+        """Bytes of the API process, and of the engine process with all others."""
+        found = [0, 0]
         for pid in self.pids():
             with contextlib.suppress(OSError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return total
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                found[pid != self.process.pid] += pages * os.sysconf("SC_PAGE_SIZE")
+        return found[0], found[1]
 
     def open_files(self) -> int:
         """Descriptors of all its processes."""

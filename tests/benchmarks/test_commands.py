@@ -1,5 +1,6 @@
 """Commands that documents name exist: modules run with `python -m`, and benchmarks of `quire bench`."""
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -29,3 +30,13 @@ def test_every_benchmark_of_the_command_line_is_a_module() -> None:
     assert [
         module for module, _ in BENCHMARKS.values() if importlib.util.find_spec(f"benchmarks.{module}") is None
     ] == []
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "experts", "gpu_profile", "kernels", "products", "tune_decode"])
+def test_what_needs_a_gpu_says_so_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.micro.{name}").main([])
+    assert re.fullmatch(
+        r"(quire bench |benchmarks\.micro\.)\w+: needs .* NVIDIA GPUs?; PyTorch sees none here", str(ended.value)
+    )

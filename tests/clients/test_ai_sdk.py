@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.table import Client
+
 FOLDER = Path(__file__).with_name("ai_sdk")
+CLIENTS = (Client("AI SDK", "ai", "text, streams, tools and objects with zod, embeddings, errors", FOLDER),)
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,12 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests, Embeddi
 from langchain_tests.integration_tests.chat_models import magic_function, unicode_customer
 
 from engine.text.chat_template import ChatTemplate
+from tests.clients.table import Client
 from tests.support.served import blocks_in_use, serve
 from tests.support.taught import teach
 from tests.support.templates import HERMES
 
+CLIENTS = (Client("LangChain", "langchain-openai", "its own integration tests for chat models and embeddings"),)
 pytestmark = pytest.mark.slow
 
 NAMES = ("demo", "the-same-demo")

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.clients.table import Client
+
 datasets = pytest.importorskip("datasets")
 lm_eval = pytest.importorskip("lm_eval")
 ConfigurableTask = pytest.importorskip("lm_eval.api.task").ConfigurableTask
 
+CLIENTS = (Client("lm-evaluation-harness", "lm-eval", "scores and texts equal to those of transformers"),)
 pytestmark = pytest.mark.slow
 
 QUESTIONS = [

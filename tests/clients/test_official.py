@@ -1,14 +1,22 @@
-"""The official openai and anthropic clients, where a model has to answer in a form: parsed, by tools, in every API."""
+"""The official openai, anthropic and ollama clients, where a model has to answer in a form: parsed, by tools, in every API."""
 
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
+import ollama
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
+from tests.clients.table import Client
+
+CLIENTS = (
+    Client("openai", "openai", "parsed content and tools, responses, structured output"),
+    Client("anthropic", "anthropic", "parsed content, tools, streams"),
+    Client("ollama", "ollama", "parsed content, tools, streams, embeddings"),
+)
 pytestmark = pytest.mark.slow
 
 ASKED: Any = {"model": "demo", "temperature": 0}
@@ -109,3 +117,30 @@ def test_embeddings(client: OpenAI) -> None:
     same, other = (client.embeddings.create(model="demo", input=text).data[0].embedding for text in ("a fox", "sums"))
     assert len(same) == len(other) == 256
     assert sum(a * b for a, b in zip(same, other, strict=True)) < 0.99
+
+
+@pytest.fixture
+def local(quire: str) -> Iterator[ollama.Client]:
+    with ollama.Client(quire) as client:
+        yield client
+
+
+def test_ollama(local: ollama.Client) -> None:
+    asked: Any = {"model": "demo:latest", "options": {"temperature": 0}}
+    messages = [{"role": "user", "content": QUESTION}]
+    parsed = local.chat(**asked, messages=messages, format=Weather.model_json_schema())
+    Weather.model_validate_json(parsed.message.content or "")
+    parts = list(local.chat(**asked, messages=messages, tools=[weather], stream=True))
+    (call,) = [call for part in parts for call in part.message.tool_calls or ()]
+    assert call.function.name == "weather"
+    assert isinstance(call.function.arguments["city"], str)
+    assert len(local.embed("demo", ["one", "two"]).embeddings) == 2
+
+
+def weather(city: str) -> str:
+    """The weather in a city.
+
+    Args:
+        city: its name
+    """
+    return f"Sunny in {city}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core import deadlines, scheduler
 from engine.core.batch import EngineOutput, SchedulerOutput, StepResult
 from engine.core.deadlines import Deadlines
 from engine.core.engine_request import EngineRequest
@@ -14,12 +13,9 @@ from engine.core.scheduler import Scheduler
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock() -> list[float]:
     """The time, to be set."""
-    now = [1000.0]
-    for module in (scheduler, deadlines):
-        monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    return now
+    return [1000.0]
 
 
 def add(s: Scheduler, request_id: str, prompt: int = 5, deadline: float = 0.0) -> Request:
@@ -43,7 +39,7 @@ def step(s: Scheduler) -> tuple[SchedulerOutput, list[EngineOutput]]:
 
 
 def test_a_request_ends_when_its_deadline_passes(clock: list[float]) -> None:
-    s = Scheduler(100, 4, 1, 64, 200)
+    s = Scheduler(100, 4, 1, 64, 200, clock=lambda: clock[0])
     running, waiting = add(s, "a", deadline=1002), add(s, "b", deadline=1001)
     add(s, "c")
     assert step(s)[1] == []
@@ -57,7 +53,7 @@ def test_a_request_ends_when_its_deadline_passes(clock: list[float]) -> None:
 
 
 def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun(clock: list[float]) -> None:
-    s = Scheduler(1000, 4, 8, 1000, 2000)
+    s = Scheduler(1000, 4, 8, 1000, 2000, clock=lambda: clock[0])
     add(s, "pace", 100)
     output = s.schedule()
     clock[0] += 1  # 10 ms for each token
@@ -70,7 +66,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun(clock: list[float
 
 
 def test_a_wrong_guess_does_not_last(clock: list[float]) -> None:
-    s = Scheduler(1000, 4, 8, 1000, 2000)
+    s = Scheduler(1000, 4, 8, 1000, 2000, clock=lambda: clock[0])
     add(s, "slow", 100)
     output = s.schedule()
     clock[0] += 1000  # something else took so long
@@ -83,7 +79,7 @@ def test_a_wrong_guess_does_not_last(clock: list[float]) -> None:
 
 
 def test_ended_requests_are_not_kept_until_their_deadlines() -> None:
-    kept = Deadlines()
+    kept = Deadlines(clock=lambda: 0.0)
     for number in range(1000):
         engine_request = EngineRequest(str(number), [1], SamplingParams(), deadline=1e9)
         request = Request(engine_request, frozenset(), 0)

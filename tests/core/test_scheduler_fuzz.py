@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.core import deadlines, scheduler
+from engine.core import deadlines, pace, request_queues, scheduler
 from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.block_manager import BlockManager
 from engine.core.block_pool import Name
@@ -62,7 +62,8 @@ EXPECTED_EVENTS = [
     "not begun, since it would be late",
     "preempted for another owner",
     "paused for favoured owners",
-    "several chunks in one step",
+    "shorter for owners that may come",
+    "batches that take turns",
 ]
 
 
@@ -114,9 +115,11 @@ class Workload:
                 self.max_model_len
             )
             self.num_blocks = max(int(needed * Random(seed).choice([0.8, 1, 1.3, 2])), 1)
+        self.num_batches = Random(seed).choice([1, 1, 1, 2, 3])
         self.scheduler = Scheduler(
-            self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups
-        )
+            self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
+            clock=lambda: self.now, num_batches=self.num_batches,
+        )  # fmt: skip
         self.runner = ToyRunner(self.num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
@@ -135,7 +138,8 @@ class Workload:
         self.published: dict[Name, int] = {}
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: Launched | None = None
-        self.now = 0.0  # the time: steps
+        self.now = 0.0  # the time: a step takes one, and more for each token
+        self.token_time = self.owners.choice([0, 0, 0.1, 1])
         self.events: Counter[str] = Counter()
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
@@ -146,13 +150,12 @@ class Workload:
         return rng.choice(kinds)
 
     def run(self) -> Counter[str]:
-        def clock() -> float:
-            return self.now
-
         with (
-            patch.object(scheduler, "monotonic", clock),
-            patch.object(deadlines, "monotonic", clock),
-            patch.object(scheduler, "MIN_PACED", 1),
+            patch.object(deadlines, "MIN_PACED", 1),
+            patch.object(pace, "SHORT_TOKENS", 2),
+            patch.object(scheduler, "SHARED_STEPS", 4),
+            patch.object(scheduler, "PAUSED_STEPS", self.turns.choice([2, 16])),
+            patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):
             return self._run()
 
@@ -162,7 +165,6 @@ class Workload:
             self._come_and_go(step)
             self._step()
             step += 1
-            self.now = float(step)
             assert step < 20_000, "the requests do not finish"
         self._check_end()
         return self.events + self.runner.events
@@ -175,9 +177,16 @@ class Workload:
         scheduler = self.scheduler
         output = self._schedule()
         scheduler.check()
+        if self.num_batches > 1:
+            self.events["batches that take turns"] += bool(output and self.in_flight)
+            for request in scheduler.queues.running:
+                assert request.num_tokens <= len(request.token_ids) + 1, (
+                    "a step needs what another one in flight samples"
+                )
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
+        self.now += 1 + self.token_time * output.batch.total_num_tokens
         for given in scheduler.expire():
             self._time_out(given)
         scheduler.check()
@@ -217,7 +226,9 @@ class Workload:
             and sum(output.batch.num_tokens) < self.scheduler.max_num_batched_tokens
             for request in running
         )
-        self.events["several chunks in one step"] += len(output.batch.partial) > 1
+        self.events["shorter for owners that may come"] += not was_favoured and any(
+            output.batch.total_num_tokens < self.scheduler.max_num_batched_tokens for _ in output.batch.partial
+        )
         return output
 
     def _check_published(self) -> None:

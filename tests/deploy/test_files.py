@@ -1,6 +1,7 @@
 """What is shipped for systemd, Kubernetes and proxies: it is taken as it is, and names flags and paths that there are."""
 
 import argparse
+import importlib
 import re
 import shutil
 import ssl
@@ -17,6 +18,7 @@ from engine.config import EngineConfig
 from engine.flags import Parser, load
 from server.commands import serve as serve_command
 from server.keys import Entry, add_to_file, hashed
+from server.ray.config import LLMServingArgs
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
@@ -165,3 +167,55 @@ def test_nginx_keeps_metrics_and_keys(proxy: tuple[Live, httpx.Client]) -> None:
     docs = client.get("/docs", extensions=extensions, auth=("", "sesame"))
     assert docs.status_code == 200
     assert f"https://{HOST}/v1/chat/completions" in docs.text, "commands that work from outside"
+
+
+def manifests() -> list[dict[str, Any]]:
+    """All Kubernetes objects that are shipped, and of each pod of a RayService, which is not Kubernetes' own, a Pod."""
+    (ray,) = yaml.safe_load_all((DEPLOY / "ray" / "rayservice.yaml").read_text())
+    cluster = ray["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"ray-{index}"}, **group["template"]}
+        for index, group in enumerate(groups)
+    ]
+    return [*yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()), *pods]
+
+
+@pytest.mark.parametrize(
+    "manifest", manifests(), ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}"
+)
+def test_kubernetes_takes_the_manifests(manifest: dict[str, Any]) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    validate.validate(manifest, "1.31", strict=True)
+    misspelt = {**manifest, "spec": {**manifest["spec"], "replica": 1}}
+    with pytest.raises(validate.ValidationError, match="replica"):
+        validate.validate(misspelt, "1.31", strict=True)
+
+
+def test_ray_serve_is_given_what_there_is(keys: Path) -> None:
+    text = (DEPLOY / "ray" / "serve.yaml").read_text().replace("/etc/quire/keys.yaml", str(keys))
+    (application,) = yaml.safe_load(text)["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert name in importlib.import_module(module).__all__
+    small, large = LLMServingArgs.model_validate(application["args"]).llm_configs
+    assert small.deployment_options()["autoscaling_config"]["max_replicas"] == 4
+    assert large.deployment_options()["ray_actor_options"] == {"num_gpus": 2}
+    assert small.server_config().read_keys() is not None
+
+
+def test_kuberay_is_given_what_there_is() -> None:
+    (manifest,) = yaml.safe_load_all((DEPLOY / "ray" / "rayservice.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    spec, cluster = manifest["spec"], manifest["spec"]["rayClusterConfig"]
+    serve_config = yaml.safe_load(spec["serveConfigV2"])
+    assert serve_config == yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text())
+    pinned = re.findall(r"^ray==(.+)$", (DEPLOY.parents[1] / "constraints.txt").read_text(), re.MULTILINE)
+    assert [cluster["rayVersion"]] == pinned
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert serve_config["http_options"]["port"] in [port["containerPort"] for port in head["ports"]]
+    for group in cluster["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        (worker,) = pod["containers"]
+        assert {mount["name"] for mount in worker["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert worker["resources"]["limits"]["nvidia.com/gpu"] == 2, "what the larger model's replica asks for"
+        assert pod["terminationGracePeriodSeconds"] > 300

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
-from engine.async_engine import MAX_LOSSES, _Pace, _Stream
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
+from engine.messages import Abort
 from engine.models.errors import ModelError
 from engine.output_collector import OutputCollector, RequestUpdate
+from engine.replica import MAX_LOSSES
 from engine.state import PHASES
+from engine.streams import Pace, Stream
+from engine.turns import Turns
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +147,7 @@ def test_stream_interval(tiny_model: Path) -> None:
 
 def test_what_a_stream_interval_holds_back() -> None:
     async def test() -> None:
-        stream = _Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, _Pace())
+        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, Pace(), Turns(1))
         stream.add(EngineOutput("a", [7]), 0.0)
         assert stream.ready, "the first token does not wait"
         assert stream.take().token_ids == [7]
@@ -165,8 +168,8 @@ def test_what_a_stream_interval_holds_back() -> None:
 
 def test_updates_of_crowded_streams_have_pauses() -> None:
     async def test() -> None:
-        pace = _Pace(0.0125)
-        stream = _Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace)
+        pace = Pace(0.0125)
+        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace, Turns(1))
         stream.add(EngineOutput("a", [7]), 10.0)
         assert stream.take().token_ids == [7]
         stream.add_token(1, 10.005)
@@ -281,7 +284,7 @@ def test_killed_process_fails_every_request(tiny_model: Path) -> None:
         async with running(tiny_model, engine_restarts=0) as engine:
             tasks = [asyncio.create_task(collect(engine.generate(EngineRequest(str(i), [1], LONG)))) for i in range(4)]
             await until(lambda: engine.stats is not None and engine.stats.num_running == 4)
-            os.kill(engine.pid, signal.SIGKILL)
+            os.kill(engine.replicas[0].pid, signal.SIGKILL)
             for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
                 assert isinstance(result, EngineDeadError)
                 assert "SIGKILL" in str(result)
@@ -302,7 +305,7 @@ def test_lost_process_is_started_again_and_waiting_requests_run_there(tiny_model
             await anext(begun)
             waiting = engine.generate(EngineRequest("waiting", [3, 4], sampling))
             dropped = engine.generate(EngineRequest("dropped", [3, 4], LONG))
-            first, ready = engine.pid, engine.state
+            first, ready = engine.replicas[0].pid, engine.state
             os.kill(first, signal.SIGKILL)
             state = await engine.state_change(ready)
             assert (state.phase, state.num_restarts) == ("restarting", 1)
@@ -315,7 +318,7 @@ def test_lost_process_is_started_again_and_waiting_requests_run_there(tiny_model
             for updates in (waiting, meanwhile):
                 found = await collect(updates)
                 assert [i for u in found for i in u.token_ids] == [i for u in expected for i in u.token_ids]
-            assert engine.pid != first
+            assert engine.replicas[0].pid != first
             assert engine.state.is_ready
             assert engine.num_requests == 0
 
@@ -325,14 +328,14 @@ def test_lost_process_is_started_again_and_waiting_requests_run_there(tiny_model
 def test_hanging_process_is_found_and_replaced(tiny_model: Path) -> None:
     async def test() -> None:
         async with running(tiny_model) as engine:
-            os.kill(engine.pid, signal.SIGSTOP)
+            os.kill(engine.replicas[0].pid, signal.SIGSTOP)
             updates = engine.generate(EngineRequest("a", [1], LONG.clone(max_tokens=3)))
             phases, state = [], engine.state
-            engine._supervisor.watchdog_timeout = 2
+            engine.replicas[0].supervisor.watchdog_timeout = 2
             while not (state := await engine.state_change(state)).is_ready:
                 phases.append(state.phase)
                 if state.phase == "restarting":
-                    engine._supervisor.watchdog_timeout = 1000  # however slow the machine is
+                    engine.replicas[0].supervisor.watchdog_timeout = 1000  # however slow the machine is
             assert phases[:2] == ["unresponsive", "restarting"]
             assert "no sign of life" in engine.state.reason
             assert (await collect(updates))[-1].finish_reason == "length"
@@ -340,11 +343,29 @@ def test_hanging_process_is_found_and_replaced(tiny_model: Path) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_that_hangs_in_its_start_is_found(tiny_model: Path) -> None:
+    async def test() -> None:
+        engine = AsyncEngine.launch(config(tiny_model, engine_watchdog_timeout=1))
+        os.kill(engine.replicas[0].pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="no sign of life for 1 s while starting"):
+            await engine.ready()
+        engine.close()
+
+    asyncio.run(test())
+
+
 def test_request_that_was_there_at_every_loss_ends(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
         updates = engine.generate(EngineRequest("a", [1], LONG))
+        (replica,) = engine.replicas
+        assert replica.ready is not None
         for _ in range(MAX_LOSSES + 1):
-            engine.lost("it was killed")
+            replica.states.enter("restarting", reason="it was killed")
+            replica.lost("it was killed")
+            replica.states.enter("ready")
+            replica.supervisor.send(Abort("a"))
+            replica.started(replica.ready)
         with pytest.raises(EngineDeadError, match="it was killed"):
             await collect(updates)
         await collect(engine.generate(EngineRequest("b", [1], LONG.clone(max_tokens=2))))  # brings statistics again
@@ -363,7 +384,7 @@ def test_launch_returns_at_once(tiny_model: Path) -> None:
             seen.append(state.phase)
             state = await engine.state_change(state)
         assert seen == sorted(seen, key=PHASES.index)
-        assert "loading" in seen
+        assert {"loading", "profiling"} & set(seen), "phases may pass before one looks, but not all"
         await engine.ready()
         assert (await collect(engine.generate(EngineRequest("a", [1], LONG.clone(max_tokens=2)))))[-1].finish_reason
         engine.close()
@@ -379,7 +400,7 @@ def test_close_while_starting(tiny_model: Path) -> None:
         engine.close()
         with pytest.raises(EngineDeadError, match="closed"):
             await waiting
-        assert gone(engine.pid)
+        assert gone(engine.replicas[0].pid)
 
     asyncio.run(test())
 
@@ -455,6 +476,6 @@ def test_close_twice_and_with_requests_running(tiny_model: Path) -> None:
         with pytest.raises(EngineDeadError, match="closed"):
             await task
         assert engine.state.phase == "dead"
-        assert gone(engine.pid)
+        assert gone(engine.replicas[0].pid)
 
     asyncio.run(test())

@@ -13,6 +13,7 @@ from engine.core.batch import FAULTS, NOT_FINITE, NOTHING_ALLOWED
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
+from engine.models.decoder import Decoder
 from engine.worker.model_runner import ModelRunner
 from tests.engine.test_special_sampling import SPECIAL
 from tests.engine.test_structured_outputs import ASKED, Loop, params
@@ -78,6 +79,34 @@ def test_nan_in_the_middle_of_an_answer(tiny_model: Path, poisoned: None) -> Non
     loop.add("a", SamplingParams(temperature=0, max_tokens=30, min_tokens=20, logit_bias={POISON: 100.0, 7: 99.0}))
     assert loop.run()["a"] == [POISON], "what had come is kept"
     assert loop.ended("a") == "error"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_prompt_logprobs(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, value: float, num_top: int) -> None:
+    """The logits that answers are sampled from are finite; only a token within the prompt has others."""
+    logits = Decoder.logits
+
+    def corrupt(self: Decoder, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        found = logits(self, hidden, *args)
+        if len(found) == 6:  # positions that are scored at a time
+            found[3, 7] = value
+        return found
+
+    monkeypatch.setattr(Decoder, "logits", corrupt)
+    monkeypatch.setattr("engine.worker.sampling.logprobs.MAX_ELEMENTS", 300 * 6)
+    loop = Loop(tiny_model, max_num_batched_tokens=16, debug_checks=True)
+    scored = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=num_top, ignore_eos=True)
+    loop.add("good", scored, [8] * 4)
+    loop.add("bad", scored, [9] * 40)
+    tokens = loop.run()
+    assert len(tokens["good"]) == 4
+    (output,) = loop.outputs["bad"]
+    assert (output.finish_reason, output.error, output.new_token_ids) == ("error", FAULTS[NOT_FINITE], [])
+    assert loop.engine.stats().num_corrupted == 1
+    pool = loop.engine.scheduler.blocks.pool
+    assert len(pool.free_and_empty()) == pool.num_blocks, "no request finds its KV"
+    loop.engine.close()
 
 
 def test_embeddings(tiny_model: Path, poisoned: None) -> None:

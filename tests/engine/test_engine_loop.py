@@ -1,18 +1,21 @@
 """The engine's loop over a runner that needs no device."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.models.families import read_spec
 from engine.options import runner_options
+from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheTooSmallError
 from tests.support.fake_runner import FakeRunner, next_token
 
@@ -75,6 +78,24 @@ def test_one_step_ahead(tiny_model: Path) -> None:
     assert not engine.has_work()
 
 
+def test_a_step_that_ends_as_it_is_launched_is_read_at_once(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    launch = engine.runner.launch
+
+    def launched(output: SchedulerOutput) -> Any:
+        handle = launch(output)
+        handle.has_ended = True  # type: ignore[misc]
+        return handle
+
+    engine.runner.launch = launched  # type: ignore[method-assign]
+    engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
+    assert [output.new_token_ids for output in engine.step().outputs] == [[next_token([1, 2, 3], 3)]]
+    assert engine.in_flight is None
+    (last,) = engine.step().outputs
+    assert last.finish_reason == "length"
+    assert not engine.has_work()
+
+
 def test_a_specification_that_was_read_is_not_read_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_spec(tiny_model)
     monkeypatch.setattr("engine.engine.read_spec", lambda folder: pytest.fail("read again"))
@@ -111,6 +132,24 @@ def test_seeds_follow_the_configuration(tiny_model: Path) -> None:
     assert seeds(0) == seeds(0) != seeds(1)
     assert seeds(0)[2] == 7
     assert len(set(seeds(0))) == 3
+
+
+@pytest.mark.parametrize(
+    ("stored", "multiplies", "chosen"),
+    [
+        ("bfloat16", True, "bfloat16"),
+        ("float16", True, "bfloat16"),
+        ("float32", True, "float32"),
+        ("bfloat16", False, "float32"),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_where_it_multiplies_that(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, stored: str, multiplies: bool, chosen: str
+) -> None:
+    monkeypatch.setattr(CpuDevice, "multiplies_bfloat16", multiplies)
+    spec = replace(read_spec(tiny_model), dtype=stored)
+    options = runner_options(EngineConfig(model="m", device="cpu"), spec, offline=True)
+    assert str(options.dtype) == str(options.kv_dtype) == f"torch.{chosen}"
 
 
 def test_choices_left_open_are_made(tiny_model: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import engine as vllm
 from engine import LLM, SamplingParams
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, EngineError
 from engine.models.errors import ModelError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -92,6 +92,28 @@ def test_several_answers(llm: LLM) -> None:
         for token_id, position in zip(answer.token_ids, answer.logprobs, strict=True):
             assert 2 <= len(position) <= 3
             assert position[token_id].decoded_token == llm.get_tokenizer().token_text(token_id)
+
+
+def test_logprobs_of_certain_tokens(llm: LLM) -> None:
+    sampling = GREEDY.clone(max_tokens=5, logprobs=20)
+    (everything,) = llm.generate("abc", sampling, use_tqdm=False)
+    known = everything.outputs[0].logprobs
+    assert known is not None
+    asked = [[*known[0]][3], [*known[0]][1], 5]
+    (result, plain) = llm.generate(["abc", "abc"], [sampling.clone(logprob_token_ids=asked), sampling], use_tqdm=False)
+    (answer,) = result.outputs
+    assert answer.logprobs is not None
+    assert plain.outputs[0].logprobs == known, "the request beside it gets what it asked for"
+    assert answer.token_ids == everything.outputs[0].token_ids
+    for token_id, found, likely in zip(answer.token_ids, answer.logprobs, known, strict=True):
+        assert found.keys() == {token_id, *asked}
+        assert {i: each.logprob for i, each in found.items() if i in likely} == pytest.approx(
+            {i: likely[i].logprob for i in found.keys() & likely.keys()}
+        )
+    assert SamplingParams(logprob_token_ids=[1]).logprobs == 0
+    for wrong in ([-1], [10**6], [1] * 129):
+        with pytest.raises(ValueError, match="logprob_token_ids"):
+            llm.generate("abc", sampling.clone(logprob_token_ids=wrong), use_tqdm=False)
 
 
 def test_stop_strings_and_tokens(llm: LLM) -> None:
@@ -256,6 +278,44 @@ def test_a_vllm_benchmark_script_runs(tiny_model: Path, tmp_path: Path) -> None:
     llm.close()
 
 
+def test_the_bar_moves_with_prefill_and_is_full_at_the_end(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = []
+
+    class Bar:
+        def __init__(self, *, total: int, **_: object) -> None:
+            self.total, self.n, self.shown, self.closed = total, 0, [(0, "")], False
+            bars.append(self)
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            self.text = text
+
+        def update(self, more: int) -> None:
+            assert more >= 0
+            self.n += more
+
+        def refresh(self) -> None:
+            self.shown.append((self.n, self.text.partition(",")[0]))
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("engine.llm._BAR_SECONDS", 0)
+    llm = LLM(str(tiny_model), device="cpu", max_num_batched_tokens=16, num_gpu_blocks_override=64)
+    prompts = [[1 + i] * 100 for i in range(3)]
+    for _ in range(2):  # the second time from the prefix cache
+        llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0, stop_token_ids=[]), use_tqdm=Bar)
+    llm.generate("abc", SamplingParams(), use_tqdm=Bar)
+    for bar in bars:
+        assert bar.n == bar.total
+        assert bar.closed
+        assert all(n < bar.total for n, _ in bar.shown[:-1])
+    assert bars[0].total == 3 * (100 + 4 * 6)
+    assert bars[0].shown[-1][1] == "3/3 requests"
+    reading = [n for n, text in bars[0].shown if text == "0/3 requests"]
+    assert len(set(reading)) >= 8
+    llm.close()
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_batched_tokens": 16}, {"num_gpu_blocks_override": 32, "max_num_seqs": 64}]
 )
@@ -271,3 +331,11 @@ def test_story_is_told_token_for_token(story_model: Path, settings: dict[str, in
     )
     assert [r.outputs[0].token_ids for r in results[: len(expected)]] == [e["output_ids"] for e in expected]
     llm.close()
+
+
+def test_a_context_that_the_cache_does_not_hold_is_shortened(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_gpu_blocks_override=100)
+    with pytest.raises(ValueError, match="the context holds 1600"):
+        llm.generate([[1] * 1601])
+    with pytest.raises(EngineError, match="room for 1600 tokens"):
+        LLM(str(tiny_model), device="cpu", num_gpu_blocks_override=100, max_model_len=2048)

@@ -307,9 +307,16 @@ def test_requests_that_are_cut_off_leave_their_blocks(start: Callable[..., Engin
     assert ask(start(), PROMPT)[1] == 192
 
 
-@pytest.mark.parametrize("setting", [{"enable_prefix_caching": False}, {"tensor_parallel_size": 2}])
-def test_it_needs_a_prefix_cache_in_one_piece(tiny_model: Path, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"prefix_cache_file needs {next(iter(setting))}"):
+@pytest.mark.parametrize(
+    ("setting", "need"),
+    [
+        ({"enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"tensor_parallel_size": 2}, "a model on one GPU, got 2"),
+        ({"pipeline_parallel_size": 2}, "a model on one GPU, got 2"),
+    ],
+)
+def test_it_needs_a_prefix_cache_in_one_piece(tiny_model: Path, setting: dict[str, Any], need: str) -> None:
+    with pytest.raises(ConfigError, match=f"prefix_cache_file needs {need}"):
         EngineConfig(model=str(tiny_model), prefix_cache_file="x", **setting)
 
 
@@ -340,7 +347,7 @@ def test_a_killed_engine_s_successor_finds_what_was_saved(tiny_model: Path, path
             while num_saved() < 11:
                 await asyncio.sleep(0.05)
             ready = engine.state
-            os.kill(engine.pid, signal.SIGKILL)
+            os.kill(engine.replicas[0].pid, signal.SIGKILL)
             await engine.state_change(ready)
             tokens, cached = await ask(engine, "again")
             assert tokens == answer

@@ -36,7 +36,7 @@ KINDS = {
 def start(model: Path, num_ranks: int, **settings: Any) -> LLM:
     """With room for the tokens of two or three of the prompts' answers: the others are preempted, or wait."""
     return LLM(
-        str(model), device="cpu", tensor_parallel_size=num_ranks, max_num_seqs=8, max_model_len=64,
+        str(model), device="cpu", dtype="float32", tensor_parallel_size=num_ranks, max_num_seqs=8, max_model_len=64,
         num_gpu_blocks_override=10, block_size=8, max_num_batched_tokens=32, **settings,
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_each_rank_holds_its_part_of_the_cache(ranks: tuple[LLM, LLM]) -> None:
     one, two = (llm._engine.runner for llm in ranks)
     assert two.num_blocks == one.num_blocks
     assert two.kv_cache_bytes == one.kv_cache_bytes
-    assert two.device_name == "2 x CPU"
+    assert two.device_name == "2 x CPU, 1 thread"
 
 
 def test_a_model_that_cannot_be_divided_is_refused(demo_model: Path) -> None:
@@ -89,7 +89,7 @@ def test_more_ranks_than_gpus_are_refused(demo_model: Path, monkeypatch: pytest.
     monkeypatch.setattr(options, "find_device", lambda name: CudaDevice(0))
     monkeypatch.setattr(CudaDevice, "memory", lambda self: type("M", (), {"total": 1 << 30})())
     config = EngineConfig(model=str(demo_model), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be at most 0, the GPUs that PyTorch sees"):
+    with pytest.raises(ConfigError, match="the parallel sizes together must be at most 0, the GPUs that PyTorch sees"):
         options.runner_options(config, read_spec(demo_model), offline=True)
 
 
@@ -97,7 +97,7 @@ LOSES_A_RANK = """
 import os, signal, sys
 from engine import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64, num_gpu_blocks_override=20)
-os.kill(llm._engine.runner._followers[0]._popen.pid, signal.SIGKILL)
+os.kill(llm._engine.runner.followers[0].popen.pid, signal.SIGKILL)
 llm.generate(["Once"] * 100, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
 print("generated without a rank")
 """

@@ -24,6 +24,8 @@ SPECIAL: list[dict[str, Any]] = [
     {"dry_multiplier": 2.0, "logit_bias": {1: 12, 2: 12}, "seed": 10},
     {"xtc_probability": 0.7, "xtc_threshold": 0.02, "seed": 11},
     {"typical_p": 0.4, "top_n_sigma": 2.0, "seed": 12},
+    {"thinking_token_budget": 6, "thinking_marks": (-1, 33), "logit_bias": {33: -100}, "seed": 14},
+    {"thinking_token_budget": 3, "thinking_marks": (7, 33), "logit_bias": {7: 100, 33: -100}, "seed": 15},
     {"seed": 13},
     {"temperature": 0},
 ]
@@ -109,3 +111,24 @@ def test_texts_become_tokens_in_the_front_end(tiny_model: Path) -> None:
     assert checked(bare, SamplingParams(dry_multiplier=1)).dry_sequence_breakers is None
     with pytest.raises(ValueError, match="bad_words: texts need a tokenizer"):
         checked(bare, SamplingParams(bad_words=["ab"]))
+
+
+@pytest.mark.parametrize(
+    ("params", "ends"),
+    [
+        ({"thinking_marks": (-1, 33)}, [6]),  # the prompt ends inside the reasoning
+        ({"thinking_marks": (7, 33), "logit_bias": {7: 100, 33: -100}}, [7]),  # its first token begins it
+        ({"thinking_marks": (7, 33), "logit_bias": {7: -100, 33: -100}}, []),  # there is none
+        ({"thinking_marks": (-1, 33), "thinking_token_budget": 0}, [0]),
+    ],
+)
+def test_a_thinking_budget_ends_the_reasoning_once(tiny_model: Path, params: dict[str, Any], ends: list[int]) -> None:
+    defaults = {"thinking_token_budget": 6, "logit_bias": {33: -100}, "max_tokens": 30, "ignore_eos": True, "seed": 1}
+    (tokens,) = answers(tiny_model, [([1, 33, 7], SamplingParams(**{**defaults, **params}))])
+    assert [at for at, token in enumerate(tokens) if token == 33] == ends
+
+
+def test_a_thinking_budget_needs_the_marks(tiny_model: Path) -> None:
+    input_processor = InputProcessor.load(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256))
+    with pytest.raises(ValueError, match="needs thinking_marks"):
+        checked(input_processor, SamplingParams(thinking_token_budget=5))

@@ -19,14 +19,19 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.report.environment import environment
+from benchmarks.gpu import need_gpus
 from benchmarks.report.result_files import save
+from engine.machine import environment
 from tests.gpu.attention import check_attention, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
+from tests.gpu.experts import check_experts
 from tests.gpu.formats import check_formats
+from tests.gpu.latent import check_latent
 from tests.gpu.models import check_families, check_story, check_windows
+from tests.gpu.moe import check_expert_products, check_routers
+from tests.gpu.plan import check_plan
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_ranks
 from tests.gpu.sampling import check_distribution, check_faults, check_sampling
@@ -41,9 +46,13 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "sampling": (check_sampling, check_faults, check_distribution),
     "blocks": (check_blocks,),
     "families": (check_families,),
+    "moe": (check_routers, check_expert_products),
+    "experts": (check_experts,),
+    "latent": (check_latent,),
     "windows": (check_windows,),
     "story": (check_story,),
     "ranks": (check_ranks,),
+    "plan": (check_plan,),
 }
 
 
@@ -54,15 +63,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (else all)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only checks whose name contains it")
     parser.add_argument(
-        "--device", default="cuda", help="cpu: attention, products, formats, families, windows and story only"
+        "--device", default="cuda", help="cpu: attention, products, formats, families, experts, windows and story only"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - PARTS.keys():
         parser.error(f"unknown part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error("PyTorch sees no GPU here")
+    if args.device != "cpu":
+        need_gpus("tests.gpu")
     checks = Checks(args.device, args.match)
     for part in args.parts or PARTS:
         begin = time.perf_counter()

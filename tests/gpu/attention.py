@@ -39,12 +39,15 @@ class Shape:
     dtype: torch.dtype = BF16
     kv_dtype: torch.dtype = BF16
     options: dict[str, float] = field(default_factory=dict)  # of attention
+    sinks: bool = False
+    sparse: kernels.BlockSparse | None = None
     skip: int = 0
 
     def __str__(self) -> str:
         names = [f"head_dim {self.head_dim} group {self.group} page {self.block_size}", str(self.dtype)[6:]]
         names += ["fp8 cache"] if self.kv_dtype == E4M3 else []
-        names += [f"{name} {value:g}" for name, value in self.options.items()]
+        names += [f"{name} {value:g}" for name, value in self.options.items()] + ["sinks"] * self.sinks
+        names += [f"sparse {self.sparse.constants}"] if self.sparse else []
         return " ".join(names + (["beyond 2^31 elements"] if self.skip else []))
 
     def calls(self, contexts: Sequence[int], queries: Sequence[int], device: str) -> Iterator[tuple[str, Calls]]:
@@ -52,13 +55,18 @@ class Shape:
         heads, scale = NUM_KV_HEADS * self.group, self.head_dim**-0.5
         paged = Paged.make(contexts, self.block_size, self.head_dim, self.kv_dtype, device, self.skip)
         here = (paged.kv[0], paged.kv[1], paged.block_tables, paged.rows)
-        options = {"scale": scale, "kv_scale": paged.kv_scale, **self.options}
+        kinds: dict[str, Any] = dict(self.options)
+        if self.sinks:
+            kinds["sinks"] = 2 * torch.randn(heads, device=device)
+        if self.sparse:
+            kinds["sparse"] = self.sparse
+        options = {"scale": scale, "kv_scale": paged.kv_scale, **kinds}
 
         def random(num_tokens: int) -> Tensor:
             return torch.randn(num_tokens, heads, self.head_dim, dtype=self.dtype, device=device)
 
         query = random(len(contexts))
-        want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **self.options)  # type: ignore[arg-type]
+        want = partial(exact_attention, query, paged, [1] * len(contexts), scale, **kinds)
         window = int(self.options.get("window", 0))
         plans: list[tuple[str, int, dict[str, Any]]] = [
             ("decode for latency", 16, {"tile": 32, "num_warps": 1, "min_tiles": 1}),
@@ -72,8 +80,9 @@ class Shape:
             plan = None
             if query.is_cuda:
                 plan = kernels.DecodePlan.allocate(
-                    max_seqs, heads, NUM_KV_HEADS, self.head_dim, query.device, kv_dtype=self.kv_dtype, window=window
-                )
+                    max_seqs, heads, NUM_KV_HEADS, self.head_dim, query.device, kv_dtype=self.kv_dtype, window=window,
+                    sparse=self.sparse,
+                )  # fmt: skip
                 plan = replace(plan, **cuts)
                 kernels.plan_decode(paged.context_lens, paged.rows, plan)
                 torch.cuda.synchronize()
@@ -84,10 +93,10 @@ class Shape:
             yield name, (partial(decode, plan=plan, out=out), want)
         start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=device)
         query = random(sum(queries))
-        want = partial(exact_attention, query, paged, queries, scale, **self.options)  # type: ignore[arg-type]
+        want = partial(exact_attention, query, paged, queries, scale, **kinds)
         prefill = partial(kernels.paged_attention_prefill, query, *here, start, paged.context_lens, **options)  # type: ignore[arg-type]
         yield "prefill", (prefill, want)
-        if query.is_cuda and not self.options:  # what is named for tuning is the portable kernel's
+        if query.is_cuda and not kinds:  # what is named for tuning is the portable kernel's
             yield "portable prefill", (partial(prefill, num_warps=4), want)  # type: ignore[call-arg]
 
 
@@ -104,9 +113,21 @@ def shapes() -> Iterator[Shape]:
     for block_size, head_dim, group in itertools.product((16, 64), (64, 80, 128, 256), (1, 4, 8)):
         yield Shape(head_dim, group, block_size)
     yield Shape(128, 4, 16, F16, F16)
+    for head_dim, group in ((96, 4), (112, 2), (192, 4)):
+        yield Shape(head_dim, group, 16)
+    for page, window in ((16, 1000), (128, 128)):
+        yield Shape(256, 2, page, options={"window": window})
+    yield Shape(256, 2, 16, options={"window": 1000, "soft_cap": 20.0}, sinks=True)
+    yield Shape(128, 6, 32, F16, F16, options={"window": 33})
+    for head_step, stride, local in ((1, 8, 16), (0, 4, 3)):
+        sparse = kernels.BlockSparse(64, local, stride, head_step)
+        yield Shape(128, 4, 16, sparse=sparse)
+        yield Shape(128, 4, 64, kv_dtype=E4M3, sparse=sparse)
     for kv_dtype in (BF16, E4M3):
         yield Shape(128, 4, 16, kv_dtype=kv_dtype, options={"window": 1000})
         yield Shape(128, 4, 16, kv_dtype=kv_dtype, options={"soft_cap": 20.0})
+        yield Shape(64, 8, 16, kv_dtype=kv_dtype, sinks=True)
+        yield Shape(64, 8, 16, kv_dtype=kv_dtype, options={"window": 128}, sinks=True)
 
 
 def far_shapes() -> Iterator[Shape]:

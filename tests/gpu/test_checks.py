@@ -8,10 +8,12 @@ import torch
 
 import kernels
 from engine.worker.block_copier import BlockCopier
+from kernels import Router
 from tests.gpu import attention
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
 from tests.gpu.formats import check_formats
+from tests.gpu.moe import SHAPES, Shape, check_expert_products, check_routers
 from tests.gpu.products import check_products
 
 SMALL = {"contexts": (1, 300, 17, 64), "queries": (1, 130, 17, 5)}
@@ -21,7 +23,7 @@ def failed(checks: Checks) -> list[str]:
     return [result.name for result in checks.results if not result.passed]
 
 
-def test_the_checks_pass_on_the_reference_implementations() -> None:
+def test_the_checks_pass_on_the_reference_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     checks = Checks("cpu")
     attention.check_attention(checks, **SMALL)
@@ -29,6 +31,11 @@ def test_the_checks_pass_on_the_reference_implementations() -> None:
     attention.check_rounding(checks, **SMALL)
     check_products(checks, [(1, 1000, 1000), (7, 1024, 3072), (11, 1000, 192)])
     check_formats(checks, (1, 7), {"qkv": (384, 256), "gate_up": (512, 256), "down": (256, 512)})
+    monkeypatch.setitem(SHAPES, "small", Shape(64, 128, 6, Router(2), ("bfloat16", "mxfp4")))
+    for name in SHAPES.keys() - {"small"}:
+        monkeypatch.delitem(SHAPES, name)
+    check_routers(checks, (1, 20))
+    check_expert_products(checks, (1, 20))
     assert failed(checks) == []
 
 

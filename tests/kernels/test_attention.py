@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import BlockSparse, reference
 from kernels.cpu import attention as cpu
+from kernels.cpu import native_attention as native
 from tests.support.paged import as_a_layer_of_one_tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -42,7 +43,16 @@ class Paged:
                 self.caches[:, blocks[i // block_size], :, i % block_size] = kv[:, i]
 
     def attend(
-        self, sequence: Any, query: Any, position: Any, scale: Any, window: Any, soft_cap: Any, slopes: Any
+        self,
+        sequence: Any,
+        query: Any,
+        position: Any,
+        scale: Any,
+        window: Any,
+        soft_cap: Any,
+        slopes: Any,
+        sinks: Any,
+        sparse: Any,
     ) -> Any:
         """One token of one sequence, query [H, D] at `position`, the slow and sure way."""
         out = torch.zeros_like(query, dtype=torch.float64)
@@ -50,13 +60,19 @@ class Paged:
         first = max(position - window + 1, 0) if window else 0
         for head in range(len(query)):
             kv_head = head * key.shape[1] // len(query)
-            scores = []
+            scores, seen = [], []
             for i in range(first, position + 1):
+                if sparse is not None:
+                    block, age = i // sparse.block, position // sparse.block - i // sparse.block
+                    if age >= sparse.local and (block + head * sparse.head_step + 1) % sparse.stride:
+                        continue
+                seen.append(i)
                 score = float(key[i, kv_head] @ query[head].double()) * scale
                 score = soft_cap * math.tanh(score / soft_cap) if soft_cap else score
                 scores.append(score - (float(slopes[head]) * (position - i) if slopes is not None else 0))
-            weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-            for i, weight in enumerate(weights.tolist(), first):
+            scores += [float(sinks[head])] if sinks is not None else []
+            weights = torch.tensor(scores, dtype=torch.float64).softmax(0)[: len(seen)]
+            for i, weight in zip(seen, weights.tolist(), strict=True):
                 out[head] += weight * value[i, kv_head]
         return out
 
@@ -70,19 +86,21 @@ FEATURES = [
     {"window": 9},
     {"soft_cap": 2.0},
     {"alibi_slopes": torch.rand(6) + 0.1},
-    {"window": 9, "soft_cap": 2.0, "alibi_slopes": torch.rand(6) + 0.1},
+    {"sinks": torch.randn(6) * 3},
+    {"sparse": BlockSparse(block=4, local=2, stride=3, head_step=1)},
+    {"window": 9, "soft_cap": 2.0, "alibi_slopes": torch.rand(6) + 0.1, "sinks": torch.randn(6)},
+    {"alibi_slopes": torch.rand(6) + 0.1, "sparse": BlockSparse(block=8, local=1, stride=2, head_step=0)},
 ]
 
 
 def slow(paged: Any, queries: Any, options: Any) -> Tensor:
     """queries: (sequence, position, query [H, D]) -> [len(queries), H, D]."""
     window, soft_cap = options.get("window", 0), options.get("soft_cap", 0.0)
-    return torch.stack(
-        [paged.attend(i, q, at, 0.3, window, soft_cap, options.get("alibi_slopes")) for i, at, q in queries]
-    )
+    by_head = options.get("alibi_slopes"), options.get("sinks"), options.get("sparse")
+    return torch.stack([paged.attend(i, q, at, 0.3, window, soft_cap, *by_head) for i, at, q in queries])
 
 
-BOTH = pytest.mark.parametrize("module", [reference, cpu], ids=["reference", "cpu"])
+ALL = pytest.mark.parametrize("module", [reference, cpu, native], ids=["reference", "cpu", "native"])
 
 
 @pytest.fixture(params=["reference", "cpu, by head", "cpu, small groups", "cpu, large groups"])
@@ -140,7 +158,7 @@ def test_prefill_attends_as_a_loop_does(prefill_module: Any, options: dict[str, 
 
 @pytest.mark.parametrize("options", [FEATURES[0], FEATURES[-1]], ids=feature_names)
 @pytest.mark.parametrize("dtype", DTYPES)
-@BOTH
+@ALL
 def test_attention_in_every_dtype(module: Any, dtype: torch.dtype, options: Any) -> None:
     lens = [70, 3, 64]
     paged = Paged(lens, block_size=16, head_dim=64, dtype=dtype)
@@ -155,6 +173,30 @@ def test_attention_in_every_dtype(module: Any, dtype: torch.dtype, options: Any)
     for got in (decoded, prefilled):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
+@pytest.mark.parametrize(("head_dim", "block_size", "dtype"), [(16, 4, torch.float32), (80, 16, torch.bfloat16)])
+def test_native_attention_is_the_reference_implementations(
+    options: dict[str, Any], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Contexts longer than a tile of keys, chunks of more queries than a tile has, one that sees no key of a tile."""
+    lens, counts = [5, 140, 0, 40, 300], [5, 1, 2, 33, 200]
+    paged = Paged(lens, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    starts = torch.tensor([2, *counts]).cumsum(0).int()
+    query = torch.randn(int(starts[-1]) + 3, 6, head_dim).to(dtype)
+    tables, tolerance = (paged.block_tables, paged.rows), 1e-5 if dtype == torch.float32 else 0.02
+    outs = [torch.full_like(query, 7.0) for _ in range(2)]
+    for module, out in zip((reference, native), outs, strict=True):
+        module.paged_attention_prefill(
+            query, *paged.caches, *tables, starts, paged.context_lens, scale=0.3, out=out, **options
+        )
+    torch.testing.assert_close(outs[1], outs[0], atol=tolerance, rtol=tolerance)
+    got, want = (
+        module.paged_attention_decode(query[:5], *paged.caches, *tables, paged.context_lens, scale=0.3, **options)
+        for module in (native, reference)
+    )
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)
@@ -175,7 +217,7 @@ def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(
         assert got.equal(attend(query, *held, *whole, *lengths, scale=0.3, **options))
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("num_keys", [16, 1024])
 def test_what_an_e4m3_cache_costs_attention(module: Any, num_keys: int) -> None:
     """Relative error of attention over random keys and values: about the 2.6 % that rounding to three bits makes of each."""
@@ -187,7 +229,7 @@ def test_what_an_e4m3_cache_costs_attention(module: Any, num_keys: int) -> None:
     assert 0.005 < (got - want).norm() / want.norm() < 0.06
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn], ids=["float32", "e4m3"])
 def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, kv_dtype: torch.dtype) -> None:
     lens = [1, 9, 40, 4, 7]
@@ -206,7 +248,7 @@ def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, kv_dtype: torch.dtype
         assert attend(query, *strided, *whole, scale=0.3, kv_scale=scale).equal(want)
 
 
-@BOTH
+@ALL
 def test_blocks_before_the_window_are_not_read(module: Any) -> None:
     lens, query_lens, window = [37, 5, 20, 33], [1, 3, 20, 9], 9
     paged = Paged(lens)

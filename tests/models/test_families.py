@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.model_shapes import SHAPES
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
@@ -137,6 +138,12 @@ def test_context_length(read: Any, rope: Any, length: int) -> None:
     assert read(rope_scaling=rope).context_length == length
 
 
+def test_gemma_3_counts_its_scaling_in_its_context(tmp_path: Path) -> None:
+    config = SHAPES["gemma-3-12b"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(tmp_path).context_length == config["max_position_embeddings"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -164,7 +171,7 @@ def test_context_length(read: Any, rope: Any, length: int) -> None:
             family("Mamba"),
             "architecture 'MambaForCausalLM' is not supported; `quire models` lists all that are",
         ),
-        (family("Qwen2Moe"), "'Qwen2MoeForCausalLM' is not supported; the nearest that are: Qwen2ForCausalLM"),
+        (family("Qwen2Mo"), "'Qwen2MoForCausalLM' is not supported; the nearest that are: Qwen2MoeForCausalLM"),
         ({"rope_scaling": {"type": "mrope"}}, "RoPE scaling 'mrope' is not supported; supported: default, lin"),
         (
             {"rope_scaling": {"type": "longrope"}},
@@ -244,3 +251,17 @@ def test_generation_defaults(tmp_path: Path) -> None:
 def test_generation_config_eos_names_the_file(read: Any) -> None:
     with pytest.raises(ModelError, match=r"generation_config.json: 'eos_token_id' must be a token id"):
         read({"eos_token_id": "</s>"})
+
+
+def test_what_mpt_may_not_have(read: Any) -> None:
+    """Configurations whose attention or MLP is another one."""
+    mpt = {**family("Mpt"), "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
+    assert read(**mpt, attn_config={"alibi": True}).layers[0].mixer.alibi == (1 / 4, 1 / 16, 1 / 64, 1 / 256)
+    for changes, message in (
+        ({"attn_config": {"alibi": False}}, "'attn_config': 'alibi' must be true, got False"),
+        ({"attn_config": {"clip_qkv": 6}}, "'attn_config': 'clip_qkv' must be null, got 6"),
+        ({"no_bias": False}, "'no_bias' must be true, got False"),
+        ({"expansion_ratio": 2}, "'expansion_ratio' must be 4, got 2"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read(**mpt, **changes)

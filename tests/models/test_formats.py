@@ -20,7 +20,14 @@ from kernels import reference
 from tests.models.test_shard import on_ranks
 from tests.oracles.families import make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
-from tests.oracles.quantised import FORMATS, excludes, make_quantised
+from tests.oracles.quantised import EXPERTS, FORMATS, excludes, make_quantised
+
+
+@pytest.fixture(autouse=True)
+def weights_stay_as_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend makes of them is its own subject: `tests/kernels/cpu`."""
+    monkeypatch.setattr(kernels, "pack_weight", reference.pack_weight)
+
 
 UP = "model.layers.0.mlp.up_proj."
 
@@ -46,6 +53,35 @@ def test_it_computes_with_what_is_stored(tmp_path: Path, name: str) -> None:
     assert model.lm_head.weight.dtype == torch.float32
     error = logits(model) - logits(load(tmp_path / "exact"))
     assert error.abs().max() <= 3e-5
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_compute_with_what_is_stored(tmp_path: Path, name: str) -> None:
+    make_quantised(name, tmp_path / "stored", tmp_path / "exact")
+    model, exact = load(tmp_path / "stored"), load(tmp_path / "exact")
+    moe = model.layers[2].mlp
+    assert isinstance(moe.gate_up.weight, kernels.QuantizedWeight)
+    assert isinstance(moe.down.weight, kernels.QuantizedWeight)
+    assert moe.router.weight.dtype == torch.float32
+    if (up := getattr(model.layers[0].attention, "up", None)) is not None:
+        assert isinstance(up.weight, Tensor)  # latent attention multiplies by it in a way of its own
+    error = logits(model) - logits(exact)
+    assert error.abs().max() <= 3e-5
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3_moe fp8-deepseek"])
+def test_ranks_hold_whole_experts(tmp_path: Path, name: str) -> None:
+    make_quantised(name, tmp_path, shape={"num_attention_heads": 8, "head_dim": 64})
+    whole = load(tmp_path)
+    expected = logits(whole)
+
+    def work(shard: Shard, communicator: Any) -> Tensor:
+        model = load(tmp_path, shard=shard, communicator=communicator)
+        assert len(model.layers[0].mlp.down.weight) == len(whole.layers[0].mlp.down.weight) // 2
+        return logits(model)
+
+    for got in on_ranks(2, work):
+        assert (got - expected).abs().max() <= 3e-5
 
 
 @pytest.mark.parametrize(
@@ -100,6 +136,15 @@ def test_dummy_weights(tmp_path: Path, name: str) -> None:
     assert logits(model).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3_moe awq"])
+def test_dummy_experts(tmp_path: Path, name: str) -> None:
+    make_quantised(name, tmp_path)
+    model = load(tmp_path, load_format="dummy")
+    expert = model.layers[0].mlp.gate_up.weight[1]
+    assert 0.015 <= kernels.dequantize(expert.codes, expert, torch.float32).std().item() <= 0.025
+    assert logits(model).isfinite().all()
+
+
 @pytest.mark.parametrize(("method", "dtype", "bound"), [("fp8", torch.float8_e4m3fn, 0.12), ("int8", torch.int8, 0.04)])
 def test_a_float_checkpoint_rounded_while_it_is_loaded(tmp_path: Path, method: str, dtype: Any, bound: float) -> None:
     make_checkpoint("llama-biases", tmp_path)
@@ -113,6 +158,58 @@ def test_a_float_checkpoint_rounded_while_it_is_loaded(tmp_path: Path, method: s
     assert 1e-3 < error < bound
 
 
+def test_int4_is_rounded_in_groups_while_it_is_loaded(tmp_path: Path) -> None:
+    make_checkpoint("llama-biases", tmp_path)
+    spec, exact = read_spec(tmp_path), load(tmp_path)
+    rounded = load(tmp_path, spec=replace(spec, quantization=choose_quantization(None, "int4")))
+    weight, floats = rounded.layers[0].mlp.down.weight, exact.layers[0].mlp.down.weight
+    assert (weight.codes.shape, weight.scale.shape, weight.scale.dtype) == ((128, 96), (128, 6), torch.bfloat16)
+    error = kernels.dequantize(weight.codes, weight, torch.float32) - floats
+    assert error.norm() < 0.1 * floats.norm()
+    error = (logits(rounded) - logits(exact)).norm() / logits(exact).norm()
+    assert 1e-2 < error < 0.5
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama-biases", "qwen2"])
+def test_an_output_head_rounded_while_it_is_loaded(tmp_path: Path, family: str, method: str) -> None:
+    """One that is the embedding is rounded for products alone."""
+    make_checkpoint(family, tmp_path)
+    spec, exact = read_spec(tmp_path), load(tmp_path)
+    assert spec.tie_word_embeddings == (family == "qwen2")
+    rounded = load(tmp_path, spec=replace(spec, quantization=choose_quantization(None, method, rounds_head=True)))
+    head, floats = rounded.lm_head.weight, exact.lm_head.weight
+    assert head.kind == "int8"
+    assert torch.equal(rounded.embed_tokens.weight, exact.embed_tokens.weight)
+    assert (kernels.dequantize(head.codes, head, torch.float32) - floats).norm() < 0.01 * floats.norm()
+    assert isinstance(load(tmp_path, load_format="dummy", spec=rounded.spec).lm_head.weight, kernels.QuantizedWeight)
+
+
+def test_int4_needs_whole_groups(tmp_path: Path) -> None:
+    make_checkpoint("llama-biases", tmp_path)
+    spec = replace(read_spec(tmp_path), quantization=choose_quantization(None, "int4"))
+    odd = replace(spec.layers[0], mlp=replace(spec.layers[0].mlp, intermediate_size=200))
+    with pytest.raises(ModelError, match=r"down_proj: int4 needs a multiple of 32 input channels, got 200"):
+        load(tmp_path, load_format="dummy", spec=replace(spec, layers=(odd,)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_rounded_while_they_are_loaded(tmp_path: Path, family: str) -> None:
+    """The router stays as it is."""
+    make_checkpoint(family, tmp_path)
+    spec, exact = read_spec(tmp_path), load(tmp_path)
+    rounded = load(tmp_path, spec=replace(spec, quantization=choose_quantization(None, "fp8")))
+    moe, plain = rounded.layers[2].mlp, exact.layers[2].mlp
+    assert torch.equal(moe.router.weight, plain.router.weight)
+    for few, floats in ((moe.gate_up.weight, plain.gate_up.weight), (moe.down.weight, plain.down.weight)):
+        assert few.codes.dtype == torch.float8_e4m3fn
+        assert few.codes.shape == floats.shape
+        for expert in range(len(floats)):
+            own = few[expert]
+            error = kernels.dequantize(own.codes, own, torch.float32) - floats[expert]
+            assert error.abs().max() <= floats[expert].abs().max() / 16
+
+
 def test_rounding_rows() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, -127.0], [448.0, 1.0], [1e-3, -2e-3]])
     for dtype, step in ((torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 2**-4)):
@@ -120,6 +217,19 @@ def test_rounding_rows() -> None:
         assert codes.dtype == dtype
         error = (codes.float() * scale - x).abs()
         assert (error <= step * x.abs().amax(1, keepdim=True) + 1e-12).all()
+
+
+def test_rounding_groups() -> None:
+    """No value is further than a step from its own, the largest of a group among them; a group of zeros stays one."""
+    x = torch.randn(5, 96) * torch.rand(5, 3).repeat_interleave(32, 1)
+    x[2, 32:64] = 0
+    codes, scale = reference.quantize_groups(x, 32)
+    assert (codes.dtype, scale.shape) == (torch.uint8, (5, 3))
+    assert codes.max() <= 15
+    rounded = (codes.float() - 8) * scale.float().repeat_interleave(32, 1)
+    largest = x.unflatten(1, (3, 32)).abs().amax(2).repeat_interleave(32, 1)
+    assert ((rounded - x).abs() <= largest / 7 * 1.01).all()
+    assert (rounded - x).norm() < 0.1 * x.norm()
 
 
 def change(folder: Path, name: str, tensor: Tensor | None) -> None:

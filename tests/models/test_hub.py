@@ -7,7 +7,7 @@ import httpx
 import pytest
 from huggingface_hub import errors
 
-from engine.models import hub
+from engine.models import download as download_module
 from engine.models.errors import ModelError
 from engine.models.hub import resolve_model
 
@@ -63,7 +63,7 @@ def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: Any, statu
     def answer(*args: Any, **kwargs: Any) -> None:
         raise error("first line\nsecond", response=httpx.Response(status, request=httpx.Request("GET", "https://h")))
 
-    monkeypatch.setattr(hub, "snapshot_download", answer)
+    monkeypatch.setattr(download_module, "snapshot_download", answer)
     assert message("o/m", revision="v9").startswith("o/m: ")
     assert want in message("o/m", revision="v9")
 
@@ -72,7 +72,7 @@ def test_network_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise httpx.ReadTimeout("")
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(download_module, "snapshot_download", fail)
     assert "the download failed (ReadTimeout)" in message("o/m")
 
 
@@ -87,7 +87,7 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wei
         asked.update(options, repo=repo)
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(download_module, "snapshot_download", download)
     assert resolve_model("o/m", revision="main", download_dir="cache", weights=weights) == tmp_path
     assert (asked["repo"], asked["revision"], asked["cache_dir"]) == ("o/m", "main", "cache")
     offered = [

@@ -120,5 +120,16 @@ def test_what_was_asked_for() -> None:
     assert online.scheme("lm_head") is None
     with pytest.raises(ModelError, match=r"quantised by 'awq': quantization must be that or none, got 'fp8'"):
         choose_quantization(stored, "fp8")
-    with pytest.raises(ModelError, match=r"not quantised: quantization must be fp8 or int8, got 'awq'"):
+    with pytest.raises(ModelError, match=r"not quantised: quantization must be fp8, int8, int4, got 'awq'"):
         choose_quantization(None, "awq")
+
+
+@pytest.mark.parametrize(("method", "head"), [("fp8", None), ("int8", "int8"), ("int4", "int8")])
+def test_the_output_head_is_rounded_where_the_device_gains_by_it(method: str, head: str | None) -> None:
+    for rounds_head, kind in ((False, None), (True, head)):
+        online = choose_quantization(None, method, rounds_head=rounds_head)
+        assert online is not None
+        scheme = online.scheme("lm_head")
+        assert (scheme and scheme.kind) == kind
+        assert online.scheme(Q) is not None
+        assert online.scheme("model.layers.0.self_attn.kv_b_proj") is None

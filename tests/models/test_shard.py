@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from engine.models.families import read_spec
 from engine.models.formats.floats import FLOATS
 from engine.models.layers import Embedding, LMHead, RMSNorm, Scope
 from engine.models.shard import Shard, Span
+from engine.models.spec import AttentionSpec
 from engine.models.weights import checkpoint_tensors, load_model
+from kernels import BlockSparse
 from tests.oracles.families import make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
 
@@ -44,6 +47,9 @@ class ThreadCommunicator:
 
     def all_reduce(self, x: Any) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def add_sum(self, residual: Any, x: Any) -> Any:
+        return residual.add_(self.all_reduce(x))
 
     def all_gather(self, x: Any) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
@@ -87,6 +93,13 @@ def logits(decoded: Any) -> Tensor:
         ("qwen2-window", 4),
         ("qwen3-window", 2),
         ("qwen3", 4),
+        ("mpt-six-heads", 2),  # slopes of its own for each head
+        ("qwen2_moe", 2),
+        ("qwen3_moe", 4),
+        ("glm4_moe", 2),
+        ("granitemoeshared", 2),
+        ("gpt_oss", 2),
+        ("deepseek_v3", 2),
     ],
 )
 def test_ranks_equal_one_rank(tmp_path: Path, name: str, size: int) -> None:
@@ -171,6 +184,38 @@ def test_kv_scales_of_a_ranks_heads(tmp_path: Path) -> None:
     assert second.layers[1].attention.kv_scale.tolist() == [[1], [4]]
 
 
+def test_sinks_of_a_ranks_heads(tmp_path: Path) -> None:
+    """Scores so low that they take nothing, then some that do: of each head its own."""
+    make_checkpoint("qwen2", tmp_path)
+    file, prompts, spec = tmp_path / "model.safetensors", make_prompts(), read_spec(tmp_path)
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, sinks=True))
+        for layer in spec.layers
+        if isinstance(layer.mixer, AttentionSpec)
+    )
+    without, stored = decode(load(tmp_path), prompts, NUM_TOKENS), load_file(file)
+    forced = [each.token_ids for each in without]
+
+    def store(*sinks: float) -> None:
+        names = [f"model.layers.{i}.self_attn.sinks" for i in range(len(layers))]
+        save_file(stored | {name: torch.tensor(sinks) for name in names}, file)
+
+    def with_sinks(**options: Any) -> Any:
+        model = load_model(tmp_path, replace(spec, layers=layers), dtype=torch.float32, device="cpu", **options)
+        return logits(decode(model, prompts, NUM_TOKENS, forced=forced))
+
+    store(-1e4, -1e4, -1e4, -1e4)
+    assert (with_sinks() - logits(without)).abs().max() <= 1e-5
+    store(0.0, 3.0, 0.5, -1.0)
+    other = with_sinks()
+    store(-1.0, 0.5, 3.0, 0.0)
+    whole = with_sinks()
+    assert (whole - logits(without)).abs().max() > 0.01
+    assert (whole - other).abs().max() > 0.01
+    for got in on_ranks(2, lambda shard, meet: with_sinks(shard=shard, communicator=meet)):
+        assert (got - whole).abs().max() <= 3e-5
+
+
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
@@ -196,3 +241,22 @@ def test_spans() -> None:
         (Span(7, 3, 6), 3),
         (Span(7, 6, 7), 3),
     ]
+
+
+def test_which_blocks_a_ranks_heads_see(tmp_path: Path) -> None:
+    """Block-sparse attention counts heads over all ranks."""
+    make_checkpoint("qwen2", tmp_path)
+    sparse, prompts, spec = BlockSparse(block=8, local=2, stride=3, head_step=1), make_prompts(), read_spec(tmp_path)
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    layers = tuple(replace(layer, mixer=replace(mixer, sparse=sparse)) for layer in spec.layers)
+    forced = [each.token_ids for each in decode(load(tmp_path), prompts, NUM_TOKENS)]
+
+    def some_blocks(**options: Any) -> Any:
+        model = load_model(tmp_path, replace(spec, layers=layers), dtype=torch.float32, device="cpu", **options)
+        return logits(decode(model, prompts, NUM_TOKENS, chunk=11, forced=forced))
+
+    whole = some_blocks()
+    assert (whole - logits(decode(load(tmp_path), prompts, NUM_TOKENS, forced=forced))).abs().max() > 0.01
+    for got in on_ranks(2, lambda shard, meet: some_blocks(shard=shard, communicator=meet)):
+        assert (got - whole).abs().max() <= 3e-5

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import BlockSparse
+
 NUM_KV_HEADS = 2
 E4M3 = torch.float8_e4m3fn
 
@@ -68,7 +70,14 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def exact_attention(
-    query: Tensor, paged: Paged, query_lens: Sequence[int], scale: float, window: int = 0, soft_cap: float = 0.0
+    query: Tensor,
+    paged: Paged,
+    query_lens: Sequence[int],
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    sparse: BlockSparse | None = None,
 ) -> Tensor:
     """[T, H, D] float64: the newest `query_lens` tokens of each sequence over its context, all scores at once."""
     out = []
@@ -83,6 +92,13 @@ def exact_attention(
             context, device=q.device
         )
         seen = (ages >= 0) & (ages < window) if window else ages >= 0
-        attended = scores.masked_fill_(~seen, float("-inf")).softmax(-1) @ value.unsqueeze(1)
+        if sparse is not None:
+            at, heads = torch.arange(context, device=q.device), torch.arange(query.shape[1], device=q.device)
+            seen = seen & sparse.seen(at[context - length :], at, heads).unflatten(0, (NUM_KV_HEADS, -1))
+        scores = scores.masked_fill_(~seen, float("-inf"))
+        if sinks is not None:
+            sink = sinks.double().view(NUM_KV_HEADS, -1, 1, 1).expand(-1, -1, length, 1)
+            scores = torch.cat([scores, sink], -1)
+        attended = scores.softmax(-1)[..., :context] @ value.unsqueeze(1)
         out.append(attended.permute(2, 0, 1, 3).flatten(1, 2))
     return torch.cat(out)

@@ -40,6 +40,15 @@ LONGROPE = {
     "short_factor": [1.0 + i / 16 for i in range(16)],
     "long_factor": [2.0 + i / 4 for i in range(16)],
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "pad_token_id": None,
+}
+MPT = {"max_seq_len": 256, "eos_token_id": None, "bos_token_id": None}
 # name → (transformers' model class without "ForCausalLM", what its configuration adds to SHAPE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
@@ -136,6 +145,123 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {"bos_token_id": None, "eos_token_id": None}),
     "nemotron": ("Nemotron", {"mlp_bias": True}),
+    "mpt": ("Mpt", MPT),
+    "mpt-six-heads": (
+        "Mpt",
+        {**MPT, "hidden_size": 96, "num_attention_heads": 6},
+    ),
+    "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": None}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 4,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.05,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granitemoeshared": ("GraniteMoeShared", {"num_local_experts": 4, "shared_intermediate_size": 80}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {**YARN, "truncate": False},
+            "eos_token_id": None,
+        },
+    ),
 }
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
@@ -162,6 +288,9 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
                 parameter.normal_(1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction" in buffer_name:
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder, **save_options)
     return model
 

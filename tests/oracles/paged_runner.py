@@ -32,7 +32,8 @@ class PagedRunner:
         self.model, self.device, self.block_size = model, weight.device, block_size
         max_blocks = -(-max_len // block_size)
         num_blocks = num_sequences * max_blocks + 1
-        shapes = [(2, num_blocks, each.mixer.num_kv_heads, block_size, each.mixer.head_dim) for each in spec.layers]
+        cached = [layer.mixer.cached for layer in spec.layers]
+        shapes = [(parts, num_blocks, num_heads, block_size, size) for parts, num_heads, size in cached]
         self.kv_cache = [torch.full(s, torch.nan, dtype=weight.dtype, device=self.device) for s in shapes]
         shuffle = random.Random(0)
         self.free = shuffle.sample(range(num_blocks), num_blocks)

@@ -150,6 +150,16 @@ def fp4(group: int, global_scale: str = "", divided: bool = True) -> Writer:
     return write
 
 
+def mxfp4_blocks(weight: Tensor) -> Written:
+    """gpt-oss': stacked experts [E, K, N] as [E, N, K / 32, 16]."""
+    matrices = [fp4(32)(matrix) for matrix in weight.mT]
+    codes, scales = (
+        torch.stack([matrix[name] for matrix, _ in matrices]) for name in ("weight_packed", "weight_scale")
+    )
+    values = torch.stack([value for _, value in matrices])
+    return {"blocks": codes.unflatten(2, (-1, 16)), "scales": scales}, values.mT
+
+
 def compressed(file_format: str, weights: dict[str, Any], activations: bool = False) -> dict[str, Any]:
     inputs = {"num_bits": 8, "type": weights["type"], "dynamic": True, "strategy": "token"} if activations else None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -212,28 +222,51 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     ),
     "mxfp4": (compressed("mxfp4-pack-quantized", MXFP4), fp4(32)),
 }
+GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+# Of mixtures of experts: name → (family, what it adds to the family's configuration, quantization_config, its writer)
+EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Writer]] = {
+    "gpt-oss": ("gpt_oss", {"intermediate_size": 160}, GPT_OSS, mxfp4_blocks),
+} | {
+    f"{family} {name}": (family, {"moe_intermediate_size": 128}, *FORMATS[name])
+    for family, name in [
+        ("qwen3_moe", "fp8-channel"),
+        ("qwen3_moe", "fp8-deepseek"),
+        ("qwen3_moe", "int4"),
+        ("qwen3_moe", "awq"),
+        ("qwen3_moe", "gptq-desc-act"),
+        ("glm4_moe", "fp8-block"),
+        ("glm4_moe", "mxfp4"),
+        ("qwen2_moe", "nvfp4"),
+        ("deepseek_v3", "fp8-deepseek"),
+    ]
+}
 
 
 def excludes(config: dict[str, Any]) -> bool:
     """Whether the configuration leaves the second layer's MLP out."""
-    return "layers" in json.dumps(config)
+    return EXCLUDED in json.dumps(config).replace("\\", "")
 
 
 def make_quantised(name: str, folder: Path, exact: Path | None = None, shape: dict[str, Any] | None = None) -> None:
     """A random checkpoint in a format in `folder`; in `exact`, the float checkpoint that it stands for, rounded to float32."""
-    config, writer = FORMATS[name]
-    make_checkpoint("llama-biases", folder, shape)
+    family, changes, config, writer = EXPERTS[name] if name in EXPERTS else ("llama-biases", {}, *FORMATS[name])
+    stacked = writer is mxfp4_blocks
+    make_checkpoint(family, folder, changes | (shape or {}))
     path = folder / "config.json"
     plain_config = json.loads(path.read_text())
     tensors = load_file(folder / "model.safetensors")
     stored, rounded = dict(tensors), dict(tensors)
     for full, weight in tensors.items():
         prefix = full.removesuffix(".weight")
-        if not prefix.endswith("_proj") or full == prefix or (excludes(config) and EXCLUDED in prefix):
+        if (
+            not prefix.endswith(("_proj", "_mqa"))
+            or (weight.dim() == 3) != stacked
+            or (excludes(config) and EXCLUDED in prefix)
+        ):
             continue
         del stored[full]
         written, rounded[full] = writer(weight)
-        stored |= {f"{prefix}.{end}": tensor.contiguous() for end, tensor in written.items()}
+        stored |= {f"{prefix}{'_' if stacked else '.'}{end}": tensor.contiguous() for end, tensor in written.items()}
         if "activation_scheme" in config:
             stored[f"{prefix}.input_scale"] = torch.tensor(0.5)
     save_file(stored, folder / "model.safetensors")

@@ -52,3 +52,8 @@ def random_weight(form: str, n: int, k: int, device: str = "cpu", seed: int = 0)
         kind=kind, codes=codes, scale=scale, group=group, rows=rows, zero=zero, factor=factor, order=order,
         rounds_activations="rounds" in traits,
     )  # fmt: skip
+
+
+def random_experts(form: str, count: int, n: int, k: int, device: str = "cpu") -> QuantizedWeight:
+    """A stack [count, n, k] of a form in `FORMS`."""
+    return QuantizedWeight.stack([random_weight(form, n, k, device, seed) for seed in range(count)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -34,3 +35,15 @@ def test_the_wheel_holds_what_serving_needs(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= demo
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(each in line for line in needed for each in ("pytest", "triton", "playwright"))
+
+
+def test_pictures_and_links_of_the_readme_can_be_made_absolute(tmp_path: Path) -> None:
+    """As the release does it, for PyPI."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    raw, blob = "https://raw.example/quire/v1", "https://example/quire/blob/v1"
+    subprocess.run([ROOT / ".ci" / "absolute_links", raw, blob], cwd=tmp_path, check=True)
+    before, after = (ROOT / "README.md").read_text(), (tmp_path / "README.md").read_text()
+    pictures, links = r"!\[[^\]]*\]\(([^)]+)\)", r"(?<!!)\[[^\]]*\]\(([^)]+)\)"
+    assert len(re.findall(links, after)) == len(re.findall(links, before)) > 10
+    assert all(link.startswith("https://") for link in re.findall(links, after))
+    assert re.findall(pictures, after) == [f"{raw}/{path}" for path in re.findall(pictures, before)] != []

@@ -239,12 +239,26 @@ def test_wrong_command_lines(words: list[str], code: int, message: str, capsys: 
 
 def test_serve_says_where_it_is(server: Server) -> None:
     shown = "".join(server.lines)
-    assert "KV cache 8,192 tokens (512 blocks" in shown
+    assert re.search(r"^Quire \S+ · tiny · float32 · CPU, \d+ threads? · attention by \S+$", shown, re.MULTILINE)
+    assert re.search(r"KV cache 8,192 tokens \(512 blocks, .*\): --num-gpu-blocks-override$", shown, re.MULTILINE)
+    assert "context 4,096 · up to 256 requests at once · ready in" in shown
     assert f"Ready: tiny\n  API        {server.url}/v1\n  chat page  {server.url}/\n" in shown
+    for path in re.findall(rf"  {server.url}(/\S+)$", shown, re.MULTILINE):
+        assert httpx.get(server.url + path).status_code == (404 if path == "/v1" else 200), path
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert "<html" in httpx.get(server.url).text
     models = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [(card["id"], card["max_model_len"]) for card in models] == [("tiny", 4096)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_api_process_loads_no_torch(server: Server) -> None:
+    """It would take a second of the start, before the engine process begins to load it."""
+    body = {"prompt": "a", "max_tokens": 2, "guided_choice": ["a", "b"]}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    loaded = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "/uvloop/" in loaded
+    assert "/torch/" not in loaded
 
 
 def test_client_that_hangs_up_ends_its_request(server: Server) -> None:
@@ -282,7 +296,7 @@ sys.exit(main(["generate", "--model", "configs/demo", "Once"]))
 
 
 @pytest.mark.parametrize(
-    "name", ["engine", "engine.flags", "server.commands", "server.commands.bench", "engine.async_engine"]
+    "name", ["engine", "engine.flags", "server.commands", "server.commands.generate", "engine.async_engine"]
 )
 def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED_IMPORT, name]
@@ -325,6 +339,28 @@ def test_running_requests_finish_before_the_server_stops(model: Path) -> None:
         assert server.stop(signal.SIGTERM) == 0
         thread.join(10)
         assert json.loads(finished[0])["choices"][0]["finish_reason"] == "length"
+
+
+def test_replicas_are_restarted_one_after_the_other(model: Path) -> None:
+    with serving(model, "--data-parallel-size", "2", "--shutdown-timeout", "100") as server:
+        finished: list[str] = []
+        threads = [stream(server.url, finished, max_tokens=20) for _ in range(4)]
+        server.process.send_signal(signal.SIGHUP)
+        for thread in threads:
+            thread.join(60)
+        reasons = {json.loads(event)["choices"][0]["finish_reason"] for event in finished if event != "[DONE]"}
+        assert reasons == {"length"}, "a restart ends no request"
+        end, num_restarts = time.monotonic() + 60, 0
+        engines: list[str] = []
+        while num_restarts < 2 or engines != ["0", "1"]:
+            assert time.monotonic() < end, "the replicas were not restarted"
+            ready = httpx.get(f"{server.url}/readyz", timeout=30)
+            assert ready.status_code == 200, "one of them takes requests"
+            num_restarts = ready.json()["num_restarts"]
+            metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+            engines = re.findall(r'vllm:num_requests_running\{engine="(\d)"', metrics)
+            time.sleep(0.05)
+        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_clients_that_do_nothing_cannot_keep_the_server(model: Path) -> None:
@@ -413,7 +449,7 @@ def test_yaml_and_environment_reach_the_server(model: Path, tmp_path: Path, monk
     server = Server("--config", str(file), *SMALL)
     try:
         server.wait_ready()
-        assert "context 512" in server.lines[0]
+        assert "context 512" in "".join(server.lines)
     finally:
         server.stop(signal.SIGTERM)
 
@@ -564,6 +600,15 @@ def test_bench_refuses_before_it_runs(
         in_folder("prompts.jsonl", content)
     assert cli.main(["bench", "throughput", "--model", str(model), "--dataset-path", "prompts.jsonl", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_the_api_process_imports() -> None:
+    """Nothing that takes long and that it can do without."""
+    modules = "engine.async_engine, engine.input_processor, server.app, server.commands.serve, uvicorn, uvloop"
+    heavy = "{'httpx', 'huggingface_hub', 'numpy', 'torch', 'transformers', 'triton'}"
+    code = f"import sys; import {modules}; print({heavy} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_commands_begin_without_the_web_framework() -> None:

@@ -162,7 +162,7 @@ def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.Monk
     assert followed.take_compiled() == (["request 0", "request 1", "request 2"], {}), (
         "remembered grammars are not compiled"
     )
-    assert followed._compile_thread is None
+    assert not followed._compile_thread.release(), "there is no thread"
     monkeypatch.setattr("engine.structured.grammar.MAX_COMPILED_LENGTH", len(grammars[0]))
     compiler.compile(regex_grammar("[x-z]"))
     assert [compiler.remembered(grammar) for grammar in grammars] == [None] * 3, "what is kept is bounded"

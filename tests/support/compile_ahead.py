@@ -5,12 +5,14 @@ compiled is what would run. It prints one line for each binary, and exits with 1
 Needs a fresh process: the interpreter replaces kernels while they are imported.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +22,10 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 from kernels.layout import RowState, StepTensors
+from kernels.moe import ExpertActivation
 from kernels.plan import DecodePlan
+from kernels.quantized_weight import Weight
+from tests.oracles.random_weights import random_weight
 
 META = torch.device("meta")
 F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -95,6 +100,7 @@ def attention(
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype | None = None,
     few: bool = True,
+    sparse: kernels.BlockSparse | None = None,
     **options: float,
 ) -> None:
     from kernels.triton.attention_decode import paged_attention_decode, plan_decode
@@ -103,18 +109,34 @@ def attention(
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
     query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
     scale = kv_scale(2, cache)
-    tables, slopes = tensor(4, 64, dtype=I32), tensor(num_heads, dtype=F32) if options.pop("alibi", False) else None
+    by_head = {name: tensor(num_heads, dtype=F32) for name in ("alibi_slopes", "sinks") if options.pop(name, False)}
+    tables = tensor(4, 64, dtype=I32)
     window = int(options.get("window", 0))
-    plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window)
+    plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window, sparse)
     plan_decode(lens, rows, plan)
     paged_attention_decode(
-        query, cache, cache, tables, rows, lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale, plan=plan, out=query,
-        **options,  # type: ignore[arg-type]
+        query, cache, cache, tables, rows, lens, scale=0.1, kv_scale=scale, plan=plan, out=query,
+        sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
     )  # fmt: skip
     paged_attention_prefill(
-        query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, alibi_slopes=slopes, kv_scale=scale,
-        tiles=tensor(5, 2, dtype=I32), out=query, **options,  # type: ignore[arg-type]
+        query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, kv_scale=scale,
+        tiles=tensor(5, 2, dtype=I32), out=query, sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bool = True) -> None:
+    from kernels.triton.latent import absorb_and_store, latent_attention_decode, latent_attention_prefill
+
+    cache, rows = tensor(10, 1, 16, 576, dtype=dtype), tensor(seqs, dtype=I32)
+    query = absorb_and_store(
+        tensor(seqs, num_heads, 192, dtype=dtype), tensor(num_heads, 128, 512, dtype=dtype), tensor(seqs, 576, dtype=dtype),
+        tensor(512, dtype=dtype), 1e-6, rows, tensor(99, 64, dtype=F32), cache, tensor(seqs, dtype=I64), interleaved,
+    )  # fmt: skip
+    out, tables = tensor(seqs, num_heads, 512, dtype=dtype), tensor(4, 64, dtype=I32)
+    latent_attention_decode(query, cache, tables, rows, rows, scale=0.1, out=out)
+    latent_attention_prefill(
+        query, cache, tables, rows, tensor(seqs + 1, dtype=I32), rows, scale=0.1, out=out, tiles=tensor(5, 2, dtype=I32)
+    )
 
 
 def matmul(tokens: int, dtype: torch.dtype) -> None:
@@ -153,6 +175,55 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
     dequantize(weight.codes, weight, dtype)
 
 
+def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
+    from kernels.moe import Router
+    from kernels.triton.router import norm_route, route
+
+    x, weight, bias = tensor(tokens, 2048), tensor(128, 2048, dtype=dtype), tensor(128, dtype=dtype)
+    slots = tensor(tokens, dtype=I64)
+    norm_route(x, tensor(2048), 1e-6, weight, None, None, Router(8, **rule), slots)
+    route(x, weight, bias, tensor(128, dtype=F32), Router(8, **rule))
+
+
+def expert_weights(form: str, n: int, k: int) -> Weight:
+    """Of 32 experts; "float", or a form in `FORMS`."""
+    if form == "float":
+        return tensor(32, n, k)
+    one = random_weight(form, n, k)
+    parts = ((field.name, getattr(one, field.name)) for field in dataclasses.fields(one))
+    stacks: dict[str, Any] = {
+        name: tensor(32, *part.shape, dtype=part.dtype) for name, part in parts if isinstance(part, Tensor)
+    }
+    return dataclasses.replace(one, **stacks)
+
+
+def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
+    from kernels.triton.moe import experts as compute
+
+    gate_up, down = expert_weights(form, 1024, 1024), expert_weights(form, 1024, 512)
+    x, weights, bias = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32), tensor(32, 1024)
+    biases = (None, None) if activation == "silu" else (bias, bias)
+    compute(x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation, add_to=x)
+
+
+def parts_of_channels() -> None:
+    """A product whose channels are divided among programs, and the sum of these parts."""
+    from kernels.hopper import quantized_tiles as tiles
+    from kernels.quantized_weight import QuantizedWeight
+
+    weight = QuantizedWeight("int4", tensor(512, 512, dtype=torch.uint8), tensor(512, 8, dtype=F16), 128)
+    x, out = tensor(60, 1024), tensor(60, 512)
+    tiles.launch(x, weight, None, out, tiles.Config(64, 64, 2, 2), residual=out)
+
+
+def all_reduce(dtype: torch.dtype) -> None:
+    from kernels.triton.all_reduce import all_reduce
+
+    x, buffers, calls = tensor(3, 1024, dtype=dtype), tensor(2, dtype=I64), tensor(16, dtype=I32)
+    all_reduce(x, buffers, calls, 0, 1 << 13)
+    all_reduce(x, buffers, calls, 0, 1 << 13, residual=x)
+
+
 def prepare() -> None:
     from kernels.triton.prepare import prepare_step
 
@@ -169,13 +240,13 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(rotary, 256, 0, False),
     functools.partial(rotary, 128, 64, False, interleaved=True),
     functools.partial(kv_cache, BF16),
-    functools.partial(attention, 128, 2, 16),
     functools.partial(attention, 128, 7, 16, few=False),
-    functools.partial(attention, 64, 1, 64, F16, window=1024),
-    functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi=True),
+    functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi_slopes=True),
     functools.partial(attention, 256, 4, 16),
-    functools.partial(attention, 64, 8, 64, F16),
     functools.partial(attention, 128, 4, 16, F32),
+    functools.partial(latent, 20, 3),
+    functools.partial(latent, 128, 40, F16, interleaved=False),
+    functools.partial(latent, 16, 3, F32),
     functools.partial(matmul, 1, F16),
     functools.partial(matmul, 5, BF16),
     functools.partial(matmul, 11, BF16),
@@ -192,6 +263,15 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 60, "int4", 128),
     functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
     functools.partial(quantized, 300, "int8", rounds=True),
+    functools.partial(all_reduce, BF16),
+    functools.partial(all_reduce, F32),
+    functools.partial(router, 1, BF16, renormalise=True),
+    functools.partial(router, 300, F32, scoring="sigmoid", num_groups=8, num_chosen_groups=4, group_score="top2"),
+    functools.partial(experts, 1, "mxfp4", activation="clamped_swiglu"),
+    functools.partial(experts, 2, "float", activation="gelu_tanh"),
+    functools.partial(experts, 64, "fp8 blocks"),
+    functools.partial(experts, 4096, "float"),
+    functools.partial(experts, 4096, "int4"),
     prepare,
 ]
 
@@ -199,14 +279,23 @@ VARIANTS: list[Callable[[], None]] = [
 E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from compute capability 8.9
     functools.partial(kv_cache, E4M3),
     functools.partial(rotary, 128, 128, True, BF16, E4M3),
-    functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
-    functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi=True),
     functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
     functools.partial(quantized, 300, "e4m3", rounds=True, dtype=F16),
     functools.partial(quantized, 300, "e4m3", 128, 128, rounds=True),
 ]
 
-HOPPER = "kernels.hopper.attention_prefill"  # for compute capability 9.0 alone
+# Attention takes most of the time, so that other devices compile no more than some of its forms.
+HOPPER_VARIANTS: list[Callable[[], None]] = [
+    parts_of_channels,
+    functools.partial(attention, 128, 2, 16),
+    functools.partial(attention, 64, 8, 16, window=128, sinks=True),
+    functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),
+    functools.partial(attention, 64, 8, 64, F16),
+    functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
+    functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
+]
+
+HOPPER = ("kernels.hopper.attention_prefill", "kernels.hopper.quantized_tiles")  # for compute capability 9.0 alone
 
 
 class Driver:
@@ -237,7 +326,7 @@ def entry_points() -> Iterator[JITFunction]:
 def main(capability: int) -> int:
     hopper = capability // 10 == 9
     launched: dict[JITFunction, list[triton.FutureKernel]] = {
-        kernel: [] for kernel in entry_points() if hopper or kernel.module != HOPPER
+        kernel: [] for kernel in entry_points() if hopper or kernel.module not in HOPPER
     }
     run = JITFunction.run
 
@@ -256,15 +345,17 @@ def main(capability: int) -> int:
             module._multiplies_e4m3 = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "_has_matrix_unit"):
             module._has_matrix_unit = lambda device: True  # type: ignore[attr-defined]
-    if capability == 90 and HOPPER in modules:
-        modules[HOPPER]._num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
+        if hasattr(module, "_is_hopper"):
+            module._is_hopper = lambda device: capability == 90  # type: ignore[attr-defined]
+        if hasattr(module, "_num_multiprocessors") and (hopper or module.__name__ not in HOPPER):
+            module._num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     with kernels.compiling_only():
-        for variant in VARIANTS + (E4M3_VARIANTS if capability >= 89 else []):
+        for variant in VARIANTS + (E4M3_VARIANTS if capability >= 89 else []) + (HOPPER_VARIANTS if hopper else []):
             variant()
     if capability != 90:
-        launched = {kernel: binaries for kernel, binaries in launched.items() if kernel.module != HOPPER}
+        launched = {kernel: binaries for kernel, binaries in launched.items() if kernel.module not in HOPPER}
     for kernel, binaries in launched.items():
         hashes = {binary.result().hash for binary in binaries}  # raises what went wrong in its compilation
         print(f"sm_{capability} {kernel.module}.{kernel.__name__}: {len(hashes)} binaries")

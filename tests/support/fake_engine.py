@@ -76,17 +76,21 @@ class FakeEngine:
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
         self.default_sampling: dict[str, Any] = {}
         self.default_pooling = "last"
+        self.classifier: Any = None
         self.generates = True
         self.model_name = "toy"
+        self.eos_token_ids = (257,)
+        self.architecture = "ToyForCausalLM"
         self.stats: SchedulerStats | None = None
         self.states = StateHolder()
         self.states.enter("ready")
         self.step_tokens = StepTokens()
         self.pid = os.getpid()
+        self.replicas = [self]
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
         self.time_out_after: int | None = None  # tokens after which a request with a deadline ends for that
         self.die_after: int | None = None  # tokens after which the engine dies
-        self.holds = False  # embeddings wait until they are aborted
+        self.holds = False  # answers and embeddings wait until they are aborted
         self.active: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
@@ -202,6 +206,8 @@ class FakeEngine:
         try:
             while True:
                 await asyncio.sleep(self.delay)
+                while self.holds and request_id not in self.aborted:
+                    await asyncio.sleep(0.005)
                 if self.die_after is not None and len(generated) >= self.die_after:
                     self.states.enter("dead", reason="the engine process was killed by SIGKILL")
                 if self.state.phase == "dead":
@@ -228,7 +234,7 @@ class FakeEngine:
                     finish = "error"
                 logprobs = None
                 if sampling.logprobs is not None:
-                    top = [token, 65, 66, 67, 68][: sampling.logprobs]
+                    top = sampling.logprob_token_ids or [token, 65, 66, 67, 68][: sampling.logprobs]
                     logprobs = [TokenLogprobs(-0.5, 1, top, [-0.5, -1.5, float("-inf"), -4.0, -5.0][: len(top)])]
                 stop_token = token if finish == "stop" and token != 257 else None
                 output = EngineOutput(

@@ -25,6 +25,7 @@ class FakeHandle:
     result: StepResult
     guided: list[int] = field(default_factory=list)
     fault: Callable[[SchedulerOutput], None] | None = None
+    has_ended: bool = False
 
     def read(self) -> tuple[SchedulerOutput, StepResult]:
         if self.fault is not None:
@@ -41,6 +42,8 @@ class FakeRunner:
     cache_groups: tuple[CacheGroup, ...] = (FULL,)
     device_name: str = "fake"
     kv_cache_bytes: int = 1 << 20
+    cache_bound: str = "a fake"
+    attention_backend: str = "fake"
     prompts: dict[str, list[int]] = field(default_factory=dict)
     num_computed: dict[str, int] = field(default_factory=dict)
     max_scheduled: int = 0

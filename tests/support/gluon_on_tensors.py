@@ -5,6 +5,7 @@ So it runs here without layouts. That they fit each other is the compiler's to c
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -25,11 +26,14 @@ class Pointers:
         mask = torch.tensor(True) if mask is None else mask
         mask, offsets = torch.broadcast_tensors(mask, self.offsets)
         inside = offsets[mask]
+        if not inside.numel():
+            return torch.full(mask.shape, other).to(self.tensor.dtype)
         sizes, strides = self.tensor.shape, self.tensor.stride()
         assert int(inside.min()) >= 0
         assert int(inside.max()) <= sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         memory = torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))
-        return torch.where(mask, memory[torch.where(mask, offsets, 0)], other).to(self.tensor.dtype)
+        loaded = memory[torch.where(mask, offsets, 0)]
+        return torch.where(mask, loaded, torch.tensor(other).to(loaded.dtype))
 
     def store(self, value: Tensor, mask: Tensor) -> None:
         mask, offsets, value = torch.broadcast_tensors(mask, self.offsets, value)
@@ -39,12 +43,62 @@ class Pointers:
 
 
 class Shared:
-    def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor) -> None:
-        assert list(value.shape) == shape
+    def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor | None = None) -> None:
+        self.shape = shape
+        if value is not None:
+            self.store(value)
+
+    def store(self, value: Tensor) -> None:
+        assert list(value.shape) == self.shape
         self.value = value
 
     def load(self, layout: object) -> Tensor:
         return self.value
+
+    def permute(self, order: tuple[int, ...]) -> Tensor:
+        return self.value.permute(order)
+
+
+class Stages:
+    """Shared memory of several parts, each written as a whole. A part that is read must have been written."""
+
+    def __init__(self, dtype: torch.dtype, shape: list[int], layout: object) -> None:
+        self.parts = [Shared(dtype, shape[1:], layout) for _ in range(shape[0])]
+
+    def index(self, i: int) -> Shared:
+        return self.parts[int(i)]
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Joined:
+        return Joined(self.parts, len(self.parts) // shape[0])
+
+
+class Joined:
+    """Stages of several parts each, one below the other."""
+
+    def __init__(self, parts: list[Shared], count: int) -> None:
+        self.parts, self.count = parts, count
+
+    def index(self, i: int) -> Shared:
+        values = [part.value for part in self.parts[int(i) * self.count :][: self.count]]
+        joined = torch.cat(values)
+        return Shared(joined.dtype, list(joined.shape), None, joined)
+
+
+class Descriptor:
+    """Of a tensor whose boxes are copied; what lies outside of it is zero."""
+
+    def __init__(
+        self, tensor: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: object
+    ) -> None:
+        self.tensor, self.block_shape = tensor, block_shape
+        self.block_type = SimpleNamespace(nbytes=block_shape[0] * block_shape[1] * tensor.element_size())
+
+    def copy(self, at: list[int], barrier: object, shared: Shared) -> None:
+        slices = [slice(int(a), int(a) + size) for a, size in zip(at, self.block_shape, strict=True)]
+        box = self.tensor[slices[0], slices[1]]
+        out = box.new_zeros(self.block_shape)
+        out[: box.shape[0], : box.shape[1]] = box
+        shared.store(out)
 
 
 class Kernel:
@@ -53,14 +107,19 @@ class Kernel:
     def __init__(self, body: object, gluon: SimpleNamespace) -> None:
         self.body, self.gluon = body, gluon
 
-    def __getitem__(self, grid: tuple[int]) -> object:
-        def run(*args: object, num_warps: int, **constants: object) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        def run(*args: object, num_warps: int, maxnreg: int | None = None, **constants: object) -> None:
             args = tuple(Pointers(a) if isinstance(a, Tensor) else a for a in args)
-            for i in range(grid[0]):
-                self.gluon.program_id = lambda axis, i=i: torch.tensor(i)
+            for ids in itertools.product(*map(range, grid), [0]):
+                self.gluon.program_id = lambda axis, ids=ids: torch.tensor(ids[axis])
+                self.gluon.num_programs = lambda axis: torch.tensor(grid[axis])
                 self.body(*args, **constants)  # type: ignore[operator]
 
         return run
+
+
+def _where(condition: Tensor, a: Tensor | int, b: Tensor | int) -> Tensor:
+    return torch.where(condition, torch.as_tensor(a), torch.as_tensor(b))
 
 
 def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, helpers: tuple[str, ...]) -> None:
@@ -70,10 +129,13 @@ def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: 
 
     gluon = SimpleNamespace(
         constexpr=object, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, uint8=torch.uint8,
-        static_range=range, rsqrt=torch.rsqrt, exp=torch.exp,
+        int16=torch.int16, int32=torch.int32, static_range=range, where=_where,
+        max=torch.amax, min=torch.amin, rsqrt=torch.rsqrt, exp=torch.exp,
         NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
-        SwizzledSharedLayout=layout, allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
+        SwizzledSharedLayout=layout, NVMMASharedLayout=layout,
+        allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
         arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout: value,
+        split=lambda value: value.unbind(-1), maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), sum=torch.sum,
         zeros=lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype),
     )  # fmt: skip
@@ -83,5 +145,32 @@ def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: 
         monkeypatch.setattr(module, name, body)
         monkeypatch.setitem(body.__globals__, "gl", gluon)
     monkeypatch.setattr(module, "gl", gluon)
-    monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
-    monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True)
+    if hasattr(module, "mma_v2"):
+        monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
+        monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True)
+    if hasattr(module, "TensorDescriptor"):
+        _on_hopper(monkeypatch, module, gluon)
+
+
+def _on_hopper(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gluon: SimpleNamespace) -> None:
+    """Copies and products are done when they are asked for."""
+    gluon.allocate_shared_memory = Stages
+    gluon.cdiv = lambda a, b: -(-a // b)
+
+    def nothing(*args: object, **options: object) -> None: ...
+
+    def product(a: Tensor, b: Tensor, total: Tensor, is_async: bool) -> Tensor:
+        return total + a.float() @ b.float()
+
+    replacements = {
+        "TensorDescriptor": Descriptor,
+        "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing),
+        "tma": SimpleNamespace(async_copy_global_to_shared=Descriptor.copy),
+        "fence_async_shared": nothing,
+        "warpgroup_mma": product,
+        "warpgroup_mma_init": lambda total: total,
+        "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
+        "_is_hopper": lambda device: True,
+    }
+    for name, value in replacements.items():
+        monkeypatch.setattr(module, name, value)

@@ -68,9 +68,9 @@ def slot(block_table: list[int], position: int) -> int:
     return block_table[position // 16] * 16 + position % 16
 ```
 
-It costs $5 or $6 per hour[^1].
+The figures are those of a published study[^1].
 
-[^1]: As of today, on a rented GPU.
+[^1]: W. Kwon and others, *Efficient Memory Management for Large Language Model Serving with PagedAttention*, 2023.
 """
 
 THOUGHTS = """The user wants to know how a paged cache keeps its promises. Let me go through it.
@@ -119,7 +119,7 @@ class Stub:
 
 def endless(num_tokens: int) -> str:
     """A long answer of every kind of block, of about so many tokens as `pieces_of` cuts them."""
-    blocks = [ANSWER, RICH.partition("It costs")[0], STORY]
+    blocks = [ANSWER, RICH.partition("The figures")[0], STORY]
     text: list[str] = []
     total = 0
     while total < num_tokens:

@@ -70,3 +70,33 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
+
+# gpt-oss: messages with channels; one call in a message, whose result follows.
+HARMONY = """
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- for t in tools %}{{- 'type ' + t.function.name + ';' }}{%- endfor %}{{- '<|end|>' }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- if m.content and m.thinking %}{{- raise_exception('content and thinking') }}{%- endif %}
+        {%- if m.content or m.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}
+        {%- endif %}
+        {%- set called.name = m.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + called.name + '<|channel|>commentary json<|message|>' }}
+        {{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+    {%- elif m.role == 'tool' %}
+        {%- if called.name is none %}{{- raise_exception('no call before') }}{%- endif %}
+        {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson + '<|end|>' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""

@@ -1,4 +1,4 @@
-"""A tiny random Llama with a byte-level tokenizer and a chat template, made on the spot."""
+"""A tiny random Llama, or a mixture of experts, with a byte-level tokenizer and a chat template, made on the spot."""
 
 import json
 from pathlib import Path
@@ -24,15 +24,24 @@ CONFIG = {
     "eos_token_id": 257,
     "torch_dtype": "float32",
 }
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, experts: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | (EXPERTS if experts else {})))
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -49,10 +58,19 @@ def write_model(folder: Path) -> Path:
             layer + "self_attn.k_proj.weight": weight(hidden // 2, hidden),
             layer + "self_attn.v_proj.weight": weight(hidden // 2, hidden),
             layer + "self_attn.o_proj.weight": weight(hidden, hidden),
-            layer + "mlp.gate_proj.weight": weight(inner, hidden),
-            layer + "mlp.up_proj.weight": weight(inner, hidden),
-            layer + "mlp.down_proj.weight": weight(hidden, inner),
         }
+        if experts:
+            names = [f"{layer}mlp.experts.{i}." for i in range(6)]
+            tensors |= {name + f"{part}_proj.weight": weight(48, hidden) for name in names for part in ("gate", "up")}
+            tensors |= {name + "down_proj.weight": weight(hidden, 48) for name in names}
+            tensors |= {layer + f"self_attn.{part}_norm.weight": torch.ones(16) for part in ("q", "k")}
+            tensors[layer + "mlp.gate.weight"] = weight(6, hidden)
+        else:
+            tensors |= {
+                layer + "mlp.gate_proj.weight": weight(inner, hidden),
+                layer + "mlp.up_proj.weight": weight(inner, hidden),
+                layer + "mlp.down_proj.weight": weight(hidden, inner),
+            }
     save_file(tensors, folder / "model.safetensors")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))

@@ -59,6 +59,14 @@ def test_fp8_caches_need_ada(monkeypatch: pytest.MonkeyPatch, capability: tuple[
     assert CpuDevice().supports_fp8_cache
 
 
+@pytest.mark.parametrize(("avx512", "amx"), [(True, False), (False, True), (False, False)])
+def test_cpus_that_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert CpuDevice().multiplies_bfloat16 is (avx512 or amx)
+    assert CudaDevice(0).multiplies_bfloat16
+
+
 def test_a_gpus_memory_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 30 + index)

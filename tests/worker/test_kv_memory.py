@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from engine.core.cache_groups import FULL, CacheGroup
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError
+from engine.worker.options import RunnerOptions
 
 CPU = CpuDevice()
 
@@ -71,9 +73,31 @@ def test_half_a_window_nearly_doubles_what_fits() -> None:
     assert per_token / (half.block_bytes * half.most_blocks(num_tokens, chunk)) >= 1.8
 
 
+def options_of(max_model_len: int, **more: Any) -> RunnerOptions:
+    limits = {"max_model_len": max_model_len, "max_num_seqs": 4, "max_num_batched_tokens": 100}
+    return RunnerOptions(device=CPU, dtype=torch.float32, kv_dtype=torch.float32, **(limits | more))
+
+
 def test_a_window_makes_room_for_a_longer_context() -> None:
-    layout_of([0, 64]).check_fits(num_blocks=40, max_model_len=384, max_chunk=100)
+    assert layout_of([0, 64]).context_that_fits(40, options_of(384)) == 384
     with pytest.raises(KVCacheTooSmallError, match="room for 320 tokens"):
-        layout_of([0]).check_fits(num_blocks=20, max_model_len=384, max_chunk=100)
+        layout_of([0]).context_that_fits(20, options_of(384))
     assert layout_of([0]).groups == (FULL,)
     assert layout_of([64]).groups == (CacheGroup(64),)
+
+
+def test_a_context_that_was_not_asked_for_is_shortened_to_what_fits() -> None:
+    layout = layout_of([0])
+    assert layout.context_that_fits(100, options_of(4096, shortens_context=True)) == 1600
+    assert layout.context_that_fits(100, options_of(512, shortens_context=True)) == 512
+    for shortens_context, num_blocks in ((False, 100), (True, 60)):  # 960 tokens are too few to be of use
+        with pytest.raises(KVCacheTooSmallError, match="--max-model-len"):
+            layout.context_that_fits(num_blocks, options_of(4096, shortens_context=shortens_context))
+
+
+def test_what_bounds_the_cache_on_a_cpu_is_said() -> None:
+    layout, gib = layout_of([0]), 1 << 30
+    assert layout.cpu_cache_bytes(options_of(4096), 64 * gib)[1] == "room for 4 full contexts"
+    many = options_of(131072, max_num_seqs=1000)
+    assert layout.cpu_cache_bytes(many, 64 * gib) == (4 * gib, "4 GiB, or one full context")
+    assert layout.cpu_cache_bytes(many, 8 * gib) == (2 * gib, "a quarter of the free memory")

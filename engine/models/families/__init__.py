@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from engine.models import classifier
 from engine.models.errors import ModelError
-from engine.models.families import llama_like, other_norms
+from engine.models.families import experts, llama_like, mpt, other_norms
 from engine.models.families.fields import Config
 from engine.models.files import read_json
 from engine.models.generation_config import read_eos_token_ids
@@ -39,7 +40,8 @@ def _family(config: Config) -> Callable[[Config], ModelSpec]:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError(f"'architectures' must be a list of one name, got {names!r}")
-    for name in (names[0], names[0].removesuffix("Model") + "ForCausalLM"):  # LlamaModel: without an output head
+    bodies = (names[0].removesuffix(suffix) for suffix in ("Model", classifier.SUFFIX))  # without an output head
+    for name in (names[0], *(body + "ForCausalLM" for body in bodies)):
         if name in FAMILIES:
             return FAMILIES[name]
     stems = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}
@@ -72,4 +74,17 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "Cohere2ForCausalLM": other_norms.cohere2,
     "Starcoder2ForCausalLM": other_norms.starcoder2,
     "NemotronForCausalLM": other_norms.nemotron,
+    "MptForCausalLM": mpt.mpt,
+    "MixtralForCausalLM": experts.mixtral,
+    "Qwen2MoeForCausalLM": experts.qwen2_moe,
+    "Qwen3MoeForCausalLM": experts.qwen3_moe,
+    "OlmoeForCausalLM": experts.olmoe,
+    "GraniteMoeForCausalLM": experts.granite_moe,
+    "GraniteMoeSharedForCausalLM": experts.granite_moe,
+    "Glm4MoeForCausalLM": experts.glm4_moe,
+    "Glm4MoeLiteForCausalLM": experts.glm4_moe_lite,
+    "DeepseekV2ForCausalLM": experts.deepseek_v2,
+    "DeepseekV3ForCausalLM": experts.deepseek_v3,
+    "MiniMaxM2ForCausalLM": experts.minimax_m2,
+    "GptOssForCausalLM": experts.gpt_oss,
 }

@@ -8,11 +8,12 @@ from typing import Literal
 
 from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
-from engine.models.families.rope import context_length, read_rope
+from engine.models.families.rope import context_length, read_rope, yarn_magnitude
 from engine.models.generation_config import token_ids
 from engine.models.quantization import read_quantization
-from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, Norms
+from engine.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoESpec, Norms
 
+Mixer = AttentionSpec | LatentSpec
 MAX_LAYERS = 1024  # a description of each is made before the weights are looked at
 MAX_HEAD_DIM = 1024
 
@@ -56,7 +57,29 @@ def attention(
     )
 
 
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
+def latent_attention(config: Config, *, bias: bool = False) -> LatentSpec:
+    """DeepSeek's multi-head latent attention."""
+    plain, rotary = (integer(config, f"qk_{name}_head_dim", maximum=MAX_HEAD_DIM) for name in ("nope", "rope"))
+    rope = read_rope(config, rotary, interleaved=flag(config, "rope_interleave", True))
+    if rope.rotary_dim != rotary:
+        raise ModelError("'partial_rotary_factor' must be 1 for latent attention")
+    fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scale = (plain + rotary) ** -0.5
+    if rope.scaling != "default" and fields.get("mscale_all_dim"):
+        scale *= yarn_magnitude(rope.factor, number(fields, "mscale_all_dim")) ** 2
+    return LatentSpec(
+        num_heads=integer(config, "num_attention_heads"),
+        latent_dim=integer(config, "kv_lora_rank"),
+        plain_dim=plain,
+        value_dim=integer(config, "v_head_dim", maximum=MAX_HEAD_DIM),
+        scale=scale,
+        rope=rope,
+        query_rank=0 if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        bias=bias,
+    )
+
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu2"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -75,7 +98,7 @@ def dense(
     bias: bool = False,
     activations: Sequence[str] = ("silu", "swish"),
     gated: bool = True,
-    fused: bool = False,
+    fused: str = "",
 ) -> DenseSpec:
     """activations: that the family may have; the first one is the default."""
     name = config.get("hidden_activation") or config.get("hidden_act", activations[0])
@@ -87,17 +110,21 @@ def dense(
 
 def decoder(
     config: Config,
-    mixer: AttentionSpec | Sequence[AttentionSpec],
-    mlp: DenseSpec,
+    mixer: Mixer | Sequence[Mixer],
+    mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpec],
     *,
     windows: Sequence[int] | None = None,
     norms: Norms | None = None,
     eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
-    """A decoder whose layers are alike but for their mixers or windows, where those are given."""
-    mixers = [mixer] * num_layers(config) if isinstance(mixer, AttentionSpec) else list(mixer)
+    """A decoder whose layers are alike but for their mixers, windows or MLPs, where those are given."""
+    mixers = [mixer] * num_layers(config) if isinstance(mixer, AttentionSpec | LatentSpec) else list(mixer)
+    mlps = [mlp] * len(mixers) if isinstance(mlp, DenseSpec | MoESpec) else mlp
     if windows is not None:
-        mixers = [replace(each, window=window) for each, window in zip(mixers, windows, strict=True)]
+        mixers = [
+            replace(each, window=window) if isinstance(each, AttentionSpec) else each
+            for each, window in zip(mixers, windows, strict=True)
+        ]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ModelError(f"'dtype' must be bfloat16, float16 or float32, got {dtype!r}")
@@ -106,13 +133,16 @@ def decoder(
         architecture=config["architectures"][0],
         hidden_size=integer(config, "hidden_size"),
         vocab_size=integer(config, "vocab_size"),
-        layers=tuple(LayerSpec(mixer=each, mlp=mlp, norms=norms or Norms()) for each in mixers),
+        layers=tuple(
+            LayerSpec(mixer=each, mlp=its, norms=norms or Norms()) for each, its in zip(mixers, mlps, strict=True)
+        ),
         norm_eps=number(config, eps_name, 1e-6),
         context_length=context_length(config, mixers[-1].rope or mixers[0].rope),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         dtype=dtype,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(config, "eos_token_id"),
+        num_draft_layers=integer(config, "num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
         quantization=read_quantization(config.get("quantization_config")),
     )
 

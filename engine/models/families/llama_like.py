@@ -30,14 +30,14 @@ def ministral(config: Config) -> ModelSpec:
 
 def qwen2(config: Config) -> ModelSpec:
     """Qwen2 and Qwen2.5: bias on query, key and value."""
-    return decoder(config, attention(config, qkv_bias=True), dense(config), windows=_qwen_windows(config))
+    return decoder(config, attention(config, qkv_bias=True), dense(config), windows=qwen_windows(config))
 
 
 def qwen3(config: Config) -> ModelSpec:
     """Qwen3: RMSNorm of each query and key head."""
     bias = flag(config, "attention_bias")
     mixer = attention({"head_dim": 128, **config}, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return decoder(config, mixer, dense(config), windows=_qwen_windows(config))
+    return decoder(config, mixer, dense(config), windows=qwen_windows(config))
 
 
 def smollm3(config: Config) -> ModelSpec:
@@ -85,7 +85,7 @@ def phi3(config: Config) -> ModelSpec:
         config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
     window = 0 if config.get("sliding_window") is None else integer(config, "sliding_window")
     mixer = replace(attention(config, window=window), fused=True)
-    return decoder(config, mixer, dense(config, fused=True))
+    return decoder(config, mixer, dense(config, fused="gate_up_proj"))
 
 
 def ernie(config: Config) -> ModelSpec:
@@ -101,7 +101,7 @@ def helium(config: Config) -> ModelSpec:
     return decoder(config, mixer, dense(config, bias=flag(config, "mlp_bias")))
 
 
-def _qwen_windows(config: Config) -> list[int]:
+def qwen_windows(config: Config) -> list[int]:
     """By `layer_types`, else for the layers from `max_window_layers` on."""
     if config.get("layer_types") is not None:
         return windows_of(config, slides(config))

@@ -59,7 +59,8 @@ def gemma3(config: Config) -> ModelSpec:
     mixers = [kinds[slides_here] for slides_here in slide]
     windows = windows_of(config, slide, 4096)
     spec = decoder(config, mixers, dense(config, activations=GELU), windows=windows, norms=GEMMA)
-    return _gemma(config, spec)
+    stretched = integer(config, "max_position_embeddings")  # its linear scaling is counted in it
+    return replace(_gemma(config, spec), context_length=stretched)
 
 
 def olmo2(config: Config) -> ModelSpec:
@@ -102,7 +103,7 @@ def exaone4(config: Config) -> ModelSpec:
 def glm(config: Config) -> ModelSpec:
     """GLM-4 of 2024 (glm-4-9b-hf): half of a head rotates, by interleaved pairs; gate and up are one tensor."""
     mixer = attention(config, qkv_bias=flag(config, "attention_bias", True), rotary_factor=0.5, interleaved=True)
-    return decoder(config, mixer, dense(config, fused=True))
+    return decoder(config, mixer, dense(config, fused="gate_up_proj"))
 
 
 def glm4(config: Config) -> ModelSpec:

@@ -67,16 +67,18 @@ def _llama3(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
     )
 
 
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """What yarn multiplies scores of queries and keys by, the square root of it."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
     original = _original_length(fields, config)
     factor = number(fields, "factor", integer(config, "max_position_embeddings") / original)
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    attention_factor = magnitude(1.0)
+    attention_factor = yarn_magnitude(factor, 1.0)
     if fields.get("mscale") and fields.get("mscale_all_dim"):
-        attention_factor = magnitude(number(fields, "mscale")) / magnitude(number(fields, "mscale_all_dim"))
+        mscale, of_all = (yarn_magnitude(factor, number(fields, name)) for name in ("mscale", "mscale_all_dim"))
+        attention_factor = mscale / of_all
     return replace(
         rope,
         factor=factor,

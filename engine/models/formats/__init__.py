@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FLOATS
-from engine.models.formats.layouts import AWQ, FP4, GPTQ, Online, Packed, Plain
+from engine.models.formats.layouts import AWQ, FP4, GPTQ, Blocks, Online, Packed, Plain, Shared
 from engine.models.layers import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
 
@@ -17,6 +17,7 @@ LAYOUTS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "gptq": GPTQ,
     "awq": AWQ,
     "fp4": FP4,
+    "blocks": Blocks,
     "online": Online,
 }
 
@@ -27,13 +28,19 @@ class QuantizedFormats:
 
     quantization: Quantization
 
-    def for_linear(self, names: Sequence[str]) -> WeightFormat:
+    def of(self, names: Sequence[str]) -> WeightFormat:
         schemes = [self.quantization.scheme(name) for name in names]
         if any(scheme != schemes[0] for scheme in schemes):
             raise ModelError(
                 f"'quantization_config': {', '.join(names)} must be stored alike: they are multiplied at once"
             )
         return FLOATS if schemes[0] is None else LAYOUTS[schemes[0].layout](schemes[0])
+
+
+def formats_of_tied_head(formats: WeightFormats, name: str) -> WeightFormats:
+    """Of an output head that is the embedding, whatever the checkpoint's other matrices are."""
+    own = formats.of([name])
+    return Shared(own) if isinstance(own, Online) else FLOATS
 
 
 def weight_formats(quantization: Quantization | None) -> WeightFormats:

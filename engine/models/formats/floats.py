@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import kernels
-from engine.models.layers import CheckpointTensor, Linear, WeightFormat, empty, stacked
+from engine.models.layers import CheckpointTensor, Matrix, WeightFormat, by_rows, empty
 
 
 class FloatFormat(WeightFormat):
     """`weight` [out, in] in the model's dtype."""
 
-    def for_linear(self, names: Sequence[str]) -> WeightFormat:
+    def of(self, names: Sequence[str]) -> WeightFormat:
         return self
 
-    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        linear.weight = empty(linear.num_rows, len(linear.columns), dtype=dtype, device=device)
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
+        matrix.weight = empty(*matrix.shape_of_rows(), len(matrix.columns), dtype=dtype, device=device)
 
-    def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        return stacked("weight", linear.parts, _floats(linear), linear.columns)
+    def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
+        return by_rows("weight", matrix.parts, _floats(matrix).flatten(0, -2), matrix.columns)
 
-    def pack(self, linear: Linear) -> None:
-        linear.weight = nn.Parameter(kernels.pack_weight(_floats(linear)), requires_grad=False)
+    def pack(self, matrix: Matrix) -> None:
+        """It is what products take."""
 
 
-def _floats(linear: Linear) -> Tensor:
-    assert isinstance(linear.weight, Tensor)
-    return linear.weight
+def _floats(matrix: Matrix) -> Tensor:
+    assert isinstance(matrix.weight, Tensor)
+    return matrix.weight
 
 
 FLOATS = FloatFormat()

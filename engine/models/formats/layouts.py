@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import kernels
 from engine.models.errors import ModelError
-from engine.models.formats.quantized import Part, QuantizedFormat, Stored, Tensors
-from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Linear, WeightFormat
+from engine.models.formats.floats import FloatFormat
+from engine.models.formats.quantized import Decoded, QuantizedFormat, Stored, Tensors
+from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
 from engine.models.quantization import Scheme
 
 I8, I32, U8, E4M3 = (frozenset({name}) for name in ("I8", "I32", "U8", "F8_E4M3"))
@@ -39,12 +41,12 @@ class Plain(QuantizedFormat):
         if not scheme.symmetric:
             yield Stored("weight_zero_point", torch.int8, I8, scheme.rows, scheme.group)
 
-    def decode(self, tensors: Tensors) -> Part:
+    def decode(self, tensors: Tensors) -> Decoded:
         codes, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         scale = _two_dimensional(scale, self.scheme)
         if zero is not None:
             zero = _two_dimensional(zero, self.scheme).expand(len(codes), -1)
-        return Part(codes, scale, zero)
+        return Decoded(codes, scale, zero)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         if stored.name == "weight":
@@ -121,7 +123,7 @@ class Packed(IntegerFormat):
         if self.scheme.reordered:
             yield Stored("weight_g_idx", torch.int32, I32, 0, 1)
 
-    def decode(self, tensors: Tensors) -> Part:
+    def decode(self, tensors: Tensors) -> Decoded:
         codes, scale = _unpack(tensors["weight_packed"], self.bits, 1), tensors["weight_scale"]
         scale, zero, order = scale.reshape(len(codes), -1), None, None
         if not self.scheme.symmetric:
@@ -129,7 +131,7 @@ class Packed(IntegerFormat):
         if self.scheme.reordered:
             order = _order(tensors["weight_g_idx"], self.scheme.group)
             codes = codes if order is None else codes[:, order]
-        return Part(self.codes(codes), scale, zero, order=order)
+        return Decoded(self.codes(codes), scale, zero, order=order)
 
 
 class GPTQ(IntegerFormat):
@@ -147,14 +149,14 @@ class GPTQ(IntegerFormat):
         if self.scheme.reordered:
             yield Stored("g_idx", torch.int32, I32, 0, 1)
 
-    def decode(self, tensors: Tensors) -> Part:
+    def decode(self, tensors: Tensors) -> Decoded:
         codes, order = _unpack(tensors["qweight"], self.bits, 0).T, None
         scale = tensors["scales"].reshape(-1, len(codes)).T
         zero = _unpack(tensors["qzeros"].reshape(scale.shape[1], -1), self.bits, 1).T
         if self.scheme.reordered:
             order = _order(tensors["g_idx"], self.scheme.group or codes.shape[1])
             codes = codes if order is None else codes[:, order]
-        return Part(self.codes(codes), scale, self.zero(zero), order=order)
+        return Decoded(self.codes(codes), scale, self.zero(zero), order=order)
 
 
 class AWQ(IntegerFormat):
@@ -167,12 +169,12 @@ class AWQ(IntegerFormat):
             yield Stored("qzeros", torch.int32, I32, self.per_word, group, transposed=True)
         yield Stored("scales", torch.float32, FLOAT_DTYPES, 1, group, transposed=True)
 
-    def decode(self, tensors: Tensors) -> Part:
+    def decode(self, tensors: Tensors) -> Decoded:
         codes, zero = _unpack(tensors["qweight"], 4, 1, self._bits_of).T, None
         scale = tensors["scales"].reshape(-1, len(codes)).T
         if not self.scheme.symmetric:
             zero = self.zero(_unpack(tensors["qzeros"].reshape(scale.shape[1], -1), 4, 1, self._bits_of).T)
-        return Part(codes, scale, zero)
+        return Decoded(codes, scale, zero)
 
     @staticmethod
     def _bits_of(row: int) -> int:
@@ -195,7 +197,7 @@ class FP4(QuantizedFormat):
         if nvfp4:
             yield Stored(self.scheme.global_scale, torch.float32, FLOAT_DTYPES, 0, 0)
 
-    def decode(self, tensors: Tensors) -> Part:
+    def decode(self, tensors: Tensors) -> Decoded:
         pairs, scale, factor = tensors["weight_packed"], tensors["weight_scale"], None
         codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
         if self.scheme.global_scale:
@@ -203,7 +205,7 @@ class FP4(QuantizedFormat):
             factor = (1 / one if self.scheme.divided else one).expand(len(codes))
         else:
             scale = torch.exp2(scale.float() - 127)
-        return Part(codes, scale, factor=factor)
+        return Decoded(codes, scale, factor=factor)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         match stored.name:
@@ -215,44 +217,91 @@ class FP4(QuantizedFormat):
         return torch.full(shape, 1 / scale if self.scheme.divided else scale)
 
 
+class Blocks(FP4):
+    """gpt-oss' mxfp4: `blocks` [N, K / 32, 16], each of 32 channels, and `scales` [N, K / 32]."""
+
+    def stored(self) -> Iterator[Stored]:
+        yield Stored("blocks", torch.uint8, U8, 1, 32, inner=16)
+        yield Stored("scales", torch.uint8, U8, 1, 32)
+
+    def decode(self, tensors: Tensors) -> Decoded:
+        return super().decode({"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]})
+
+    def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
+        plain = {"blocks": "weight_packed", "scales": "weight_scale"}[stored.name]
+        return super().random(shape, replace(stored, name=plain), generator)
+
+
 class Online(WeightFormat):
-    """A float `weight` [N, K], rounded row by row as it is loaded."""
+    """A float `weight` [N, K], rounded as it is loaded: row by row, or to int4 in groups of channels."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 
-    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        shape, code_dtype = (linear.num_rows, len(linear.columns)), DTYPES[self.scheme.kind][0]
-        linear.weight = kernels.QuantizedWeight(
-            kind=self.scheme.kind,
-            codes=torch.empty(shape, dtype=code_dtype, device=device),
-            scale=torch.empty(linear.num_rows, 1, dtype=torch.float32, device=device),
-            group=len(linear.columns),
-            rounds_activations=True,
-        )
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
+        rows, columns, group = matrix.shape_of_rows(), len(matrix.columns), self.scheme.group
+        if group and columns % group:
+            name = matrix.parts[0].name
+            raise ModelError(f"{name}: int4 needs a multiple of {group} input channels, got {columns}")
+        if group:
+            codes = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
+            scale = torch.empty(*rows, columns // group, dtype=torch.bfloat16, device=device)
+        else:
+            codes = torch.empty(*rows, columns, dtype=DTYPES[self.scheme.kind][0], device=device)
+            scale = torch.empty(*rows, 1, dtype=torch.float32, device=device)
+        matrix.weight = self._made_of(codes, scale, columns)
 
-    def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        weight, start = self._weight(linear), 0
-        for part, rows in linear.parts:
-            own = slice(start, start + len(rows))
-            codes, scale, start = weight.codes[own], weight.scale[own], own.stop
+    def _made_of(self, codes: Tensor, scale: Tensor, columns: int) -> kernels.QuantizedWeight:
+        kind, group, rounds = self.scheme.kind, self.scheme.group or columns, self.scheme.activations
+        return kernels.QuantizedWeight(kind, codes, scale, group, rounds_activations=rounds)
+
+    def _round(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """value [n, K] → its codes and scales, as `QuantizedWeight` holds them."""
+        if self.scheme.kind == "int4":
+            codes, scale = kernels.quantize_groups(value, self.scheme.group)
+            return kernels.pack_nibbles(codes), scale
+        return kernels.quantize_rows(value, DTYPES[self.scheme.kind][0])
+
+    def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
+        weight, start = self._weight(matrix), 0
+        all_codes, all_scales = weight.codes.flatten(0, -2), weight.scale.flatten(0, -2)
+        for part in matrix.parts:
+            own = slice(start, start + len(part.rows))
+            codes, scale, start = all_codes[own], all_scales[own], own.stop
 
             def fill(value: Tensor, codes: Tensor = codes, scale: Tensor = scale) -> None:
-                rounded = kernels.quantize_rows(value.to(codes.device), codes.dtype)
+                rounded = self._round(value.to(codes.device))
                 codes.copy_(rounded[0])
                 scale.copy_(rounded[1])
 
-            yield CheckpointTensor(f"{part}.weight", (rows, linear.columns), codes, take=fill)
+            yield part.place(CheckpointTensor("weight", (part.rows, matrix.columns), codes, take=fill))
 
-    def fill_randomly(self, linear: Linear, generator: torch.Generator) -> None:
-        weight = self._weight(linear)
+    def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:
+        weight = self._weight(matrix)
         weight.codes.copy_(_random_codes(tuple(weight.codes.shape), self.scheme.kind, generator))
         weight.scale.fill_(STD / STD_OF_CODES[self.scheme.kind])
 
-    def pack(self, linear: Linear) -> None:
+    def pack(self, matrix: Matrix) -> None:
         """It is what products take."""
 
+    def rounded(self, weight: Tensor) -> kernels.QuantizedWeight:
+        """A float matrix [N, K]."""
+        return self._made_of(*self._round(weight), weight.shape[1])
+
     @staticmethod
-    def _weight(linear: Linear) -> kernels.QuantizedWeight:
-        assert isinstance(linear.weight, kernels.QuantizedWeight)
-        return linear.weight
+    def _weight(matrix: Matrix) -> kernels.QuantizedWeight:
+        assert isinstance(matrix.weight, kernels.QuantizedWeight)
+        return matrix.weight
+
+
+class Shared(FloatFormat):
+    """A float matrix that another module reads, too: it is rounded for products alone, once it is filled."""
+
+    def __init__(self, online: Online) -> None:
+        self.online = online
+
+    def pack(self, matrix: Matrix) -> None:
+        weight = matrix.weight
+        assert isinstance(weight, Tensor)
+        del matrix.weight  # the name of a parameter takes nothing else
+        matrix.weight = self.online.rounded(weight)

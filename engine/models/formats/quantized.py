@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import kernels
 from engine.models.errors import ModelError
-from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Linear, WeightFormat
+from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
 from engine.models.quantization import Scheme
 from engine.models.shard import Span
 
@@ -30,24 +31,29 @@ class Stored:
     columns: int  # likewise
     transposed: bool = False  # the columns come first
     aliases: tuple[str, ...] = ()  # other names
+    inner: int = 0  # entries of each element, along one more dimension; 0: there is none
 
     def spans(self, rows: Span, columns: Span, names: str) -> tuple[Span, ...]:
         """This rank's part. ModelError, which calls the matrix `names`: ranks would divide what belongs together."""
         spans = [_coarse(rows, self.rows, names, cut=self.dtypes == FLOAT_DTYPES)] if self.rows else []
         if self.columns:
             spans.append(_coarse(columns, self.columns, names))
+        if self.inner:
+            spans.append(Span.whole(self.inner))
         return tuple(reversed(spans)) if self.transposed else tuple(spans)
 
 
 def _coarse(span: Span, size: int, names: str, *, cut: bool = False) -> Span:
     """`span` in units of `size`. `cut`: units may be divided among ranks, which then all hold them."""
+    if size == 1:
+        return span
     if not cut and (span.start % size or (span.stop % size and span.stop != span.total)):
         raise ModelError(f"{names}: ranks cannot divide its {span.total} channels, which are stored {size} together")
     return Span(-(-span.total // size), span.start // size, -(-span.stop // size))
 
 
-class Part(NamedTuple):
-    """One of the stacked projections, decoded."""
+class Decoded(NamedTuple):
+    """Rows of a matrix, decoded."""
 
     codes: Tensor  # [n, K], one for each channel also where they have four bits
     scale: Tensor  # [n or the scheme's blocks of them, G] float32
@@ -69,72 +75,103 @@ class QuantizedFormat(WeightFormat):
         """The tensors of one part."""
 
     @abstractmethod
-    def decode(self, tensors: Tensors) -> Part:
+    def decode(self, tensors: Tensors) -> Decoded:
         """One part from its stored tensors."""
 
     @abstractmethod
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         """Values of a stored tensor, so that weights have a standard deviation of about 0.02."""
 
-    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        if sum(len(rows) for _, rows in linear.parts) < linear.num_rows:
-            raise ModelError(f"{linear.parts[0][0]}: a quantised matrix cannot be divided unevenly among ranks")
-        linear.stored = {
-            (part, stored.name): torch.empty(
-                [len(span) for span in stored.spans(rows, linear.columns, name)], dtype=stored.dtype, device=device
-            )
-            for part, (name, rows) in enumerate(linear.parts)
-            for stored in self.stored()
-        }
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
+        if sum(len(part.rows) for part in matrix.parts) < matrix.num_rows:
+            raise ModelError(f"{matrix.parts[0].name}: a quantised matrix cannot be divided unevenly among ranks")
+        matrix.stored = {}
+        for stored in self.stored():
+            shapes = [
+                [len(span) for span in stored.spans(part.rows, matrix.columns, part.name)] for part in matrix.parts
+            ]
+            sizes = [math.prod(shape) for shape in shapes]
+            memory = torch.empty(sum(sizes), dtype=stored.dtype, device=device).split(sizes)  # freed in one piece
+            for i, (own, shape) in enumerate(zip(memory, shapes, strict=True)):
+                matrix.stored[i, stored.name] = own.view(shape)
 
-    def tensors(self, linear: Linear) -> Iterator[CheckpointTensor]:
-        for part, (name, rows) in enumerate(linear.parts):
+    def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
+        for i, part in enumerate(matrix.parts):
             for stored in self.stored():
-                yield CheckpointTensor(
-                    f"{name}.{stored.name}",
-                    stored.spans(rows, linear.columns, name),
-                    linear.stored[part, stored.name],
-                    stored.dtypes,
-                    tuple(f"{name}.{alias}" for alias in stored.aliases),
-                )
+                spans = stored.spans(part.rows, matrix.columns, part.name)
+                memory = matrix.stored[i, stored.name]
+                yield part.place(CheckpointTensor(stored.name, spans, memory, stored.dtypes, stored.aliases))
 
-    def optional_tensors(self, linear: Linear) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-        for name in dict.fromkeys(name for name, _ in linear.parts):
+    def optional_tensors(self, matrix: Matrix) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        for name in dict.fromkeys(part.name for part in matrix.parts):
             yield from ((f"{name}.{ignored}", lambda value: None) for ignored in self.ignored)
 
-    def fill_randomly(self, linear: Linear, generator: torch.Generator) -> None:
-        for part in range(len(linear.parts)):
-            for stored in self.stored():
-                memory = linear.stored[part, stored.name]
+    def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:
+        for stored in self.stored():
+            for i in range(len(matrix.parts)):
+                memory = matrix.stored[i, stored.name]
                 memory.copy_(self.random(tuple(memory.shape), stored, generator))
 
-    def pack(self, linear: Linear) -> None:
-        names, spans = [name for name, _ in linear.parts], [rows for _, rows in linear.parts]
-        parts = [
-            self.decode({stored.name: linear.stored.pop((part, stored.name)) for stored in self.stored()})
-            for part in range(len(names))
-        ]
-        codes, order = torch.cat([part.codes for part in parts]), parts[0].order
-        if order is not None and not all(part.order is not None and part.order.equal(order) for part in parts):
-            raise ModelError(f"{', '.join(names)}: their channels are in different orders ('g_idx')")
-        block = self.scheme.rows
-        aligned = block > 1 and all(span.start % block == 0 and len(span) % block == 0 for span in spans)
-        scales = [
-            part.scale if aligned else _for_each_row(part.scale, block, span)
-            for part, span in zip(parts, spans, strict=True)
-        ]
-        kind, zeros, factors = self.scheme.kind, [part.zero for part in parts], [part.factor for part in parts]
-        linear.weight = kernels.QuantizedWeight(
+    def pack(self, matrix: Matrix) -> None:
+        """One matrix of a stack after the other, so that few codes are unpacked at a time."""
+        own = [i for i, part in enumerate(matrix.parts) if len(part.rows)]
+        count, kind, block = len(own) // (matrix.num_stacked or 1), self.scheme.kind, self.scheme.rows
+        spans = [matrix.parts[i].rows for i in own[:count]]
+        aligned = block > 1 and all(span.start % block == len(span) % block == 0 for span in spans)
+        decoded = [self._decode(matrix, own[at : at + count], aligned) for at in range(0, len(own), count)]
+        codes, scale, zero, factor, order = map(_stack if matrix.num_stacked else _only, zip(*decoded, strict=True))
+        assert codes is not None
+        assert scale is not None
+        if matrix.num_stacked and order is not None and not codes.is_cpu:
+            name = matrix.parts[own[0]].name
+            raise ModelError(f"{name}: experts whose channels are reordered (desc_act) are supported on CPUs alone")
+        matrix.weight = kernels.QuantizedWeight(
             kind=kind,
-            codes=kernels.pack_nibbles(codes) if kind in ("int4", "e2m1") else codes,
-            scale=_narrowest(torch.cat(scales)),
-            group=self.scheme.group or len(linear.columns),
+            codes=codes,
+            scale=scale.contiguous() if aligned else _narrowest(scale),  # cuBLAS takes those of blocks in float32
+            group=self.scheme.group or len(matrix.columns),
             rows=block if aligned else 1,
-            zero=_unless_zero(torch.cat([zero for zero in zeros if zero is not None])) if None not in zeros else None,
-            factor=torch.cat([factor for factor in factors if factor is not None]) if None not in factors else None,
+            zero=None if zero is None or not zero.any() else zero,
+            factor=factor,
             order=order,
             rounds_activations=self.scheme.activations,
         )
+
+    def _decode(self, matrix: Matrix, indices: Sequence[int], aligned: bool) -> Decoded:
+        """One matrix of its parts, which it takes out of the memory of stored tensors; four-bit codes are packed."""
+        parts = [
+            self.decode({stored.name: matrix.stored.pop((i, stored.name)) for stored in self.stored()}) for i in indices
+        ]
+        names, spans = [matrix.parts[i].name for i in indices], [matrix.parts[i].rows for i in indices]
+        codes, order = torch.cat([part.codes for part in parts]), parts[0].order
+        if order is not None and not all(part.order is not None and part.order.equal(order) for part in parts):
+            raise ModelError(f"{', '.join(names)}: their channels are in different orders ('g_idx')")
+        scales = [
+            part.scale if aligned else _for_each_row(part.scale, self.scheme.rows, span)
+            for part, span in zip(parts, spans, strict=True)
+        ]
+        zeros = [part.zero for part in parts if part.zero is not None]
+        factors = [part.factor for part in parts if part.factor is not None]
+        return Decoded(
+            kernels.pack_nibbles(codes) if self.scheme.kind in ("int4", "e2m1") else codes,
+            torch.cat(scales),
+            torch.cat(zeros) if zeros else None,
+            torch.cat(factors) if factors else None,
+            order,
+        )
+
+
+def _only(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    return tensors[0]
+
+
+def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """None where all are. Of orders some may be: those channels are in order."""
+    some = next((tensor for tensor in tensors if tensor is not None), None)
+    if some is None:
+        return None
+    in_order = torch.arange(len(some), device=some.device)
+    return torch.stack([in_order if tensor is None else tensor for tensor in tensors])
 
 
 def _for_each_row(scale: Tensor, block: int, rows: Span) -> Tensor:
@@ -147,13 +184,9 @@ def _for_each_row(scale: Tensor, block: int, rows: Span) -> Tensor:
 
 def _narrowest(scale: Tensor) -> Tensor:
     """Scales of groups in the shortest dtype that holds them exactly; those of rows stay as they are."""
-    if scale.dtype != torch.float32 or scale.shape[1] == 1:
+    if scale.dtype != torch.float32 or scale.shape[-1] == 1:
         return scale.contiguous()
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(scale.to(dtype).float(), scale):
             return scale.to(dtype)
     return scale.contiguous()
-
-
-def _unless_zero(zero: Tensor) -> Tensor | None:
-    return zero if zero.any() else None

@@ -139,3 +139,18 @@ def exclude_top_choices(
     top = (probs >= threshold.unsqueeze(1)) & (logits > -math.inf)  # what is excluded already is no choice
     least = probs.masked_fill(~top, math.inf).amin(1, keepdim=True)
     logits.masked_fill_(top & (probs > least) & tossed.unsqueeze(1), -math.inf)
+
+
+def reasoning_lengths(history: Tensor, lengths: Tensor, prompt_lengths: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+    """How many tokens of reasoning each of n requests has generated; -1 where it has not begun, or is over.
+
+    history: [n, L] int64, of which a row's first `lengths` [n] are its context and the first `prompt_lengths` [n] its
+    prompt. begins, ends: [n] int64, the tokens around the reasoning; a `begins` of -1: the prompt ends inside it. [n] int64.
+    """
+    at = torch.arange(history.shape[1], device=history.device)
+    generated = (at >= prompt_lengths.unsqueeze(1)) & (at < lengths.unsqueeze(1))
+    begin = generated & (history == begins.unsqueeze(1))
+    inside = begins < 0
+    first = torch.where(inside, prompt_lengths - 1, begin.int().argmax(1))
+    over = (generated & (history == ends.unsqueeze(1))).any(1) | ~(inside | begin.any(1))
+    return torch.where(over, -1, lengths - first - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,18 +22,33 @@ class SampledLogprobs:
     indices: list[int]
     num_top: list[int]
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    named: list[tuple[int, list[int], Tensor]]  # an index, the tokens that it asks for, their log-probabilities
 
     @classmethod
     def of(cls, members: Members, indices: list[int], logits: Tensor, tokens: Tensor) -> SampledLogprobs:
         """For the sequences at `indices`, which asked for them; logits [B, V], tokens [B] of the step."""
-        num_top = [members.rows[i].sampling.logprobs or 0 for i in indices]
+        asked = [members.rows[i].sampling for i in indices]
+        num_top = [0 if each.logprob_token_ids else each.logprobs or 0 for each in asked]
         at = torch.tensor(indices, device=logits.device)
-        tensors = kernels.token_logprobs(logits[at], tokens[at].clamp(min=0), max(num_top))
-        return cls(indices, num_top, _to_cpu(tensors))
+        sampled = tokens[at].clamp(min=0)
+        tensors = kernels.token_logprobs(logits[at], sampled, max(num_top))
+        named = []
+        for place, each in enumerate(asked):
+            if ids := each.logprob_token_ids:
+                row = logits[indices[place]]
+                total = row[sampled[place]].float() - tensors[0][place]
+                found = row[torch.tensor(ids, device=logits.device)].float() - total
+                named.append((place, ids, found.to("cpu", non_blocking=True)))
+        return cls(indices, num_top, _to_cpu(tensors), named)
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
         """After the device is done: index → one for each of its tokens."""
         records = _records(self.tensors, self.num_top)
+        for place, ids, found in self.named:
+            ordered = sorted(zip(found.tolist(), ids, strict=True), key=lambda pair: -pair[0])
+            records[place] = replace(
+                records[place], top_ids=[i for _, i in ordered], top_logprobs=[each for each, _ in ordered]
+            )
         return {index: [record] for index, record in zip(self.indices, records, strict=True)}
 
 
@@ -72,16 +87,20 @@ class PromptLogprobs:
             tokens = to_device(torch.from_numpy(following)).long()
             for start in range(0, len(tokens), num_rows):
                 part = tokens[start : start + num_rows]
-                found = kernels.token_logprobs(to_logits(own[start : start + len(part)]), part, num_top)
+                logits = to_logits(own[start : start + len(part)])
+                found = kernels.token_logprobs(logits, part, max(num_top, 1))  # the likeliest shows NaN and infinity
                 scores.parts.append((i, first, num_top, _to_cpu(found)))
         return scores
 
     def read(self) -> dict[int, PromptScores]:
         """After the device is done: index → log-probabilities of the tokens that follow its own."""
         found: dict[int, PromptScores] = {}
+        corrupted = {index for index, _, _, (*_, top) in self.parts if not top[:, 0].isfinite().all()}
         for index, first, num_top, tensors in self.parts:
             records = _records(tensors, [num_top] * len(tensors[0]))
-            found.setdefault(index, PromptScores(first, [])).logprobs.extend(records)
+            scores = found.setdefault(index, PromptScores(first, []))
+            if index not in corrupted:
+                scores.logprobs.extend(records)
         return found
 
 

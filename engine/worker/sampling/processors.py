@@ -19,6 +19,7 @@ from engine.worker.input_batch import Row
 from engine.worker.sampling import filters
 from engine.worker.sampling.token_history import TokenHistory
 
+THINKING_START_TOKENS = 8  # of an answer, among which its reasoning begins
 FOREVER = 2**31 - 1  # more tokens than a context can have
 
 
@@ -290,6 +291,39 @@ class AllowedTokenIds(Processor):
         _restrict(logits, self._allowed, context.raw())
 
 
+class ThinkingBudget(Processor):
+    """Ends the reasoning after so many tokens, if it began with the answer and has not ended by itself."""
+
+    reads_history = True
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        return params.thinking_token_budget is not None and params.thinking_marks is not None
+
+    @classmethod
+    def needed_until(cls, params: SamplingParams, num_prompt_tokens: int) -> int:
+        if not cls.needed(params):
+            return 0
+        return num_prompt_tokens + THINKING_START_TOKENS + (params.thinking_token_budget or 0) + 1
+
+    def __init__(self, group: RowGroup) -> None:
+        indices = group.where(self.needed)
+        marks = [group.rows[i].sampling.thinking_marks or (-1, 0) for i in indices]
+        self._rows, self._history, self._slots = group.ints(indices), group.history, group.slots(indices)
+        self._prompt_lengths = group.prompt_lengths(indices)
+        self._begins, self._ends = (group.ints(column) for column in zip(*marks, strict=True))
+        self._budgets = group.ints(group.rows[i].sampling.thinking_token_budget or 0 for i in indices)
+
+    def apply(self, logits: Tensor, context: Context) -> None:
+        history = self._history.read(self._slots, context.longest)
+        spent = filters.reasoning_lengths(
+            history, context.lengths[self._rows], self._prompt_lengths, self._begins, self._ends
+        )
+        own = logits[self._rows]
+        ended = torch.full_like(own, -torch.inf).scatter_(1, self._ends.unsqueeze(1), 0.0)
+        logits[self._rows] = torch.where((spent >= self._budgets).unsqueeze(1), ended, own)
+
+
 class GrammarMask(Processor):
     """The tokens that the request's grammar allows next."""
 
@@ -360,6 +394,7 @@ PROCESSORS: tuple[type[Processor], ...] = (  # in the order in which they are ap
     Penalties,
     Dry,
     AllowedTokenIds,
+    ThinkingBudget,
     GrammarMask,
     TopNSigma,
     TypicalAndXtc,

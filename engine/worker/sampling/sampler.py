@@ -121,8 +121,7 @@ class Sampler:
     def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
         """Sample logits [B, V] → tokens [B] int64; those of sequences that need another pass mean nothing yet."""
         if greedy:
-            highest, tokens = logits.max(-1)
-            tokens = kernels.mark_faults(tokens, highest)
+            tokens = kernels.likeliest(logits)
         else:
             tokens = self._sample(logits, kernels.Part.PLAIN)
         self._store(tokens)

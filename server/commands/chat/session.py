@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ class Chat:
 
     def _set(self, words: str) -> None:
         settings = settings_of(SAMPLING_FLAGS)
-        name, _, value = words.partition(" ")
+        name, value = [*re.split("[ =]", words, maxsplit=1), ""][:2]
         name = name.replace("-", "_")
         if not name:
             given = self._sampling.given()
@@ -179,14 +180,19 @@ class Chat:
             elif command == "/save":
                 written = {"system": self._system, "messages": self._messages}
                 Path(file).expanduser().write_text(json.dumps(written, ensure_ascii=False, indent=1), encoding="utf-8")
-                self._terminal.say(f"Saved {len(self._messages) // 2} answers to {file}.")
+                self._terminal.say(f"Saved {num_answers(self._messages)} to {file}.")
             else:
                 self._system, self._messages = read_conversation(Path(file).expanduser())
-                self._terminal.say(f"Loaded {len(self._messages) // 2} answers from {file}.")
+                self._terminal.say(f"Loaded {num_answers(self._messages)} from {file}.")
         except OSError as error:
             self._terminal.say(f"{file}: {error.strerror or error}")
         except ValueError as error:
             self._terminal.say(f"{file} is no saved conversation: {error}")
+
+
+def num_answers(messages: list[Message]) -> str:
+    count = len(messages) // 2
+    return f"{count} answer{'s' * (count != 1)}"
 
 
 def read_conversation(path: Path) -> tuple[str | None, list[Message]]:

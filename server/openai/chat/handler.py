@@ -12,6 +12,7 @@ from engine.output_collector import RequestUpdate
 from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
+from server.generation.usage import Usage
 from server.http.callers import caller_of
 from server.http.responses import streamed, whole
 from server.http.sse import event
@@ -47,12 +48,12 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
     """The response's JSON."""
     choices = [_Choice(model, body, generation.role) for _ in generation.samples]
-    scores: dict[str, Any] = {}
+    scores: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
     async for sample, update, pieces in generation.events():
         choices[sample.index].add(sample, update, pieces)
         if update.prompt_logprobs is not None:
             prompt = generation.prompts[0]
-            scores = {"prompt_logprobs": prompt_logprobs(model.tokenizer, prompt, update.prompt_logprobs)}
+            scores["prompt_logprobs"] = prompt_logprobs(model.tokenizer, prompt, update.prompt_logprobs)
     if body.return_token_ids:
         scores["prompt_token_ids"] = generation.prompts[0]
     answer = {
@@ -91,7 +92,7 @@ class _Choice:
         choice = {
             "index": index,
             "message": self._message(),
-            "logprobs": {"content": self._logprobs} if self._body.logprobs else None,
+            "logprobs": {"content": self._logprobs, "refusal": None} if self._body.logprobs else None,
             "finish_reason": self._finish_reason,
             "stop_reason": self._stop_reason,
         }
@@ -102,8 +103,9 @@ class _Choice:
     def _message(self) -> dict[str, Any]:
         blocks = self._blocks
         message: dict[str, Any] = {"role": self._role, "content": blocks.text(Content), "refusal": None}
-        if reasoning := blocks.text(Reasoning):
-            message["reasoning"] = message["reasoning_content"] = reasoning
+        message["reasoning"] = reasoning = blocks.text(Reasoning) or None
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
         if calls := blocks.calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = [_call(call) for call in calls]
@@ -168,7 +170,7 @@ class _Stream:
         if update.logprobs is not None:
             as_ids = bool(body.return_tokens_as_token_ids)
             content = logprobs_content(self._model.tokenizer, update.token_ids, update.logprobs, as_ids)
-            logprobs = _encode({"content": content})
+            logprobs = _encode({"content": content, "refusal": None})
         finish_reason, deltas = sample.finish_reason(update), _deltas(pieces)
         if not deltas and (finish_reason is not None or update.logprobs is not None or body.return_token_ids):
             deltas = [b"{}" if finish_reason == TOOL_CALLS else b'{"content":""}']
@@ -195,10 +197,14 @@ class _Stream:
         if self._only_text:
             self.text_begins[index] = b"data: " + self._head + _TEXT_BEGIN % index
         first = b'{"role":%b,"content":""}' % _encode(self._generation.role)
-        return event(self._chunk(index, first, b"null", b"null") + more + b"}")
+        nothing_yet = Usage(self._generation.usage.prompt_tokens)
+        return event(
+            self._chunk(index, first, b"null", b"null", None if self._begun - {index} else nothing_yet) + more + b"}"
+        )
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, end: bytes) -> bytes:
-        usage = b',"usage":' + _encode(usage_object(self._generation.usage)) if self._usage_always else b""
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, end: bytes, usage_so_far: Usage | None = None) -> bytes:
+        so_far = usage_so_far or self._generation.usage
+        usage = b',"usage":' + _encode(usage_object(so_far)) if self._usage_always else b""
         return _CHOICE % (self._head, index, delta, logprobs, end, usage)
 
     def usage_event(self) -> bytes:

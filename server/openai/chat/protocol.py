@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from server.generation.parameters import given_sampling, limits
-from server.generation.request import GenerationRequest, ReasoningEffort
+from server.generation.request import GenerationRequest, ReasoningEffort, Verbosity
 from server.http.bodies import optional, wrong
 from server.openai.conversation import NAMES, ConversationFields, ToolChoiceField, tool_choice
 from server.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH, SamplingFields, body_class
@@ -19,7 +19,6 @@ NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "web_search_options": (),
     "moderation": (),
-    "verbosity": ("medium",),
     "echo": (False,),
     "chat_template": (),
     "mm_processor_kwargs": ({},),
@@ -45,6 +44,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
     reasoning_effort: ReasoningEffort | None = optional(
         "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`, for the chat template; `none` turns reasoning off."
     )
+    verbosity: Verbosity | None = optional("How long to answer, for the chat template.")
     enable_thinking: bool | None = optional("For the chat template: whether to reason first.")
     include_reasoning: bool | None = optional("False: leave the reasoning out of the answer.", True)
 
@@ -65,7 +65,11 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
             sampling["max_tokens"] = self.max_completion_tokens
             names["max_tokens"] = "max_completion_tokens"
         return GenerationRequest(
-            prompt=self.conversation(reasoning_effort=self.reasoning_effort, enable_thinking=self.enable_thinking),
+            prompt=self.conversation(
+                reasoning_effort=self.reasoning_effort,
+                enable_thinking=self.enable_thinking,
+                verbosity=self.verbosity,
+            ),
             id_prefix="chatcmpl-",
             names=names,
             add_special_tokens=bool(self.add_special_tokens),
@@ -73,5 +77,6 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
             structured_outputs=structured,
             tool_choice=tool_choice(self.tool_choice, self.parallel_tool_calls),
             include_reasoning=self.include_reasoning is not False,
+            length_penalty=self.beam_length_penalty,
             **self.engine_fields(),
         )

@@ -48,7 +48,9 @@ def _echoes(model: ServedModel, body: CompletionRequest, generation: Generation)
         return [""] * len(generation.prompts)
     skip, is_whole = body.skip_special_tokens is not False, body.truncate_prompt_tokens is None
     return [
-        text if isinstance(text, str) and is_whole else model.tokenizer.decode(ids, skip)
+        text
+        if isinstance(text, str) and is_whole
+        else model.tokenizer.decode(ids, skip and isinstance(text, str))  # of ids, all are asked for
         for text, ids in zip(prompts_of(body.prompt), generation.prompts, strict=True)
     ]
 
@@ -119,8 +121,8 @@ async def _answer(model: ServedModel, body: CompletionRequest, generation: Gener
         for update in updates[sample.index]:
             choice.add(update)
         taken = choice.take(sample.index) or {}
-        if body.return_token_ids:
-            taken["prompt_token_ids"] = generation.prompts[at]
+        taken["prompt_token_ids"] = generation.prompts[at] if body.return_token_ids else None
+        taken["prompt_logprobs"] = None
         if body.prompt_logprobs is not None and (found := scores[at]) is not None:
             taken["prompt_logprobs"] = prompt_logprobs(model.engine.tokenizer, generation.prompts[at], found)
         choices.append(taken)

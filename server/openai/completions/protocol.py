@@ -70,5 +70,6 @@ class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
             sampling=sampling,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             structured_outputs=structured,
+            length_penalty=self.beam_length_penalty,
             **self.engine_fields(),
         )

@@ -12,7 +12,6 @@ from server.generation.generation import Generation
 from server.generation.served_model import ServedModel
 from server.generation.start import embed
 from server.http.callers import caller_of
-from server.http.errors import APIError
 from server.http.responses import whole
 from server.http.warnings import Warnings
 from server.openai.embeddings.protocol import EmbeddingBody
@@ -32,11 +31,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 async def _answer(model: ServedModel, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:
     """The response's JSON."""
-    found = [b""] * len(generation.samples)
-    async for sample, update, _ in generation.events():
-        if update.embedding is None:
-            raise APIError(409, "the request was aborted")
-        found[sample.index] = update.embedding
+    found = await generation.embeddings()
     end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]
     data = await model.in_thread(_data, found, as_base64, owner=generation.owner)
     return b'{"id":%b,"object":"list","created":%d,"data":[%b],%b%b}' % (

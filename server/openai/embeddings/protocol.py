@@ -31,9 +31,6 @@ class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[mi
         "`base64`: of little-endian float32 values; a fifth of the bytes, and what OpenAI's clients ask for.", "float"
     )
     use_activation: bool | None = optional("vLLM's newer name of `normalize`.")
-    truncation_side: Literal["left", "right"] | None = optional(
-        "`right`: `truncate_prompt_tokens` keeps the first tokens instead.", "left"
-    )
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
@@ -48,7 +45,6 @@ class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[mi
         normalize = self.normalize is not False and self.use_activation is not False
         return EmbeddingRequest(
             id_prefix="embd-",
-            keep_first_tokens=self.truncation_side == "right",
             pooling={name: value for name, value in pooling.items() if value is not None} | {"normalize": normalize},
             **prompt,
             **self.engine_fields(),

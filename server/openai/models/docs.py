@@ -39,6 +39,19 @@ ENDPOINTS = (
         statuses=(404,),
     ),
     Endpoint(
+        "GET",
+        "/tokenizer_info",
+        TAG,
+        "What the tokenizer is",
+        "Its special tokens, each by its name, and the chat template.",
+        answer={
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": 151936,
+            "model_max_length": 4096,
+            "chat_template": "{% for message in messages %}…",
+        },
+    ),
+    Endpoint(
         "POST",
         "/detokenize",
         TAG,

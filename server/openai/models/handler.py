@@ -23,6 +23,17 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     async def get_model(name: str) -> dict[str, Any]:
         return _card(model, name)
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        tokenizer = model.tokenizer
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.special_tokens_map,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": model.engine.max_model_len,
+            "chat_template": model.template.source if model.template is not None else None,
+        }
+
     @app.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         warnings, asked = await model.read(request, body, lambda body: body.neutral())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from server.docs.endpoint import CREATED, HELLO, MODEL, WEATHER, Endpoint
 
 TAG = "Responses"
@@ -29,6 +31,24 @@ _RESPONSE = {
         "total_tokens": 12,
     },
 }
+_ITEMS: dict[str, Any] = {
+    "object": "list",
+    "data": [
+        {
+            "id": "mes_01",
+            "type": "message",
+            "role": "user",
+            "status": "completed",
+            "content": [{"type": "input_text", "text": "Hello!"}],
+        }
+    ],
+    "first_id": "mes_01",
+    "last_id": "mes_01",
+    "has_more": False,
+}
+_CONVERSATIONS = "Conversations"
+_CONVERSATION_PATH = "/v1/conversations/{conversation_id}"
+_CONVERSATION = {"id": "conv_1c2d", "object": "conversation", "created_at": CREATED, "metadata": {"topic": "demo"}}
 
 ENDPOINTS = (
     Endpoint(
@@ -41,6 +61,7 @@ ENDPOINTS = (
             "An answer": {"model": MODEL, "input": "Hello!", "max_output_tokens": 50},
             "Instructions": {"model": MODEL, "instructions": "Answer briefly.", "input": HELLO},
             "A stream": {"model": MODEL, "input": "Hello!", "stream": True},
+            "In the background": {"model": MODEL, "input": "Hello!", "background": True},
             "Tools": {
                 "model": MODEL,
                 "input": "Hello!",
@@ -63,7 +84,39 @@ ENDPOINTS = (
         answer={"object": "response.input_tokens", "input_tokens": 9},
         statuses=(404,),
     ),
-    Endpoint("GET", "/v1/responses/{response_id}", TAG, "A kept response", answer=_RESPONSE, statuses=(404,)),
+    Endpoint(
+        "POST",
+        "/v1/responses/compact",
+        TAG,
+        "Make a conversation shorter",
+        "The model writes a summary of it, which is one item; the messages of the user stay as they are.",
+        {"A conversation": {"model": MODEL, "input": HELLO}},
+        {
+            "id": "resp_5a0c",
+            "object": "response.compaction",
+            "created_at": CREATED,
+            "output": [*_ITEMS["data"], {"id": "cmp_01", "type": "compaction", "encrypted_content": "quire:…"}],
+            "usage": _RESPONSE["usage"],
+        },
+        statuses=(404,),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response_id}",
+        TAG,
+        "A kept response, or one that is being generated in the background",
+        "With `stream=true`, the events of a response with `background`, from that after `starting_after` on.",
+        answer=_RESPONSE,
+        statuses=(404,),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        TAG,
+        "End a response that is being generated in the background",
+        answer=_RESPONSE | {"status": "cancelled", "background": True},
+        statuses=(404,),
+    ),
     Endpoint(
         "DELETE",
         "/v1/responses/{response_id}",
@@ -77,20 +130,60 @@ ENDPOINTS = (
         "/v1/responses/{response_id}/input_items",
         TAG,
         "What a kept response was asked",
-        answer={
-            "object": "list",
-            "data": [
-                {
-                    "id": "mes_01",
-                    "type": "message",
-                    "role": "user",
-                    "content": [{"type": "input_text", "text": "Hello!"}],
-                }
-            ],
-            "first_id": "mes_01",
-            "last_id": "mes_01",
-            "has_more": False,
-        },
+        answer=_ITEMS,
+        statuses=(404,),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations",
+        _CONVERSATIONS,
+        "Begin a conversation",
+        "Items that responses with `conversation` go on from, and add theirs to. In memory, as many as of responses.",
+        {"With a first item": {"items": HELLO, "metadata": {"topic": "demo"}}},
+        _CONVERSATION,
+    ),
+    Endpoint("GET", _CONVERSATION_PATH, _CONVERSATIONS, "A conversation", answer=_CONVERSATION, statuses=(404,)),
+    Endpoint(
+        "POST",
+        _CONVERSATION_PATH,
+        _CONVERSATIONS,
+        "Change what is noted of a conversation",
+        requests={"Metadata": {"metadata": {"topic": "demo"}}},
+        answer=_CONVERSATION,
+        statuses=(404,),
+    ),
+    Endpoint(
+        "DELETE",
+        _CONVERSATION_PATH,
+        _CONVERSATIONS,
+        "Forget a conversation",
+        answer={"id": "conv_1c2d", "object": "conversation.deleted", "deleted": True},
+        statuses=(404,),
+    ),
+    Endpoint(
+        "POST",
+        _CONVERSATION_PATH + "/items",
+        _CONVERSATIONS,
+        "Add items",
+        requests={"A message": {"items": HELLO}},
+        answer=_ITEMS,
+        statuses=(404,),
+    ),
+    Endpoint("GET", _CONVERSATION_PATH + "/items", _CONVERSATIONS, "Its items", answer=_ITEMS, statuses=(404,)),
+    Endpoint(
+        "GET",
+        _CONVERSATION_PATH + "/items/{item_id}",
+        _CONVERSATIONS,
+        "One item",
+        answer=_ITEMS["data"][0],
+        statuses=(404,),
+    ),
+    Endpoint(
+        "DELETE",
+        _CONVERSATION_PATH + "/items/{item_id}",
+        _CONVERSATIONS,
+        "Forget an item",
+        answer=_CONVERSATION,
         statuses=(404,),
     ),
 )

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from server.http.errors import APIError
 from server.http.sse import event
+from server.openai.responses.items import packed
+from server.openai.responses.tools import CallableTool, CallForm
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 
-_PREFIX = {Content: "msg_", Reasoning: "rs_", CallStart: "fc_"}
+_PREFIX = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+    "local_shell_call": "lsh_",
+}
 
 
 class ResponseBuilder:
@@ -22,9 +31,20 @@ class ResponseBuilder:
     `content_part.added`; deltas; the text's or the arguments' own `done`; `content_part.done`; `output_item.done`.
     """
 
-    def __init__(self, response: dict[str, Any]) -> None:
-        """`response`: the object to be filled, without output yet."""
+    def __init__(
+        self,
+        response: dict[str, Any],
+        tools: Sequence[CallableTool] = (),
+        *,
+        packs_reasoning: bool = False,
+        log: list[bytes] | None = None,
+    ) -> None:
+        """`response`: the object to be filled, without output yet. `packs_reasoning`: items of it have
+        `encrypted_content`, too. `log`: where each event is added, besides.
+        """
         self.response = response
+        self._forms = {each.tool.name: each.form for each in tools}
+        self._packs_reasoning, self._log = packs_reasoning, log
         self._blocks = Blocks()
         self._open: Block | None = None
         self._logprobs: list[dict[str, Any]] = []  # of the open text
@@ -51,19 +71,20 @@ class ResponseBuilder:
                 data += self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
             case Reasoning(text):
                 data += self._part_event("response.reasoning_text.delta", delta=text)
-            case CallArguments(_, text):
+            case CallArguments(_, text) if self._item["type"] == "function_call":
                 data += self._item_event("response.function_call_arguments.delta", delta=text)
         return data
 
     def finish(self, status: str, reason: str | None, usage: dict[str, Any]) -> bytes:
-        """`status`: "completed", or "incomplete" for a `reason`."""
-        data = self._close(status)
+        """`status`: "completed", "incomplete" for a `reason`, or "cancelled"."""
+        event_status = "completed" if status == "completed" else "incomplete"
+        data = self._close(event_status)
         if reason is not None:
             self.response["incomplete_details"] = {"reason": reason}
         if status == "completed":
             self.response["completed_at"] = int(time.time())
         self.response |= {"status": status, "usage": usage}
-        return data + self._event(f"response.{status}", response=self.response)
+        return data + self._event(f"response.{event_status}", response=self.response)
 
     def fail(self, error: APIError) -> bytes:
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
@@ -72,13 +93,13 @@ class ResponseBuilder:
     # ---- one item ----
 
     def _begin(self, block: Block) -> bytes:
-        item: dict[str, Any] = {"id": _PREFIX[block.kind] + secrets.token_hex(16), "status": "in_progress"}
         if block.kind is Content:
-            item |= {"type": "message", "role": "assistant", "content": []}
+            item: dict[str, Any] = {"type": "message", "role": "assistant", "content": []}
         elif block.kind is Reasoning:
-            item |= {"type": "reasoning", "summary": [], "content": []}
+            item = {"type": "reasoning", "summary": [], "content": []}
         else:
-            item |= {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": ""}
+            item = self._form(block).item(block.id)
+        item = {"id": _PREFIX[item["type"]] + secrets.token_hex(16), "status": "in_progress", **item}
         self.response["output"].append(item)
         self._open, self._logprobs = block, []
         data = self._event("response.output_item.added", output_index=self._index, item=item)
@@ -86,16 +107,20 @@ class ResponseBuilder:
             data += self._part_event("response.content_part.added", part=self._part(""))
         return data
 
+    def _form(self, block: Block) -> CallForm:
+        """Where the answer is not guided a model may call what there is not."""
+        return self._forms.get(block.name) or CallForm("function", block.name)
+
     def _close(self, status: str) -> bytes:
         block, self._open = self._open, None
         if block is None:
             return b""
         self._logprobs += self._held_logprobs
-        text, item = block.text, self.response["output"][-1]
+        text, item = block.text, self._item
         item["status"] = status
         if block.kind is CallStart:
-            item["arguments"] = text
-            data = self._item_event("response.function_call_arguments.done", name=block.name, arguments=text)
+            item |= self._form(block).members(text)
+            data = self._call_end(item)
         else:
             part = self._part(text)
             item["content"] = [part]
@@ -103,15 +128,32 @@ class ResponseBuilder:
                 data = self._part_event("response.output_text.done", text=text, logprobs=self._logprobs)
             else:
                 data = self._part_event("response.reasoning_text.done", text=text)
+                item |= {"encrypted_content": packed(text)} if self._packs_reasoning else {}
             data += self._part_event("response.content_part.done", part=part)
         return data + self._event("response.output_item.done", output_index=self._index, item=item)
 
+    def _call_end(self, item: dict[str, Any]) -> bytes:
+        match item["type"]:
+            case "function_call":
+                done = "response.function_call_arguments.done"
+                return self._item_event(done, name=item["name"], arguments=item["arguments"])
+            case "custom_tool_call":  # the model writes its text within JSON, whose end must be known
+                data = self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
+                return data + self._item_event("response.custom_tool_call_input.done", input=item["input"])
+        return b""
+
     def _part(self, text: str) -> dict[str, Any]:
-        if self.response["output"][-1]["type"] == "reasoning":
+        if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
     # ---- events ----
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        """The last one."""
+        item: dict[str, Any] = self.response["output"][-1]
+        return item
 
     @property
     def _index(self) -> int:
@@ -121,9 +163,12 @@ class ResponseBuilder:
         return self._item_event(event_type, content_index=0, **members)
 
     def _item_event(self, event_type: str, **members: Any) -> bytes:
-        return self._event(event_type, item_id=self.response["output"][-1]["id"], output_index=self._index, **members)
+        return self._event(event_type, item_id=self._item["id"], output_index=self._index, **members)
 
     def _event(self, event_type: str, **members: Any) -> bytes:
         data = msgspec.json.encode({"type": event_type, "sequence_number": self._sequence_number, **members})
         self._sequence_number += 1
-        return event(data, event_type.encode())
+        encoded = event(data, event_type.encode())
+        if self._log is not None:
+            self._log.append(encoded)
+        return encoded

@@ -12,7 +12,12 @@ import msgspec
 from server.generation.request import Message
 
 MAX_BYTES = 256 << 20
-RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES = 1000, 300, 300  # besides what is written in them: objects, keys, ids
+RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES, EVENT_BYTES = (
+    1000,
+    300,
+    300,
+    50,
+)  # besides what is written in them: objects, keys, ids
 
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
 
@@ -48,17 +53,23 @@ class StoredResponse:
     input_items: bytes  # what was new in the request: a list as JSON
     output_ids: Sequence[str]  # of the items of its output
     turn: Turn
+    events: Sequence[bytes] = ()  # of a response that was generated in the background
+    is_background: bool = False
 
     @staticmethod
-    def of(response: dict[str, Any], input_items: list[dict[str, Any]], turn: Turn) -> StoredResponse:
+    def of(
+        response: dict[str, Any], input_items: list[dict[str, Any]], turn: Turn, events: Sequence[bytes] = ()
+    ) -> StoredResponse:
         """`response`: its object."""
         body, items = _exact(msgspec.json.encode(response)), _exact(msgspec.json.encode(input_items))
-        return StoredResponse(body, items, [item["id"] for item in response["output"]], turn)
+        ids = [item["id"] for item in response["output"]]
+        return StoredResponse(body, items, ids, turn, events, bool(response.get("background")))
 
     @property
     def num_bytes(self) -> int:
         """Without the messages."""
-        return len(self.body) + len(self.input_items) + ITEM_BYTES * len(self.output_ids) + RESPONSE_BYTES
+        events = sum(len(event) + EVENT_BYTES for event in self.events)
+        return len(self.body) + len(self.input_items) + ITEM_BYTES * len(self.output_ids) + RESPONSE_BYTES + events
 
 
 def _exact(encoded: bytes) -> bytes:

@@ -8,7 +8,8 @@ const DEFAULTS = "quire.settings";
 const OWN = new Set(
   ("model messages user tools tool_choice stream stream_options response_format n logprobs top_logprobs prompt_logprobs " +
     "return_token_ids return_tokens_as_token_ids temperature max_tokens max_completion_tokens continue_final_message " +
-    "add_generation_prompt request_id include_reasoning guided_json guided_regex guided_choice guided_grammar").split(" "),
+    "add_generation_prompt request_id include_reasoning use_beam_search length_penalty " +
+    "guided_json guided_regex guided_choice guided_grammar").split(" "),
 );
 const FIRST = ["top_p", "top_k", "min_p", "seed", "stop", "reasoning_effort", "enable_thinking", "presence_penalty"];
 

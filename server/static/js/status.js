@@ -4,7 +4,7 @@ import { $, element, shortName } from "./dom.js";
 
 const LOOK = { ready: 15_000, waiting: 2_000 }; // milliseconds between looks at the server's health
 const SAMPLE = 2_000; // milliseconds between looks at its metrics, while the panel is open
-const KEPT = 120; // samples in the plot
+const SPAN = 240_000; // milliseconds in the plot
 
 const WORDS = { offline: "server not reachable", locked: "needs an API key", dead: "engine not running" };
 
@@ -41,6 +41,8 @@ export class Status {
       if (error.status === 401) this.locked(error.message);
     }
     if (document.hidden || this.kind === "locked") return;
+    // Now and then without the panel, too, so that its plot has a past when it is opened.
+    if (this.kind === "ready" && !$("status").open) this.#read().catch(() => {});
     this.#timer = setTimeout(() => this.look(), this.kind === "ready" ? LOOK.ready : LOOK.waiting);
   }
 
@@ -81,13 +83,17 @@ export class Status {
   async #sample() {
     clearTimeout(this.#sampling);
     try {
-      const read = parseMetrics(await readMetrics());
-      this.#samples = [...this.#samples.slice(-KEPT), { at: performance.now(), ...read }];
-      this.#draw(read);
+      this.#draw(await this.#read());
     } catch (error) {
       $("status-note").textContent = error.message;
     }
     if ($("status").open) this.#sampling = setTimeout(() => this.#sample(), SAMPLE);
+  }
+
+  async #read() {
+    const read = { at: performance.now(), ...parseMetrics(await readMetrics()) };
+    this.#samples = [...this.#samples.filter(({ at }) => at > read.at - SPAN), read];
+    return read;
   }
 
   async #draw(read) {
@@ -103,7 +109,7 @@ export class Status {
       ["Prefix cache hits", percent(read.hits / read.queries)],
       ["Generated", `${of(Math.round(rates.at(-1)?.generated ?? 0))} tokens/s`],
       ["Prefilled", `${of(Math.round(rates.at(-1)?.prompt ?? 0))} tokens/s`],
-      ["Context of this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)} tokens` : " tokens"}`],
+      ["Tokens of this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)}` : ""}`],
     ];
     $("status-figures").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
     $("status-note").textContent = "";
@@ -144,13 +150,14 @@ export function ratesOf(samples) {
     const before = samples[index];
     const seconds = (sample.at - before.at) / 1000;
     const rate = (name) => Math.max(0, ((sample[name] ?? 0) - (before[name] ?? 0)) / seconds);
-    return { generated: rate("generated"), prompt: rate("prompt") };
+    return { at: sample.at, generated: rate("generated"), prompt: rate("prompt") };
   });
 }
 
 function drawPlot(rates) {
   const most = Math.max(1, ...rates.map(({ generated }) => generated));
-  const points = rates.map(({ generated }, index) => `${(240 * (index + KEPT - rates.length)) / (KEPT - 1)},${58 - (54 * generated) / most}`);
+  const now = rates.at(-1)?.at ?? 0;
+  const points = rates.map(({ at, generated }) => `${240 * (1 - (now - at) / SPAN)},${58 - (54 * generated) / most}`);
   $("plot-line").setAttribute("points", points.join(" "));
   const first = points[0]?.split(",")[0] ?? 240;
   $("plot-area").setAttribute("points", points.length ? `${first},60 ${points.join(" ")} 240,60` : "");

@@ -44,6 +44,7 @@ ENGINES = {
             "engine": engine,
             "model": "m",
             "work": work,
+            "what": "2 requests, 25 in, 10 out",
             "num_requests": 2,
             "num_prompt_tokens": 50,
             "num_output_tokens": tokens,
@@ -234,6 +235,7 @@ def test_what_the_pictures_say() -> None:
     assert "a large copy, 4" in decode.get_xlabel()
     (engines,) = plot.draw(ENGINES).axes
     assert [text.get_text() for text in engines.texts] == ["1.50", "1.50"]  # the baseline is a line
+    assert engines.get_xticklabels()[0].get_text().splitlines()[1:] == ["2 requests", "25 in", "10 out"]
 
 
 def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:

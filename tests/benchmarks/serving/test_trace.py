@@ -112,7 +112,7 @@ def test_a_replay_sends_the_trace_at_its_times(
     (saved,) = tmp_path.glob("*.json")
     result = json.loads(saved.read_text())
     assert result["num_prompts"] == 3
-    assert result["duration"] >= 0.15
+    assert result["duration"] >= 0.14  # 0.15 s by the trace; a timer may be early by its resolution
     assert "send_lateness_p99_ms" in result["client"]
     assert (
         serve.main(["--base-url", stub.url("ok"), "--disable-tqdm", "--replay", str(path), "--num-prompts", "2"]) == 0

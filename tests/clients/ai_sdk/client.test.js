@@ -36,7 +36,7 @@ test("streamText gives the same text in pieces, and the usage", async () => {
   const result = streamText({ ...settings, prompt });
   const pieces = [];
   for await (const piece of result.textStream) pieces.push(piece);
-  assert.ok(pieces.length > 5);
+  assert.ok(pieces.length > 1);
   assert.equal(pieces.join(""), whole.text);
   assert.deepEqual((await result.usage).outputTokens, whole.usage.outputTokens);
   assert.equal(await result.finishReason, whole.finishReason);

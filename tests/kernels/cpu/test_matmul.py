@@ -1,19 +1,25 @@
 """Products of packed weights against the reference implementation's of plain ones."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from kernels import reference
+from kernels import QuantizedWeight, pack_nibbles, reference
 from kernels.cpu import matmul
+from kernels.cpu.packed_weight import NativeWeight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 3, 40])
-def test_products_of_packed_weights(dtype: torch.dtype, num_tokens: int) -> None:
-    x, residual = torch.randn(num_tokens, 48).to(dtype), torch.randn(num_tokens, 64).to(dtype)
-    weight, bias, norm = torch.randn(64, 48).to(dtype), torch.randn(64).to(dtype), torch.randn(48).to(dtype)
+@pytest.mark.parametrize(("num_tokens", "shape"), [(1, (64, 48)), (3, (100, 37)), (40, (64, 48)), (23, (96, 80))])
+def test_products_of_packed_weights(backend: str, dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
+    n, k = shape
+    x, residual = torch.randn(num_tokens, k).to(dtype), torch.randn(num_tokens, n).to(dtype)
+    weight, bias, norm = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(k).to(dtype)
     packed = matmul.pack_weight(weight)
-    assert packed.shape == weight.shape
+    assert isinstance(packed, NativeWeight) == (backend == "compiled")
     tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
     for b in (None, bias):
         for name, arguments in (
@@ -29,8 +35,87 @@ def test_products_of_packed_weights(dtype: torch.dtype, num_tokens: int) -> None
             torch.testing.assert_close(got, want, **tolerance)
     into = residual.clone()
     assert matmul.linear_add(into, x, packed) is into
+    assert matmul.norm_linear(x, norm, 1e-5, packed, out=into) is into
+    wide = matmul.norm_linear(x, norm.float(), 1e-5, packed)  # the weight of a norm with an offset
+    torch.testing.assert_close(wide, reference.norm_linear(x, norm.float(), 1e-5, weight), **tolerance)
 
 
-def test_wide_weights_stay_as_they_are() -> None:
+def test_wide_weights_stay_as_they_are(backend: str) -> None:
     weight = torch.randn(4, 4, dtype=torch.float64)
+    assert matmul.pack_weight(weight) is weight
+
+
+def test_a_token_alone_gets_what_it_gets_among_others(backend: str) -> None:
+    if backend != "compiled":
+        pytest.skip("oneDNN's sums depend on the number of tokens")
+    x, packed = torch.randn(21, 64), matmul.pack_weight(torch.randn(48, 64))
+    together = matmul.linear(x, packed)
+    assert torch.equal(together, torch.cat([matmul.linear(row, packed) for row in x.split(1)]))
+
+
+def integers(kind: Any, n: int, k: int, group: int) -> QuantizedWeight:
+    codes = torch.randint(-128, 128, (n, k)).to(torch.int8)
+    if kind == "int4":
+        codes = pack_nibbles(torch.randint(0, 16, (n, k)))
+    return QuantizedWeight(kind, codes, torch.rand(n, -(-k // group)) / 100, group)
+
+
+WEIGHTS = {
+    "int8 by rows": integers("int8", 80, 256, 256),
+    "int8 in groups": replace(integers("int8", 64, 192, 64), factor=torch.rand(64) + 1),
+    "int8 in blocks": replace(integers("int8", 64, 256, 128), scale=torch.rand(4, 2) / 100, rows=16),
+    "int4 in groups": integers("int4", 100, 256, 32),
+    "int4 with short scales": replace(integers("int4", 64, 256, 128), scale=(torch.rand(64, 2) / 100).bfloat16()),
+    "int4 with zero points": replace(integers("int4", 64, 256, 64), zero=torch.randint(-8, 8, (64, 4)).to(torch.int8)),
+    "int4 by rows with zero points": replace(
+        integers("int4", 64, 256, 256), zero=torch.randint(-8, 8, (64, 1)).to(torch.int8)
+    ),
+}
+
+
+def in_eight_bits(x: Tensor, group: int) -> Tensor:
+    """What products read of x: eight bits and a scale for each group of a token."""
+    groups = x.float().unflatten(1, (-1, group))
+    scale = groups.abs().amax(2, keepdim=True) / 127
+    return ((groups / scale).round() * scale).flatten(1)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 24])
+def test_products_of_integers(backend: str, name: str, dtype: torch.dtype, num_tokens: int) -> None:
+    weight = WEIGHTS[name]
+    packed = matmul.pack_weight(weight)
+    if backend != "compiled":
+        assert packed is weight
+        return
+    assert isinstance(packed, NativeWeight)
+    x = torch.randn(num_tokens, weight.num_channels).to(dtype)
+    exact = reference.dequantize(weight.codes, weight, torch.float32)
+    got, want = matmul.linear(x, packed), in_eight_bits(x, min(weight.group, 128)) @ exact.T
+    # An x of bfloat16 may lie in the middle between two codes, and be rounded to either.
+    torch.testing.assert_close(got.float(), want, atol=2e-3 if dtype == torch.float32 else 0.2, rtol=0.01)
+    assert (got.float() - want).norm() <= 0.01 * want.norm()
+    error = got.float() - x.float() @ exact.T
+    assert error.norm() <= 0.05 * want.norm()
+
+
+def test_what_is_not_finite_stays_so(backend: str) -> None:
+    """The check for faults finds it in the logits."""
+    for weight in (torch.randn(32, 64), WEIGHTS["int8 by rows"], WEIGHTS["int4 in groups"]):
+        packed = matmul.pack_weight(weight)
+        x = torch.randn(3, 64 if isinstance(weight, Tensor) else weight.num_channels)
+        x[0, 7], x[1, 9] = torch.nan, torch.inf
+        finite = matmul.linear(x, packed).isfinite()
+        assert not finite[:2].any()
+        assert finite[2].all()
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "order"])
+def test_other_codes_stay_as_they_are(backend: str, kind: str) -> None:
+    weight = integers("int8", 32, 64, 64)
+    if kind == "order":
+        weight = replace(weight, order=torch.randperm(64))
+    else:
+        weight = replace(weight, kind="e4m3", codes=weight.codes.float().to(torch.float8_e4m3fn))
     assert matmul.pack_weight(weight) is weight

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +35,23 @@ SHAPES = [  # query heads for each KV head, KV heads, head_dim, page, dtype
     (7, 4, 128, 16, torch.bfloat16),
     (3, 2, 128, 16, torch.bfloat16),
     (4, 2, 128, 256, torch.float16),
+    (2, 2, 256, 16, torch.bfloat16),
+    (4, 1, 192, 64, torch.bfloat16),
 ]
+OPTIONS = {
+    "causal": {},
+    "window": {"window": 100},
+    "soft cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 300, "soft_cap": 2.0, "sinks": True},
+}
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("layer", [False, True], ids=["contiguous", "a layer of one tensor"])
 @pytest.mark.parametrize(("group", "num_kv_heads", "head_dim", "page", "dtype"), SHAPES)
 def test_prefill_on_hopper(
-    group: int, num_kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, layer: bool
+    group: int, num_kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, layer: bool, options: dict[str, Any]
 ) -> None:
     """Whole prompts and chunks on a context; slots outside the contexts hold NaN, table entries behind them a wrong block."""
     torch.manual_seed(0)
@@ -61,19 +72,22 @@ def test_prefill_on_hopper(
     rows, context_lens = torch.arange(1, len(lens) + 1, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
     scale = head_dim**-0.5
 
+    if "sinks" in options:
+        options = options | {"sinks": 2 * torch.randn(group * num_kv_heads)}
     expected = torch.full_like(query, 7.0).double()
     reference.paged_attention_prefill(
-        query.double(), *kv.double(), tables, rows, starts, context_lens, scale=scale, out=expected
+        query.double(), *kv.double(), tables, rows, starts, context_lens, scale=scale, out=expected, **options
     )
     step = attention_prefill.prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)  # type: ignore[attr-defined]
     tiles = torch.tensor(make_prefill_tiles(query_lens, lens, step), dtype=torch.int32)
     on_gpu = as_a_layer_of_one_tensor(kv.cuda()) if layer else kv.cuda()
     cuda = [query.cuda(), *on_gpu, *(x.cuda() for x in (tables, rows, starts, context_lens))]
     assert hopper.applies(cuda[0], cuda[1], scale)
+    options = {name: value.cuda() if torch.is_tensor(value) else value for name, value in options.items()}
     first = None
     for _ in range(3):
         out = torch.full_like(cuda[0], 7.0)
-        attention_prefill.paged_attention_prefill(*cuda, scale=scale, tiles=tiles.cuda(), out=out)
+        attention_prefill.paged_attention_prefill(*cuda, scale=scale, tiles=tiles.cuda(), out=out, **options)
         first = out if first is None else first
         assert out.equal(first)
     got = first.double().cpu()  # type: ignore[union-attr]

@@ -19,16 +19,21 @@ if few is None:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 
-def decode(codes: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """What the kernel's PTX does: see `test_bits`."""
-    shape = codes.shape
-    one = QuantizedWeight(kind, codes.reshape(-1, 1), torch.ones(codes.numel(), 1), 2)  # type: ignore[arg-type]
+def decode(words: Tensor, kind: str, layout: object = None) -> tuple[Tensor, Tensor]:
+    """What the kernel's PTX does, see `test_bits`, in the order of `code_bits._in_order`."""
+    codes = words.contiguous().view(torch.uint8)
+    low, high = values_of(codes.unflatten(2, (4, -1, 8)).transpose(2, 3).reshape(codes.shape), kind)
+    return low, high
+
+
+def values_of(codes: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """uint8 codes → their values, or those of their low bits, and of their high bits."""
     if kind in ("e4m3", "int8"):
-        dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.int8
-        values = codes.view(dtype).to(torch.bfloat16)
+        values = codes.view(torch.float8_e4m3fn if kind == "e4m3" else torch.int8).to(torch.bfloat16)
         return values, values
+    one = QuantizedWeight(kind, codes.reshape(-1, 1), torch.ones(codes.numel(), 1), 2)  # type: ignore[arg-type]
     values = reference.dequantize(one.codes, one, torch.bfloat16)
-    return values[:, 0].reshape(shape), values[:, 1].reshape(shape)
+    return values[:, 0].reshape(codes.shape), values[:, 1].reshape(codes.shape)
 
 
 def scale_of(loaded: Tensor) -> Tensor:
@@ -37,10 +42,16 @@ def scale_of(loaded: Tensor) -> Tensor:
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_warps", "_middle", "_last", "_add_products", "_load_step")
+    helpers = (
+        "_warps", "_middle", "_last", "_add_products", "_load_step", "_arranged", "_load_x", "_inverse_rms",
+        "_code_pointers", "_group_pointers",
+    )  # fmt: skip
     run_on_tensors(monkeypatch, few, "_few_quantized_kernel", helpers)
-    monkeypatch.setattr(few, "_decode", decode)
-    monkeypatch.setattr(few, "_scale_of", scale_of)
+    monkeypatch.setattr(few, "decode_words", decode)
+    monkeypatch.setattr(few, "_word_layout", lambda warps, rows, words: None)
+    monkeypatch.setattr(few, "_x_layout", lambda warps, channels, tokens: None)
+    monkeypatch.setattr(few, "_num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(few, "scale_of", scale_of)
 
 
 def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
@@ -50,7 +61,8 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
 
-    one, two = random_weight(form, n, k, device), random_weight(form, 2 * n, k, device)
+    one = random_weight(form, n, k, device)
+    two = random_weight(form, 2 * n, k, device)
     x, scale, bias, residual = (
         random(num_tokens, 2 * k)[:, :k],
         1 + random(k) / 10,
@@ -90,7 +102,7 @@ def test_chosen_configurations_divide_the_channels(n: int, k: int) -> None:
     for form in FORMS:
         weight = random_weight(form, 128, k)
         for swiglu in (False, True):
-            config = few._choose(weight.codes.shape[1], weight.group, weight.scale.shape[1], swiglu)
+            config = few._choose(n, weight.codes.shape[1], k, weight.group, weight.scale.shape[1], 8, swiglu)
             if config is not None:
                 assert weight.codes.shape[1] % (config.chunk * config.warps) == 0
                 assert weight.scale.shape[1] == 1 or weight.group % config.chunk == 0
@@ -142,7 +154,7 @@ def test_bits(first: int) -> None:
             for at in (6, 2)
         ],
     }.items():
-        assert [each.tolist() for each in decode(codes, kind)] == decoded
+        assert [each.tolist() for each in values_of(codes, kind)] == decoded
     word ^= 0x80808080
     floats = [prmt(word, 0x4B000000, selector) for selector in (0x7440, 0x7441, 0x7442, 0x7443)]
     values = torch.tensor(floats, dtype=torch.int32).view(torch.float32) - (2**23 + 128)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import BlockSparse, reference
 from kernels.plan import DecodePlan, make_prefill_tiles
 from kernels.triton import attention_decode, attention_prefill
 from tests.support.paged import as_a_layer_of_one_tensor
@@ -70,7 +70,7 @@ class Case:
     ) -> Any:
         shape = (
             max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs, self.kv.dtype,
-            plan_window,
+            plan_window, options.get("sparse"),
         )  # fmt: skip
         plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
@@ -115,7 +115,8 @@ def options(kind: Any, num_heads: Any) -> Any:
         "window": {"window": 37},
         "soft_cap": {"soft_cap": 3.0},
         "alibi": {"alibi_slopes": torch.rand(num_heads)},
-        "window+alibi+soft_cap": {"window": 100, "soft_cap": 3.0, "alibi_slopes": torch.rand(num_heads)},
+        "sinks": {"sinks": 4 * torch.randn(num_heads)},
+        "all": {"window": 100, "soft_cap": 3.0, "alibi_slopes": torch.rand(num_heads), "sinks": torch.randn(num_heads)},
     }[kind]
 
 
@@ -132,7 +133,7 @@ def test_decode_shapes(group: int, head_dim: int, page: int, max_seqs: int) -> N
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "sinks", "all"])
 def test_decode_options(kind: str) -> None:
     lens = [1, 300, 64, 36, 37, 38, 200]
     case = Case.make(lens, 2, 16, 64)
@@ -141,7 +142,7 @@ def test_decode_options(kind: str) -> None:
 
 
 @pytest.mark.parametrize("max_seqs", [2, 9, 40], ids=["tiles of 32", "tiles of 64", "tiles of 64 or 128"])
-@pytest.mark.parametrize("window", [1, 37, 64, 200])
+@pytest.mark.parametrize("window", [1, 37, 64, 200, 520])
 @pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
 def test_a_plan_with_a_window_needs_nothing_before_it(
     window: int, dtype: Any, max_seqs: int, request: pytest.FixtureRequest
@@ -222,7 +223,7 @@ def test_prefill_shapes(group: int, head_dim: int, page: int) -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "sinks", "all"])
 def test_prefill_options(kind: str) -> None:
     lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
     case = Case.make(lens, 2, 16, 32)
@@ -280,7 +281,7 @@ def test_a_cache_may_be_a_layer_of_one_tensor(dtype: Any, request: pytest.Fixtur
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "window+alibi+soft_cap"])
+@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "sinks", "all"])
 def test_options_with_an_e4m3_cache(kind: str, exact_float8: None) -> None:
     lens, query_lens = [1, 300, 64, 36, 200], [1, 130, 64, 1, 2]
     case = Case.make(lens, 2, 16, 32, E4M3)
@@ -289,6 +290,63 @@ def test_options_with_an_e4m3_cache(kind: str, exact_float8: None) -> None:
     start = chunks(lens, query_lens)
     out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+SPARSE = [
+    pytest.param(BlockSparse(block=64, local=2, stride=3, head_step=1), id="heads differ"),
+    pytest.param(BlockSparse(block=32, local=1, stride=4, head_step=2, first_head=3), id="steps of two"),
+    pytest.param(BlockSparse(block=16, local=5, stride=7, head_step=0), id="heads alike"),
+    pytest.param(BlockSparse(block=64, local=20, stride=8, head_step=1), id="all local"),
+]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_decode_of_some_blocks(sparse: BlockSparse, group: int) -> None:
+    lens = [1, 700, 64, 0, 65, 449, 33]
+    case = Case.make(lens, 2, 16, 32)
+    options = {"sparse": sparse, "sinks": torch.randn(2 * group)}
+    out, expected = case.decode(torch.randn(len(lens), 2 * group, 32), 13, scale=0.2, **options)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_prefill_of_some_blocks(sparse: BlockSparse, group: int) -> None:
+    lens, query_lens = [1, 500, 64, 300, 150], [1, 130, 64, 300, 2]
+    case = Case.make(lens, 2, 16, 32)
+    start = chunks(lens, query_lens)
+    out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, 32), start, scale=0.2, sparse=sparse)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_blocks_that_no_head_sees_are_not_read(group: int) -> None:
+    """Nor do they count in a plan: NaN is in them."""
+    sparse, lens, heads = BlockSparse(block=16, local=2, stride=8, head_step=1), [700, 90], 2 * group
+    case = Case.make(lens, 2, 16, 32)
+    query = torch.randn(2, heads, 32)
+    _, expected = case.decode(query, 13, scale=0.2, sparse=sparse)
+    kv = case.kv.clone()
+    for row, n in zip(case.rows.tolist(), lens, strict=True):
+        blocks = torch.arange(-(-n // 16))
+        seen = sparse.seen(torch.tensor([n - 1]), blocks * 16, torch.arange(heads))[:, 0].view(2, group, -1).any(1)
+        for kv_head in range(2):
+            case.kv[:, case.block_tables[row, blocks[~seen[kv_head]]].long(), kv_head] = NAN
+    assert case.kv.isnan().sum() > kv.isnan().sum()
+    out = attention_decode.paged_attention_decode(
+        query, case.kv[0], case.kv[1], case.block_tables, case.rows, case.context_lens, scale=0.2, sparse=sparse,
+        plan=_written_plan(case, sparse, heads),
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def _written_plan(case: Any, sparse: BlockSparse, num_heads: int) -> DecodePlan:
+    plan = DecodePlan.allocate(9, num_heads, 2, 32, torch.device("cpu"), 13, sparse=sparse)
+    attention_decode.plan_decode(case.context_lens, case.rows, plan)
+    counted = sum(sparse.num_tiles(n, plan.tile, num_heads // 2) for n in case.context_lens.tolist())
+    assert int(plan.work[:, 0].sum()) == 2 * counted
+    return plan
 
 
 def test_tiles_cover_every_query_once_longest_first() -> None:

@@ -55,8 +55,9 @@ def test_dequantize(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("num_tokens", "dtype"), [(5, torch.float32), (33, torch.float16)])
-def test_weight_only(form: str, num_tokens: int, dtype: torch.dtype) -> None:
+def test_weight_only(form: str, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of rows that lie in a larger tensor, a number of rows that tiles do not divide, and a last group that is short."""
+    monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)
     weight = random_weight(form, 130, 448 if FORMS[form][0] == "e4m3" else 384)
     x, bias = torch.randn(num_tokens, 1000).to(dtype)[:, : weight.num_channels], torch.randn(130).to(dtype)
     want = x.double() @ exact(weight).T + bias.double()
@@ -106,6 +107,18 @@ def test_quantize_rows(dtype: torch.dtype, shape: Any, exact_float8: None) -> No
     step = 1 if dtype == torch.int8 else 32  # where a division is rounded otherwise, the next code
     assert ((got[0].float() - want[0].float()).abs() <= step).all()
     assert (got[0].float() != want[0].float()).float().mean().nan_to_num() < 0.01
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8])
+def test_quantize_rows_by_group(num_rows: int, exact_float8: None) -> None:
+    """As cuBLAS takes scales: those of a group side by side, rows in fours."""
+    x = torch.randn(num_rows, 384)
+    codes, scale = quantized.quantize_rows(x, torch.float8_e4m3fn, group=128, by_group=True)
+    assert codes.shape == (-(-num_rows // 4) * 4, 384)
+    assert scale.stride() == (1, len(codes))
+    plain = quantized.quantize_rows(x, torch.float8_e4m3fn, group=128)
+    assert torch.equal(codes[:num_rows].float(), plain[0].float())
+    assert torch.equal(scale[:num_rows], plain[1])
 
 
 def test_a_gpu_that_cannot_multiply_e4m3_keeps_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

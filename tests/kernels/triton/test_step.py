@@ -7,6 +7,7 @@ import torch
 
 import kernels
 from kernels import layout, reference
+from kernels.cpu import step
 from kernels.layout import RowState, StepTensors
 from kernels.triton import prepare
 
@@ -31,9 +32,9 @@ def packed_step(rows: Any, query_lens: Any, updates: Any, token_ids: Any) -> Any
     return torch.cat([head.flatten(), torch.tensor(token_ids + flat, dtype=torch.int32)]), segment
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=[reference, prepare, step], ids=["reference", "triton", "cpu"])
 def prepare_step(request: pytest.FixtureRequest) -> Any:
-    return (reference if request.param == "reference" else prepare).prepare_step
+    return request.param.prepare_step
 
 
 LONG = 300

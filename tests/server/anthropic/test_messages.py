@@ -279,3 +279,79 @@ def test_leaving(live: Live) -> None:
         with client.messages.stream(model="toy", max_tokens=400, messages=messages) as stream:
             next(iter(stream))
         live.wait_idle()
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda line: f"{line}\nBe brief.",
+        lambda line: [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}],
+    ],
+)
+def test_a_changing_billing_line_is_no_part_of_the_prompt(live: Live, system: Callable[[str], Any]) -> None:
+    """Claude Code's: with it no prompt would begin like the one before."""
+    prompts = []
+    for version in ("2.1.197.123", "2.1.197.9f0"):
+        send(live, system=system(f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=sdk-cli;"))
+        prompts.append(prompt_text(live))
+    assert (
+        prompts
+        == ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"] * 2
+    )
+    send(live, system="Say x-anthropic-billing-header: once.")
+    assert "x-anthropic-billing-header" in prompt_text(live), "elsewhere it is text"
+
+
+def test_threads_are_refused_as_the_client_understands(serve: Serve) -> None:
+    """Its tool runner asks for a thread, and sends the whole conversation when there is none."""
+    live = start(serve, HERMES, CALL)
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Today's.
+
+        Args:
+            city: where
+        """
+        live.engine.answer = "Sunny."
+        return f"sun in {city}"
+
+    with connect(live) as client:
+        messages: Any = [{"role": "user", "content": "Weather?"}]
+        runner = client.beta.messages.tool_runner(model="toy", max_tokens=200, tools=[weather], messages=messages)
+        last = runner.until_done()
+        assert [block.text for block in last.content if block.type == "text"] == ["Sunny."]
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.beta.messages.create(
+                model="toy",
+                max_tokens=5,
+                messages=messages,
+                thread={"type": "continue", "previous_message_id": "msg_1"},
+            )
+    assert CALL in prompt_text(live), "the turn before is there"
+    assert "sun in Köln" in prompt_text(live)
+    error: Any = caught.value.body
+    assert error["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
+
+
+STERN = (
+    "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
+    "{%- endif %}{%- if loop.previtem is defined and loop.previtem.role == m.role %}{{ raise_exception('alternate') }}"
+    "{%- endif %}{{ '[' + m.role + ']' + m.content }}{%- endfor %}"
+)
+
+
+def test_a_template_that_takes_one_system_message(serve: Serve) -> None:
+    """Claude Code has some in the middle, which many models' templates refuse."""
+    live = start(serve, STERN, "Hi.")
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
+    body = send(live, messages, system="Be brief.").json()
+    assert prompt_text(live) == "[system]Be brief.[user]a\n\nb\n\nc"
+    assert body["warnings"] == ["messages: the chat template refuses their order: those of the system are merged"]
+    items = [{"role": "developer", "content": "x"}, {"role": "developer", "content": "y"}, *messages]
+    assert live.post("/v1/responses", input=items).json()["warnings"][0].startswith("input: ")
+    assert prompt_text(live) == "[system]x\n\ny[user]a\n\nb\n\nc"
+    assert "warnings" not in send(live, "a", system="Be brief.").json()
+    assert live.post("/v1/chat/completions", messages=messages).status_code == 400, "there, messages stay as they are"
+    strict = start(serve, STERN, "Hi.", ServerConfig(strict=True))
+    assert send(strict, messages).status_code == 400

@@ -34,6 +34,8 @@ def test_quire_passes(quire: Live, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fails" not in outcomes.values()
     assert outcomes["openai client", "chat, whole and streamed"] == "ok"
     assert outcomes["anthropic client", "messages, whole and streamed"] == "ok"
+    assert outcomes["ollama client", "chat, whole and streamed"] == "ok"
+    assert {outcome for (group, _), outcome in outcomes.items() if group == "Ollama"} == {"ok"}
     assert all(row["note"] for row in body["results"] if row["outcome"] != "ok")
 
 

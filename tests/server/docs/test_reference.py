@@ -2,12 +2,14 @@
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
+from engine.models.classifier import Classifier
 from server.app import APIS
 from server.docs.endpoint import MODEL, Endpoint
 from server.http.auth import PROBES
@@ -35,6 +37,8 @@ def test_every_endpoint_is_described(described: Live) -> None:
         for method, operation in methods.items():
             assert {"summary", "tags", "responses"} <= operation.keys(), (method, path)
             assert "422" not in operation["responses"]
+            in_path = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"]
+            assert sorted(in_path) == sorted(name.partition(":")[0] for name in re.findall(r"{(.+?)}", path))
             assert ("security" in operation) is (path not in PROBES)
     references = re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(schema))
     assert set(references) <= schema["components"]["schemas"].keys()
@@ -48,10 +52,16 @@ def test_examples(described: Live, endpoint: Endpoint) -> None:
     operation = schema["paths"][endpoint.path][endpoint.method.lower()]
     examples = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("examples", {})
     assert examples.keys() == endpoint.requests.keys()
+    described.engine.generates = endpoint.tag != "Scores"
+    described.engine.classifier = (
+        Classifier([array("f", [1] * 8)], ["A"], "sigmoid") if "classify" in endpoint.path else None
+    )
+    conversation = described.post("/v1/conversations").json()["id"]
     for title, example in examples.items():
         body = example["value"]
-        assert body["model"] == NAME
-        response = described.post(endpoint.path, **body)
+        assert body.get("model", NAME) == NAME
+        path = endpoint.path.replace("{conversation_id}", conversation)
+        response = described.post(path, **body)
         assert response.status_code == 200, (title, response.text)
         kind = response.headers["content-type"].partition(";")[0]
         documented = operation["responses"]["200"]["content"][kind]

@@ -1,26 +1,37 @@
-"""docs/api.md holds what the requests' fields declare."""
+"""The tables in docs/ hold what is declared."""
 
-from server.docs.tables import API, tables, updated
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.flags import settings_of
+from server.docs.tables import DOCUMENTS, tables, updated
 from server.generation.parameters import PARAMETERS
+from server.settings import ServerConfig
 
 
-def test_the_document_is_as_generated() -> None:
-    text = API.read_text(encoding="utf-8")
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_document_is_as_generated(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
     assert updated(text) == text, "python -m server.docs.tables rewrites it"
 
 
-def test_a_stale_table_is_rewritten() -> None:
-    text = API.read_text(encoding="utf-8")
-    stale = text.replace("| `temperature` |", "| `heat` |")
+@pytest.mark.parametrize(("document", "name"), [(DOCUMENTS[0], "`temperature`"), (DOCUMENTS[1], "`--max-model-len`")])
+def test_a_stale_table_is_rewritten(document: Path, name: str) -> None:
+    text = document.read_text(encoding="utf-8")
+    stale = text.replace(f"| {name} |", "| `heat` |")
     assert stale != text
     assert updated(stale) == text
 
 
-def test_every_table_is_in_the_document() -> None:
-    text = API.read_text(encoding="utf-8")
-    assert [name for name in tables() if f"<!-- parameters: {name} -->" not in text] == []
+def test_every_table_is_in_a_document() -> None:
+    text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert [name for name in tables() if f": {name} -->" not in text] == []
 
 
-def test_every_declared_parameter_has_its_row() -> None:
+def test_every_declared_parameter_and_flag_has_its_row() -> None:
     rows = "".join(tables().values())
     assert [name for name in PARAMETERS if f"| `{name}` |" not in rows] == []
+    options = [each.option for cls in (EngineConfig, ServerConfig) for each in settings_of(cls).values()]
+    assert [option for option in options if f"| `{option}`" not in rows] == []

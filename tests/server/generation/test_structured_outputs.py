@@ -119,7 +119,7 @@ def test_several_answers(hermes: Live) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["is required"]),
         ({"response_format": {"type": "xml"}}, "response_format.type", ["json_schema"]),
         ({"response_format": format_of([1])}, "response_format.json_schema.schema", ["dictionary"]),
-        ({"guided_json": {"multipleOf": 0.3}}, "guided_json", ["guided_json: multipleOf"]),
+        ({"guided_json": {"multipleOf": 1e-7}}, "guided_json", ["guided_json: multipleOf"]),
         ({"guided_json": "{"}, "guided_json", ["not valid JSON"]),
         ({"guided_json": 3}, "guided_json", ["a JSON schema"]),
         ({"guided_regex": "(?=a)"}, "guided_regex", ["guided_regex: look-ahead"]),
@@ -186,7 +186,7 @@ def test_a_model_thinks_freely_before_it_obeys(serve: Serve, template: str, spec
                 "message"
             ]
             assert valid(message["content"], PERSON)
-            assert "reasoning" not in message
+            assert message["reasoning"] is None
 
 
 def test_thoughts_before_a_forced_call(serve: Serve) -> None:
@@ -303,6 +303,20 @@ def test_streamed_calls(family: Live) -> None:
     assert len([delta for delta in deltas if delta["delta"].get("tool_calls")]) > 3
 
 
+def test_unknown_formats_are_named(hermes: Live, serve: Serve) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", "format": "klingon"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = hermes.chat(response_format=asked, max_tokens=3000).json()
+    assert body["warnings"] == ["response_format: the format 'klingon' is not enforced: it is an annotation"]
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    response = hermes.chat(tools=[tool], tool_choice="required", max_tokens=3000)
+    expected = ["tools[0]: the arguments of a: the format 'klingon' is not enforced: it is an annotation"]
+    assert response.json()["warnings"] == json.loads(response.headers["X-Quire-Warnings"]) == expected
+    strict = serve(GrammarEngine(template=HERMES), ServerConfig(strict=True))
+    error = strict.chat(response_format=asked).json()["error"]
+    assert (error["code"], error["param"]) == (400, "response_format")
+
+
 STRANGE = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
 
 
@@ -312,10 +326,9 @@ def test_tools_whose_schema_cannot_be_enforced(hermes: Live, serve: Serve) -> No
     hermes.engine.answer = '<tool_call>\n{"name": "strange", "arguments": '
     body = hermes.chat(tools=[WEATHER, strange], max_tokens=3000).json()
     (warning,) = body["warnings"]
-    assert warning.startswith("tools[1]: the arguments of strange are any object, for its schema: ")
-    assert "uniqueItems" in warning
+    assert warning == "tools[1]: the arguments of strange: uniqueItems is not enforced"
     (call, *_) = body["choices"][0]["message"]["tool_calls"]
-    assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    jsonschema.validate(json.loads(call["function"]["arguments"]), STRANGE | {"properties": {"x": {"type": "array"}}})
     for asked in (
         {"tools": [WEATHER, strict]},
         {"tools": [WEATHER, strange], "tool_choice": "required"},
@@ -326,6 +339,9 @@ def test_tools_whose_schema_cannot_be_enforced(hermes: Live, serve: Serve) -> No
         assert error["message"].startswith("tools[1]: the schema of strange: ")
         assert "uniqueItems" in error["message"]
     assert hermes.chat(tools=[WEATHER, strange], tool_choice=NAMED, max_tokens=3000).status_code == 200
+    beyond = {**strange["function"], "parameters": {"$ref": "https://example.com/schema"}}  # type: ignore[dict-item]
+    body = hermes.chat(tools=[WEATHER, {"type": "function", "function": beyond}], max_tokens=3000).json()
+    assert body["warnings"][0].startswith("tools[1]: the arguments of strange are any object, for its schema: ")
     live = serve(GrammarEngine(template=HERMES), ServerConfig(strict=True))
     assert live.chat(tools=[WEATHER, strange]).json()["error"]["param"] == "tools[1]"
     text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}

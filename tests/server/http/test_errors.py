@@ -62,8 +62,8 @@ def test_kinds_of_json_are_read_alike(live: Live, path: str) -> None:
     [
         ("temperature", "hot", ["valid number", "'hot'"]),
         ("temperature", True, ["number"]),
-        ("temperature", -0.1, ["[0, 100]", "-0.1"]),
-        ("temperature", 1e9, ["[0, 100]"]),
+        ("temperature", -0.1, ["[0, 2]", "-0.1"]),
+        ("temperature", 2.1, ["[0, 2]"]),
         ("top_p", 0, ["(0, 1]"]),
         ("top_p", 1.5, ["(0, 1]", "1.5"]),
         ("top_k", -2, ["-2"]),
@@ -107,7 +107,7 @@ def test_kinds_of_json_are_read_alike(live: Live, path: str) -> None:
         ("truncate_prompt_tokens", -2, ["-1"]),
         ("cache_salt", "", ["at least 1"]),
         ("priority", 2**31, ["2147483647"]),
-        ("use_beam_search", True, ["not supported yet", "false"]),
+        ("logits_processors", ["x"], ["not supported yet", "[]"]),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -140,7 +140,7 @@ def test_every_field_that_is_not_supported_is_refused_on_its_own(live: Live) -> 
         ({"messages": ["Hi"]}, "messages[0]", ["object"]),
         ({"messages": [{"role": "user"}]}, "messages[0].content", ["required"]),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role", ["required"]),
-        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", ["'robot'", "'assistant'"]),
+        ({"messages": [{"role": "<robot>", "content": "Hi"}]}, "messages[0].role", ["'<robot>'"]),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["text"]),
         (
             {

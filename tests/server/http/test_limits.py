@@ -223,7 +223,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system(
 ) -> None:
     live, trimmed = serve(FakeEngine()), threading.Event()
     monkeypatch.setattr("server.http.workers._TRIM_SECONDS", 0)
-    monkeypatch.setattr("server.http.workers._malloc_trim", lambda keep: trimmed.set())
+    monkeypatch.setattr("engine.memory._trim", lambda keep: trimmed.set())
     assert live.complete("Hi").status_code == 200
     assert not trimmed.is_set()
     wait_until(lambda: live.complete("Hi", metadata="x" * 20_000).is_success and trimmed.is_set())

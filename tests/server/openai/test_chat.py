@@ -40,7 +40,7 @@ def test_chat_answer(live: Live) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+                "message": {"role": "assistant", "content": ANSWER, "refusal": None, "reasoning": None},
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
@@ -52,6 +52,8 @@ def test_chat_answer(live: Live) -> None:
             "total_tokens": num_prompt + num_answer,
             "prompt_tokens_details": {"cached_tokens": 3},
         },
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
     }
     assert prompt_text(live) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -61,8 +63,9 @@ def test_completion_answer(live: Live) -> None:
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    ]
+        {"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+         "prompt_logprobs": None, "prompt_token_ids": None}
+    ]  # fmt: skip
     assert body["usage"]["prompt_tokens"] == 2
 
 

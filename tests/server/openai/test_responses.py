@@ -24,7 +24,8 @@ Serve = Callable[..., Live]
 
 @pytest.fixture
 def client(live: Live) -> Any:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", max_retries=0) as client:
+    base_url = f"http://127.0.0.1:{live.port}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
         yield client
 
 
@@ -227,17 +228,34 @@ def test_the_store_is_bounded(serve: Serve) -> None:
         ({}, "input", ["required"]),
         ({"input": []}, "input", ["must not be empty"]),
         ({"input": ""}, None, []),
-        ({"input": [{"type": "computer_call"}]}, "input[0]", ["function_call_output"]),
+        ({"input": [{"type": "robot_call"}]}, "input[0]", ["function"]),
         ({"input": ["a"]}, "input[0]", ["message"]),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", ["'robot'"]),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", ["images"]),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{x"}]}, "input", ["JSON"]),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ["at least 1"]),
-        ({"input": "a", "temperature": -1}, "temperature", ["[0, 100]"]),
+        ({"input": "a", "temperature": -1}, "temperature", ["[0, 2]"]),
         ({"input": "a", "temperature": "hot"}, "temperature", ["'hot'"]),
-        ({"input": "a", "background": True}, "background", ["not supported yet"]),
-        ({"input": "a", "conversation": "c"}, "conversation", ["not supported yet"]),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", ["'function'"]),
+        ({"input": "a", "background": True, "store": False}, "background", ["needs store"]),
+        ({"input": "a", "conversation": "c", "previous_response_id": "r"}, "conversation", ["previous_response_id"]),
+        ({"input": "a", "prompt": {"id": "p"}}, "prompt", ["not supported yet"]),
+        ({"input": "a", "tools": [{"type": "robot"}]}, "tools[0]", ["'function'"]),
+        (
+            {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},
+            "tools[0].tools[0]",
+            [],
+        ),
+        ({"input": "a", "tools": [{"type": ["robot"]}]}, "tools[0]", ["'function'"]),
+        (
+            {
+                "input": "a",
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": []}]},
+            },
+            "tool_choice",
+            ["must be"],
+        ),
+        ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", ["needs tools"]),
         ({"input": "a", "tools": [TOOL]}, "tools", ["chat template"]),
         ({"input": "a", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", ["needs tools"]),
         ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", ["'huge'"]),
@@ -264,7 +282,7 @@ def test_no_such_model(live: Live) -> None:
 
 
 def test_what_is_ignored_is_said(live: Live) -> None:
-    body = {"input": "a", "colour": 1, "truncation": "auto", "include": ["reasoning.encrypted_content"]}
+    body = {"input": "a", "colour": 1, "truncation": "auto", "include": ["file_search_call.results"]}
     response = live.post(PATH, **body)
     names = [warning.partition(":")[0] for warning in response.json()["warnings"]]
     assert names == ["colour", "truncation", "include"]

@@ -227,3 +227,42 @@ def test_the_official_client(serve: Serve) -> None:
     assert choice.message.content == "Four. I look."
     assert choice.message.tool_calls is not None
     assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Köln"}] * 2
+
+
+@pytest.mark.parametrize("cut", [{"stop": ["Köl"]}, {"max_tokens": 54}], ids=str)
+def test_a_cut_call_is_reported_as_what_it_is(serve: Serve, cut: dict[str, Any]) -> None:
+    live = start(serve, HERMES, CALL)
+    (choice,) = live.chat(tools=TOOLS, **cut).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    assert call["function"]["name"] == "weather"
+    assert '{"city": "Köln"}'.startswith(call["function"]["arguments"])
+    message, chunks = streamed(live, tools=TOOLS, **cut)
+    assert message["calls"] == [["weather", call["function"]["arguments"]]]
+    assert message["content"] == ""
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    response = live.post("/v1/messages", model="toy", messages=[{"role": "user", "content": "a"}],
+                         tools=[{"name": "weather", "input_schema": {"type": "object"}}],
+                         max_tokens=cut.get("max_tokens", 100), stop_sequences=cut.get("stop", [])).json()  # fmt: skip
+    assert (response["stop_reason"], response["stop_sequence"]) == ("max_tokens", None)
+    assert [block["type"] for block in response["content"]] == ["tool_use"]
+    tools = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
+    options = {"max_output_tokens": cut["max_tokens"]} if "max_tokens" in cut else cut
+    body = live.post("/v1/responses", input="a", tools=tools, **options).json()
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [(item["type"], item["status"]) for item in body["output"]] == [("function_call", "incomplete")]
+
+
+def test_a_call_is_whole_when_a_stop_string_follows_it(serve: Serve) -> None:
+    live = start(serve, HERMES, CALL)
+    (choice,) = live.chat(tools=TOOLS, stop=["</tool_call>"]).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize("length", [5, 11, 12, 20])
+def test_the_mark_of_a_cut_call_is_no_content(serve: Serve, length: int) -> None:
+    live = start(serve, HERMES, CALL)
+    (choice,) = live.chat(tools=TOOLS, max_tokens=length).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
+    assert "tool_calls" not in choice["message"]

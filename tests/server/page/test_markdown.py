@@ -65,7 +65,7 @@ def test_formulas_code_tasks_and_footnotes(page: ChatPage, stub: Stub) -> None:
     assert page.run(boxes) == [[True, True], [False, True]]
     address = page.tab.url
     page.tab.click(".footnote-ref a >> nth=0")
-    page.see(".footnotes", "As of today")
+    page.see(".footnotes", "Efficient Memory Management")
     assert page.tab.url == address  # which names the conversation
 
 

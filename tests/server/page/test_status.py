@@ -34,11 +34,20 @@ def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
     assert (figures["Running"], figures["Waiting"]) == ("3", "2")
     assert (figures["KV cache in use"], figures["Prefix cache hits"]) == ("25.0 %", "75.0 %")
     assert figures["Generated"] != "0 tokens/s"
-    assert figures["Context of this chat"].endswith(" of 2,048 tokens")
+    assert figures["Tokens of this chat"].endswith(" of 2,048")
     assert page.run("[...document.querySelectorAll('.links a')].map((each) => each.getAttribute('href'))") == [
         "docs",
         "metrics",
     ]
+
+
+def test_the_plot_has_a_past_when_the_panel_is_opened(page: ChatPage) -> None:
+    for _ in range(2):
+        with page.tab.expect_response("**/metrics"):
+            page.run("document.dispatchEvent(new Event('visibilitychange'))")
+    page.tab.click("#open-status")
+    page.see("#status-figures dd", "2,048")
+    assert page.run("document.querySelector('#plot-line').getAttribute('points')") != ""
 
 
 def test_metrics_are_summed_over_engines_and_a_restart_is_no_negative_rate(page: ChatPage) -> None:

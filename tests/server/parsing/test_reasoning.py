@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from server.parsing.answer import AnswerReader, TokenCounter
+from server.parsing.answer import MarkedReader, TokenCounter
 from server.parsing.pieces import Blocks, Content, Reasoning
 from server.parsing.reasoning import REASONING_FORMATS, ReasoningReader, find_reasoning_format
 from tests.server.parsing.test_tools import cuts
@@ -81,7 +81,7 @@ def test_prompts_that_end_inside_thoughts(prompt: str, continued: str, opened: b
 )
 def test_tokens_of_the_thoughts(text: str, opened: bool, tokens: int) -> None:
     for size in (1, 4, 100):  # tokens in an update; here a token is a character
-        reader = AnswerReader(ReasoningReader(THINK, opened), counter=TokenCounter("</think>", chr))
+        reader = MarkedReader(ReasoningReader(THINK, opened), counter=TokenCounter("</think>", chr))
         blocks = Blocks()
         for at in range(0, len(text), size):
             part = text[at : at + size]

@@ -178,3 +178,24 @@ def test_requests_are_logged_when_asked(serve: Callable[..., Live], caplog: pyte
     assert "temperature=0.5" in record.message
     for text in ("secret", "[7", "{"):
         assert text not in record.message
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/health", "/metrics", "/", "/v1/models/toy", "/v1/models/x", "/version"]
+)
+def test_head_is_get_without_the_body(live: Live, path: str) -> None:
+    head, get = live.http.head(path), live.http.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+    assert live.http.get("/health").status_code == 200, "the connection goes on"
+
+
+def test_head_of_what_has_no_get(live: Live) -> None:
+    assert live.http.head("/v1/completions").status_code == 405
+    assert 'method="HEAD"' in live.http.get("/metrics").text
+
+
+def test_tokenizer_info(live: Live) -> None:
+    info = live.http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["vocab_size"], info["model_max_length"]) == ("<|im_end|>", 259, 512)
+    assert "<|im_start|>" in info["chat_template"]

@@ -104,7 +104,7 @@ def test_the_system_prompt(typed: Typed) -> None:
 
 
 def test_sampling_parameters(typed: Typed) -> None:
-    shown = typed("/set", "/set temperature 0.5", "/set max-tokens 2k", "/set", "Hi")
+    shown = typed("/set", "/set temperature 0.5", "/set max-tokens=2k", "/set", "Hi")
     assert shown[:3] == ["All as the model has it.", "temperature 0.5", "max_tokens 2000"]
     assert shown[3].split("\n") == ["temperature 0.5", "max_tokens 2000"]
     assert typed.model.asked[-1][1].given() == {"temperature": 0.5, "max_tokens": 2000}
@@ -124,7 +124,7 @@ def test_stats(typed: Typed) -> None:
 def test_save_and_load(typed: Typed, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     shown = typed("/system Be kind.", "Hi", f"/save {file}", "/new", "/system", f"/load {file}", "and?")
-    assert shown[2] == f"Saved 1 answers to {file}."
+    assert shown[2] == f"Saved 1 answer to {file}."
     assert typed.prompt() == ["Be kind.", "Hi", "1: Hi", "and?"]
 
 

@@ -1,0 +1,152 @@
+"""Times one layer's mixture of experts, in CUDA graphs: the norm, the router, the experts and the residual sum.
+
+    python -m benchmarks.micro.experts
+    python -m benchmarks.micro.experts --shapes qwen3-30b-a3b --forms bfloat16 --tokens 1 8 --profile
+
+Weights are random, so tokens choose their experts almost evenly: the hardest case for few tokens. The floor is the time in
+which an H200 reads the weights of the experts that were chosen, or multiplies by them, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import kernels
+from benchmarks.gpu import need_gpus
+from benchmarks.micro.sampling import microseconds
+from benchmarks.report.result_files import save
+from engine.machine import environment
+from kernels import Kind, QuantizedWeight, Router, Weight
+
+BYTES_PER_US, FLOPS_PER_US = 4.49e6, 812e6  # measured on an H200: reading, and bfloat16 products
+BATCHES = 4  # of different tokens, so that the weights they read are not in L2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    inner: int
+    count: int
+    rule: Router
+    forms: tuple[str, ...]
+    activation: Any = "silu"
+    biased: bool = False
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, Router(8, renormalise=True), ("bfloat16", "fp8 blocks", "fp8", "int4")),
+    "gpt-oss-20b": Shape(2880, 2880, 32, Router(4, "softmax_chosen"), ("mxfp4", "bfloat16"), "clamped_swiglu", True),
+    "mixtral-8x7b": Shape(4096, 14336, 8, Router(2, "softmax_chosen"), ("bfloat16", "int4")),
+}
+
+FORMS: dict[str, tuple[Kind, int, int]] = {  # kind, channels in a group (0: all), rows that share a scale
+    "fp8": ("e4m3", 0, 1),
+    "fp8 blocks": ("e4m3", 128, 128),
+    "int4": ("int4", 128, 1),
+    "mxfp4": ("e2m1", 32, 1),
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--forms", nargs="+", help="of the weights (default: those the shape is published in)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 2048, 8192])
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel, run alone")
+    parser.add_argument("--output-json", metavar="FILE", help="where to save the results")
+    args = parser.parse_args(argv)
+    need_gpus("benchmarks.micro.experts")
+    rows: list[dict[str, Any]] = []
+    for name in args.shapes:
+        for form in args.forms or SHAPES[name].forms:
+            layer = Layer(SHAPES[name], form)
+            for tokens in args.tokens:
+                row = {"shape": name, "form": form, "tokens": tokens, **layer.measure(tokens)}
+                rows.append(row)
+                print(
+                    f"{name:15} {form:16} {tokens:5} tokens {row['us']:9.1f} us, floor {row['floor_us']:8.1f} "
+                    f"({100 * row['floor_us'] / row['us']:3.0f} %), {row['tflops']:6.1f} TFLOP/s",
+                    flush=True,
+                )
+                if args.profile:
+                    layer.print_kernels(tokens)
+            del layer
+    if args.output_json:
+        save({"benchmark": "experts", "rows": rows, "environment": environment()}, args.output_json)
+    return 0
+
+
+class Layer:
+    """Random weights of one layer, and calls of it."""
+
+    def __init__(self, shape: Shape, form: str) -> None:
+        self.shape = shape
+        self.router = _random(shape.count, shape.hidden) * shape.hidden**-0.5
+        self.norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device="cuda")
+        self.gate_up = expert_weights(form, shape.count, 2 * shape.inner, shape.hidden)
+        self.down = expert_weights(form, shape.count, shape.hidden, shape.inner)
+        self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if shape.biased:
+            self.biases = _random(shape.count, 2 * shape.inner), _random(shape.count, shape.hidden)
+
+    def call(self, hidden: Tensor) -> Tensor:
+        """The ids that were chosen; the experts' sum is added to `hidden`."""
+        normed, ids, weights = kernels.norm_route(hidden, self.norm, 1e-6, self.router, None, None, self.shape.rule)
+        kernels.experts(normed, ids, weights, self.gate_up, self.down, *self.biases, self.shape.activation, hidden)
+        return ids
+
+    def measure(self, tokens: int) -> dict[str, float]:
+        batches = [_random(tokens, self.shape.hidden) for _ in range(BATCHES)]
+        chosen = [len(self.call(batch).unique()) for batch in batches]
+        us = microseconds(_all(self.call, batches), torch.device("cuda")) / BATCHES
+        per_expert = (self.gate_up.nbytes + self.down.nbytes) / self.shape.count
+        flops = 6 * tokens * self.shape.rule.num_chosen * self.shape.hidden * self.shape.inner
+        floor = max(sum(chosen) / BATCHES * per_expert / BYTES_PER_US, flops / FLOPS_PER_US)
+        return {"us": us, "floor_us": floor, "tflops": flops / us / 1e6}
+
+    def print_kernels(self, tokens: int) -> None:
+        batch = _random(tokens, self.shape.hidden)
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(5):
+                self.call(batch)
+            torch.cuda.synchronize()
+        for event in recorded.key_averages():
+            print(f"    {event.device_time_total / 5:9.1f} us  {event.count / 5:g} x {event.key[:60]}", flush=True)
+
+
+def _all(call: Callable[[Tensor], Tensor], batches: list[Tensor]) -> Callable[[], None]:
+    def calls() -> None:
+        for batch in batches:
+            call(batch)
+
+    return calls
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def expert_weights(form: str, count: int, n: int, k: int) -> Weight:
+    """[count, n, k] of bfloat16 or a form, of a standard deviation of about k^-0.5."""
+    if form == "bfloat16":
+        return torch.stack([_random(n, k) * k**-0.5 for _ in range(count)])
+    kind, group, rows = FORMS[form]
+    group = group or k
+    scale = torch.rand(count, -(-n // rows), -(-k // group), device="cuda") * k**-0.5
+    if kind == "e4m3":
+        codes = torch.stack([_random(n, k).to(torch.float8_e4m3fn) for _ in range(count)])
+    else:
+        codes = torch.randint(256, (count, n, k // 2), dtype=torch.uint8, device="cuda")
+    return QuantizedWeight(kind, codes, scale if rows > 1 or group == k else scale.half(), group, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

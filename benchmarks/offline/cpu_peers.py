@@ -1,0 +1,226 @@
+"""Quire beside llama.cpp on a CPU, format by format, and beside vLLM's CPU build: interleaved, the best of all rounds.
+
+python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gguf_files import gguf_file
+from benchmarks.model_shapes import model_folder
+from benchmarks.processes import describe_machine, last_line, process_group
+from benchmarks.workloads import MAX_TOKEN_ID
+from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load
+
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llama.cpp's type
+    "float32": ({"dtype": "float32"}, "f32"),
+    "bfloat16": ({"dtype": "bfloat16"}, "bf16"),
+    "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0"),
+    "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M"),
+}
+CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
+EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4 and 16
+requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the prompt. Needs
+llama.cpp's llama-bench, llama-batched-bench and, where no GGUF files are there, llama-quantize and `pip install gguf`."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Comparison."""
+
+    llama_cpp: str = flag("", "folder of llama.cpp's programs", metavar="FOLDER")
+    vllm: str | None = flag(None, "Python of an environment that has vLLM's CPU build, for bfloat16", metavar="FILE")
+    models: tuple[str, ...] = flag(
+        ("llama-100m", "qwen3-0.6b"), "names of benchmarks/model_shapes.py, or folders with a config.json"
+    )
+    formats: tuple[str, ...] = flag(tuple(FORMATS), f"of {', '.join(FORMATS)}")
+    rounds: int = flag(2, "how often each engine is started in each format, in alternating order", at_least=1)
+    threads: int = flag(os.cpu_count() or 1, "of each engine", at_least=1)
+    quick: bool = flag(False, "one round of the first model, with shorter answers")
+    time_limit: float = flag(720.0, "seconds after which nothing more is begun", above=0)
+    models_dir: str = flag("out/models", "where models are written, and GGUF files are looked for", metavar="FOLDER")
+    output_json: str | None = flag(
+        None, "where to save the results, with a Markdown table beside them (else under out/bench)", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if unknown := [name for name in self.formats if name not in FORMATS]:
+            raise ConfigError(f"formats must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
+        if not Path(self.llama_cpp, "llama-bench").is_file():
+            raise ConfigError(f"llama_cpp must be the folder that holds llama-bench, got {self.llama_cpp!r}")
+
+
+@dataclass
+class Comparison:
+    """What runs, and the best of what was measured so far."""
+
+    flags: Flags
+    scratch: Path
+    best: dict[tuple[str, str, str, str], float] = field(
+        default_factory=dict
+    )  # (model, format, engine, column) → tok/s
+    versions: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def works(self) -> dict[str, tuple[int, int, int]]:
+        """Column → requests, tokens of each prompt and answer."""
+        few = 8 if self.flags.quick else 24
+        return {
+            "1": (1, PROMPT, 2 * few),
+            "4": (4, PROMPT, 2 * few),
+            "16": (16, PROMPT, few),
+            "prefill": (1, LONG_PROMPT, 1),
+        }
+
+    def keep(self, model: str, precision: str, engine: str, column: str, tokens_per_second: float) -> None:
+        key = (model, precision, engine, column)
+        self.best[key] = max(self.best.get(key, 0.0), tokens_per_second)
+
+    def measure(self, engine: str, folder: Path, precision: str) -> None:
+        if engine == "llama.cpp":
+            self._llama(folder, precision)
+        else:
+            self._llm(engine, folder, precision)
+
+    def _llm(self, engine: str, folder: Path, precision: str) -> None:
+        """Quire or vLLM: see `one_engine`."""
+        job, events, log = (self.scratch / name for name in ("job.json", "events.jsonl", "log.txt"))
+        works = self.works
+        settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": CONTEXT, "max_num_seqs": 16}
+        settings |= {"enable_prefix_caching": False, "disable_log_stats": True, **FORMATS[precision][0]}
+        vocab_size = min(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"], MAX_TOKEN_ID)
+        wanted = [
+            {
+                "name": column,
+                "prompts": [[(i * 31 + t * 7) % (vocab_size - 3) + 3 for t in range(prompt)] for i in range(count)],
+                "output_lens": [answer] * count,
+                "repeat": 2,
+                "reset": False,
+            }
+            for column, (count, prompt, answer) in works.items()
+        ]
+        told = {"engine": engine, "model": str(folder), "settings": settings, "works": wanted, "temperature": 0.0}
+        job.write_text(json.dumps({**told, "started": time.time(), "deadline": 1e12}))
+        events.write_text("")
+        script = str(Path(__file__).with_name("one_engine.py"))
+        python = sys.executable if engine == "quire" else str(self.flags.vllm)
+        threads = {"OMP_NUM_THREADS": str(self.flags.threads)}
+        with process_group([python, "-P", script, str(job), str(events)], engine, log, threads) as process:
+            code = process.wait()
+        events_text = events.read_text()
+        if code or '"done"' not in events_text:
+            self.failures.append(f"{engine} · {folder.name} · {precision}: ended with code {code}: {last_line(log)}")
+        for event in map(json.loads, events_text.splitlines()):
+            if event["event"] == "ready":
+                self.versions[engine] = event["version"]
+            elif event["event"] == "run":
+                count, prompt, answer = works[event["work"]]
+                tokens = count * (answer if answer > 1 else prompt)
+                self.keep(folder.name, precision, engine, event["work"], tokens / event["seconds"])
+
+    def _llama(self, folder: Path, precision: str) -> None:
+        """llama.cpp's own benchmarks, which sample nothing."""
+        programs, kind = Path(self.flags.llama_cpp), FORMATS[precision][1]
+        file = gguf_file(folder, kind, programs / "llama-quantize", Path(self.flags.models_dir))
+        threads = str(self.flags.threads)
+        for column, (count, prompt, answer) in self.works.items():
+            if answer == 1:
+                command = [str(programs / "llama-bench"), "-m", str(file), "-t", threads, "-o", "jsonl"]
+                command += ["-p", str(prompt), "-n", "0", "-r", "2"]
+            else:
+                command = [str(programs / "llama-batched-bench"), "-m", str(file), "-t", threads, "-tb", threads]
+                command += ["-c", "2048", "-npp", str(prompt), "-ntg", str(answer), "-npl", f"{count},{count}"]
+                command += ["--output-format", "jsonl"]
+            environment = {**os.environ, "LD_LIBRARY_PATH": str(programs)}
+            shown = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if shown.returncode:
+                self.failures.append(f"{' '.join(command)}: {(shown.stderr.strip().splitlines() or ['no output'])[-1]}")
+            for line in shown.stdout.splitlines():
+                if not line.startswith("{"):
+                    continue
+                row = json.loads(line)
+                if answer == 1:
+                    self.versions["llama.cpp"] = f"build {row['build_number']} ({row['build_commit']})"
+                    speeds = [1e9 * prompt / nanoseconds for nanoseconds in row["samples_ns"]]
+                else:
+                    speeds = [count * answer / (row["t_pp"] + row["t_tg"])]
+                for speed in speeds:
+                    self.keep(folder.name, precision, "llama.cpp", column, speed)
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="python -m benchmarks.offline.cpu_peers", description=__doc__.split("\n")[0], epilog=EPILOG)
+    add_flags(parser, Flags)
+    (flags,) = load(parser.parse_args(argv), Flags)
+    path = Path(flags.output_json or f"out/bench/cpu-peers-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        machine = describe_machine("benchmarks.offline.cpu_peers", Path(scratch))
+        comparison = Comparison(flags, Path(scratch))
+        compare(comparison)
+    result = {**machine, "threads": flags.threads, "versions": comparison.versions, "failures": comparison.failures}
+    rows = [dict(zip(("model", "format", "engine", "work"), key, strict=True)) for key in comparison.best]
+    result["rows"] = [
+        {**row, "tokens_per_second": round(best, 1)} for row, best in zip(rows, comparison.best.values(), strict=True)
+    ]
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(comparison) + "\n")
+    print(table(comparison))
+    print(f"saved {path} and {path.with_suffix('.md')}")
+    return 1 if comparison.failures else 0
+
+
+def compare(comparison: Comparison) -> None:
+    flags, begin = comparison.flags, time.monotonic()
+    folders = [model_folder(name, Path(flags.models_dir)) for name in flags.models]
+    for number in range(1 if flags.quick else flags.rounds):
+        for folder in folders[: 1 if flags.quick else None]:
+            for precision in flags.formats:
+                if time.monotonic() - begin > flags.time_limit:
+                    comparison.failures.append(f"no time was left for round {number + 1}: {folder.name} · {precision}")
+                    continue
+                print(f"[{number + 1}] {folder.name} · {precision}", file=sys.stderr, flush=True)
+                engines = ["quire", "llama.cpp", *(["vllm"] if flags.vllm and precision == "bfloat16" else [])]
+                for engine in engines[:: -1 if number % 2 else 1]:
+                    comparison.measure(engine, folder, precision)
+
+
+def table(comparison: Comparison) -> str:
+    """tok/s of each, and how many times as fast Quire is."""
+    engines = list(dict.fromkeys(key[2] for key in comparison.best))
+    heads = {"1": "1 stream", "4": "4", "16": "16", "prefill": f"prefill {LONG_PROMPT}"}
+    lines = ["| | " + " | ".join(heads.values()) + " |", "|---|" + "---:|" * len(heads)]
+    for model, precision in dict.fromkeys(key[:2] for key in comparison.best):
+        own = {column: comparison.best.get((model, precision, "quire", column)) for column in heads}
+        for engine in engines:
+            found = {column: comparison.best.get((model, precision, engine, column)) for column in heads}
+            if not any(found.values()):
+                continue
+            name = f"{engine} {FORMATS[precision][1]}" if engine == "llama.cpp" else f"{engine} {precision}"
+            cells = []
+            for column, speed in found.items():
+                mine, times = own[column], ""
+                if engine != "quire" and speed and mine:
+                    times = f" (**{mine / speed:.2f}**)"
+                cells.append(f"{speed:,.0f}{times}" if speed else "–")
+            lines.append(f"| {model} · {name} | " + " | ".join(cells) + " |")
+    return "\n".join(["tok/s; in brackets, how many times as fast Quire is", "", *lines, *comparison.failures])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,64 @@
+"""Gives each request to a replica, or lets it wait until there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.core.routing import Router
+from engine.replica import Replica
+from engine.streams import Stream
+
+
+class Dispatcher:
+    """Requests wait here in their order until the replicas are ready, and while none is."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._router: Router | None = None  # None until the replicas are ready
+        self._waiting: dict[str, Stream] = {}
+
+    def open(self, capacity_tokens: int) -> None:
+        """All replicas are ready for the first time; the cache of each holds so many tokens."""
+        self._router = Router(len(self._replicas), capacity_tokens)
+
+    def assign(self, stream: Stream) -> None:
+        """A request is to be answered."""
+        request = stream.request
+        eligible = [replica.index for replica in self._replicas if replica.takes_requests]
+        if not eligible or self._router is None:
+            self._waiting[request.request_id] = stream
+        elif len(self._replicas) == 1:
+            self._replicas[0].add(stream)
+        else:
+            chosen = self._router.choose(request.request_id, request.prompt_token_ids, request.cache_salt, eligible)
+            self._replicas[chosen].add(stream)
+
+    def remove(self, stream: Stream) -> None:
+        """A request is not waited for any more; end it if it has not ended."""
+        request_id = stream.request.request_id
+        self.ended(stream)
+        self._waiting.pop(request_id, None)
+        for replica in self._replicas:
+            replica.remove(request_id, abort=not stream.output.finished)
+
+    def ended(self, stream: Stream) -> None:
+        """A request has its last token."""
+        if self._router is not None:
+            self._router.end(stream.request.request_id, stream.output.metrics.num_generation_tokens)
+
+    def started(self, replica: Replica) -> None:
+        """The replica takes requests, and has nothing cached."""
+        if self._router is not None:
+            self._router.forget(replica.index)
+            waiting, self._waiting = self._waiting, {}
+            for stream in waiting.values():
+                self.assign(stream)
+
+    def lost(self, replica: Replica, streams: Iterable[Stream]) -> None:
+        """The replica has lost its process, and with it these requests."""
+        if self._router is not None:
+            self._router.forget(replica.index)
+        for stream in streams:
+            if not stream.output.finished and not stream.is_closed:
+                self.ended(stream)
+                self.assign(stream)

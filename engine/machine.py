@@ -1,0 +1,91 @@
+"""Where and with what a measurement was made, so that a figure can be judged and repeated."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from engine.worker.device import CpuDevice, CudaDevice
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and the command line, as they go into every result file."""
+    versions = {}
+    for name in ("torch", "triton", "transformers", "vllm"):
+        if (version := _version(name)) is not None:
+            versions[name] = version
+    found: dict[str, Any] = {
+        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "quire": engine.__version__,
+        "commit": _run("git", "rev-parse", "--short", "HEAD"),
+        "python": platform.python_version(),
+        **versions,
+        "cpu_cores": os.cpu_count(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+PACKAGES = (
+    "torch", "triton", "safetensors", "tokenizers", "huggingface-hub", "llguidance", "fastapi", "uvicorn", "pydantic",
+    "transformers", "vllm",
+)  # fmt: skip
+VARIABLES = ("QUIRE_", "CUDA_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TRITON_")  # how names begin
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in names of variables whose values are not shown
+
+
+def report() -> dict[str, str]:
+    """All that a bug report needs to say of this machine and this installation, by title; no secrets."""
+    known, cpu, root = environment(), CpuDevice(), Path(engine.__file__).resolve().parents[1]
+    memory, cores = cpu.memory(), len(os.sched_getaffinity(0))
+    found = {
+        "quire": f"{engine.__version__} ({_run('git', '-C', str(root), 'rev-parse', '--short', 'HEAD') or 'no checkout'})",
+        "python": f"{platform.python_version()} in {sys.prefix}",
+        "system": platform.platform(),
+        "cpu": f"{_cpu_name()}, {cores} of {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()}",
+        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.free / 2**30:.1f} free",
+    }
+    for index in range(torch.cuda.device_count()):
+        gpu = CudaDevice(index)
+        found[f"gpu {index}"] = f"{gpu.name}, {gpu.memory().total / 2**30:.1f} GiB, capability {gpu.capability}"
+    found |= {name: str(known.get(name) or "none") for name in ("cuda", "driver")}
+    found |= {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLES):
+            found[name] = "(set)" if any(word in name for word in SECRETS) else value
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> str | None:
+    """The command's output; None when it cannot be had."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,83 @@
+"""Downloads models from the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import tqdm, validate_repo_id
+
+from engine.models.errors import ModelError
+from engine.models.progress import Progress
+
+TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
+# Exports in subfolders (but not 1_Pooling), and Mistral's second copy of the weights.
+OTHER_FORMATS = ["[!1]*/*", "consolidated*"]
+
+
+def download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:
+    """The folder of a model of the Hub, downloaded unless the cache holds it. Arguments and errors: see `resolve_model`."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise ModelError(
+            f"{repo}: there is no such folder; give an existing one, or a model of the Hub as owner/name"
+        ) from None
+    patterns = TEXT_FILES + (["*.safetensors"] if weights else [])
+    try:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                ignore_patterns=OTHER_FORMATS,
+                tqdm_class=_reporting(progress),
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{repo}: access to this model is gated; ask for it at https://huggingface.co/{repo}, then set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{repo}: has no revision {revision!r}; give a branch, tag or commit that it has") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{repo}: neither a local folder nor a model of the Hub; check the spelling; if private, set HF_TOKEN"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ModelError(
+            f"{repo}: neither a local folder nor in the cache, and the Hub cannot be reached; "
+            "check the path, the network, or unset HF_HUB_OFFLINE"
+        ) from error
+    except (OSError, httpx.HTTPError) as error:
+        raise ModelError(f"{repo}: the download failed ({_first_line(error)}); try again") from error
+
+
+def _reporting(progress: Progress) -> type[tqdm]:
+    """The Hub's progress bar, which tells `progress` the bytes, too, whether or not it is drawn."""
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self.disable:
+                self.n += n or 0
+            if getattr(self, "unit", "B") == "B" and self.total:
+                progress("downloading", int(self.n), int(self.total))
+            return shown
+
+    return Bar
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

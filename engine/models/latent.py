@@ -1,0 +1,110 @@
+"""Attention over cached latents (DeepSeek's multi-head latent attention)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+import kernels
+from engine.models.attention import AttentionMetadata
+from engine.models.formats.floats import FLOATS
+from engine.models.layers import Linear, Residual, RMSNorm, Scope
+from engine.models.spec import LatentSpec
+
+
+class LatentAttention(nn.Module):
+    """See `kernels.reference.latent`. Ranks divide the heads; each caches all latents."""
+
+    cos_sin: Tensor
+
+    def __init__(self, spec: LatentSpec, hidden_size: int, cos_sin: Tensor, scope: Scope) -> None:
+        """cos_sin: `rope_table` of the layer's RoPE."""
+        super().__init__()
+        self.spec = spec.for_rank(scope.shard)
+        heads, query_dim = spec.num_heads, spec.plain_dim + spec.rope.rotary_dim
+        short = {"kv_a_proj_with_mqa": spec.head_dim}
+        if spec.query_rank:
+            short = {"q_a_proj": spec.query_rank} | short
+        self.short = Linear(scope, hidden_size, short, bias=spec.bias)
+        self.query_norm = RMSNorm(scope / "q_a_layernorm", spec.query_rank, spec.norm_eps) if spec.query_rank else None
+        name = "q_b_proj" if spec.query_rank else "q_proj"
+        self.query = Linear(
+            scope, spec.query_rank or hidden_size, {name: heads * query_dim}, shard="column", width=query_dim
+        )
+        self.latent_norm = RMSNorm(scope / "kv_a_layernorm", spec.latent_dim, spec.norm_eps)
+        self.up = HeadProjections(
+            scope, spec.latent_dim, {"kv_b_proj": heads * (spec.plain_dim + spec.value_dim)}, shard="column",
+            width=spec.plain_dim + spec.value_dim,
+        )  # fmt: skip
+        self.o = Linear(scope, heads * spec.value_dim, {"o_proj": hidden_size}, bias=spec.bias, shard="row")
+        self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, R] float32
+
+    def forward(
+        self,
+        x: Tensor,
+        hidden: Tensor,
+        residual: Residual,
+        positions: Tensor,
+        kv: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """hidden [T, hidden] + the attention of x [T, hidden], in hidden's memory; `kv` gains their latents."""
+        spec, cache = self.spec, kv[0]
+        short = residual.project(self.short, x)  # [T, query_rank + L + R]
+        query_input, latent = short.split((spec.query_rank, spec.head_dim), 1)
+        if self.query_norm is None:
+            query = residual.project(self.query, x)
+        else:
+            query = self.query.after_norm(query_input, self.query_norm)
+        key_up, value_up = self.up.of_heads(spec)
+        query = kernels.absorb_and_store(
+            query.unflatten(1, (spec.num_heads, -1)),
+            key_up,
+            latent,
+            self.latent_norm.weight,
+            spec.norm_eps,
+            positions,
+            self.cos_sin,
+            cache,
+            metadata.slot_mapping,
+            spec.rope.interleaved,
+        )  # [T, H, L + R]
+        sums = attend(query, cache, metadata, spec)  # [T, H, L]
+        out = (sums.transpose(0, 1) @ value_up.mT).transpose(0, 1)  # [T, H, value_dim]
+        return residual.add(self.o, hidden, out.flatten(1))
+
+
+class HeadProjections(Linear):
+    """Latents to the keys and values of each head. Attention needs the matrices themselves: they are floats when packed."""
+
+    def pack(self) -> None:
+        if self.format is FLOATS:
+            return
+        self.format.pack(self)
+        assert isinstance(self.weight, kernels.QuantizedWeight)
+        floats = kernels.dequantize(self.weight.codes, self.weight, self.dtype)
+        self.weight = nn.Parameter(floats, requires_grad=False)
+
+    def of_heads(self, spec: LatentSpec) -> tuple[Tensor, Tensor]:
+        """[H, plain_dim, L] of the keys, [H, value_dim, L] of the values."""
+        assert isinstance(self.weight, Tensor)
+        both = self.weight.unflatten(0, (spec.num_heads, -1))
+        return both[:, : spec.plain_dim], both[:, spec.plain_dim :]
+
+
+def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: LatentSpec) -> Tensor:
+    """Attention of the step's tokens over their latents, which are stored already.
+
+    query [T, H, L + R], cache [num_blocks, 1, block_size, L + R] -> [T, H, L].
+    """
+    m, n = metadata, metadata.num_decodes
+    out = query.new_empty(*query.shape[:2], spec.latent_dim)
+    if n:
+        kernels.latent_attention_decode(
+            query[:n], cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=out[:n]
+        )
+    if n < len(m.rows):
+        kernels.latent_attention_prefill(
+            query, cache, m.block_tables, m.rows[n:], m.query_start[n:], m.context_lens[n:],
+            scale=spec.scale, out=out, tiles=m.prefill_tiles,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,85 @@
+"""The threads in which grammars are compiled."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import ParamSpec, TypeVar
+
+from engine.fair_executor import FairExecutor
+from engine.memory import return_memory
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+IDLE_SECONDS = 5.0
+NICENESS = 19  # the lowest priority: what other threads leave of a core
+STACK_BYTES = 64 << 20  # the library recurses as deep as a grammar is nested
+
+
+class CompileThreads:
+    """Threads that begin with the first grammar, serve owners alternately, and give way to other threads of the machine.
+
+    `release` ends them once they are idle: deep grammars leave them with large stacks.
+    """
+
+    def __init__(self, num_threads: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_threads, self._clock = num_threads, clock
+        self._executor: ThreadPoolExecutor | None = None
+        self._fair: FairExecutor | None = None
+        self._lock = threading.Lock()
+        self._num_working = 0  # tasks
+        self._used = 0.0  # when the last one ended
+
+    def submit(self, owner: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As of `FairExecutor`."""
+        if self._fair is None:
+            self._executor = make_executor(self._num_threads)
+            self._fair = FairExecutor(self._executor)
+        with self._lock:
+            self._num_working += 1
+        work = self._fair.submit(owner, function, *args, **kwargs)
+        work.add_done_callback(self._ended)
+        return work
+
+    def _ended(self, work: Future[T]) -> None:
+        with self._lock:
+            self._num_working -= 1
+            self._used = self._clock()
+
+    def release(self) -> bool:
+        """End the threads if they have been idle for some seconds, and return their memory. Whether there are any."""
+        with self._lock:
+            is_idle = not self._num_working and self._clock() - self._used >= IDLE_SECONDS
+        if self._executor is not None and is_idle:
+            self._executor.submit(return_memory)
+            self._executor.shutdown(wait=False)
+            self._executor = self._fair = None
+        return self._executor is not None
+
+    def shutdown(self) -> None:
+        """Work that waits is cancelled."""
+        if self._fair is not None:
+            self._fair.shutdown()
+
+
+def make_executor(num_threads: int) -> ThreadPoolExecutor:
+    """Threads with stacks that suffice for any grammar."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(num_threads, "grammar", initializer=_give_way)
+        together = threading.Barrier(num_threads)
+        wait([executor.submit(together.wait) for _ in range(num_threads)])  # now all threads are there
+    finally:
+        threading.stack_size(before)
+    return executor
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread: its work is long, and outside Python's global lock, which it must not hold up."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

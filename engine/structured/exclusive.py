@@ -1,0 +1,148 @@
+"""`oneOf` as `anyOf`: branches of which an instance matches at most one, or that can be narrowed until that holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any, TypeAlias
+
+from engine.structured.values import TYPES, listed, pattern_without, values_of, without
+
+Schema: TypeAlias = dict[str, Any]
+Resolve: TypeAlias = Callable[[str], Any]  # what a `$ref` points to, or None
+
+MAX_BRANCHES = 32
+MAX_COMPARISONS = 10_000  # of two schemas
+MAX_LEVELS = 6  # of references and schemas inside schemas, when two are compared
+_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+_ANNOTATIONS = ("title", "description", "$comment")
+_RANGES = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
+
+
+def exclusive(schema: Schema, resolve: Resolve) -> list[Any] | None:
+    """The branches of the schema's `oneOf`, narrowed so that `anyOf` of them says the same; None: not known how."""
+    branches = list(schema["oneOf"])
+    if len(branches) > MAX_BRANCHES:
+        return None
+    types, judge = _types(schema), _Judge(resolve)
+    for i, j in combinations(range(len(branches)), 2):
+        if judge.disjoint(branches[i], branches[j], types):
+            continue
+        narrowed = _parted(branches[i], branches[j], types, judge)
+        if narrowed is None:
+            return None
+        branches[i], branches[j] = narrowed
+    return branches
+
+
+def _types(schema: Schema) -> set[str]:
+    """Those that an instance may have; a number that is an integer is a number here."""
+    values = values_of(schema)
+    if values is not None:
+        return {_KINDS.get(type(value), "object") for value in values}
+    return {"number" if kind == "integer" else kind for kind in listed(schema.get("type", list(TYPES)))}
+
+
+@dataclass
+class _Judge:
+    """Compares schemas, for a while: one may be written to be compared for ever."""
+
+    resolve: Resolve
+    comparisons_left: int = MAX_COMPARISONS
+
+    def views(self, schema: Any, levels: int = MAX_LEVELS) -> Iterator[Schema]:
+        """Schemas of which an instance of `schema` matches each."""
+        if not isinstance(schema, dict) or not levels:
+            return
+        yield schema
+        if isinstance(reference := schema.get("$ref"), str):
+            yield from self.views(self.resolve(reference), levels - 1)
+        for each in schema.get("allOf", ()):
+            yield from self.views(each, levels - 1)
+
+    def disjoint(self, one: Any, other: Any, types: set[str], levels: int = MAX_LEVELS) -> bool:
+        """Whether it is certain that no instance of one of `types` matches both."""
+        if one is False or other is False:
+            return True
+        for first, second in product(self.views(one, levels), self.views(other, levels)):
+            self.comparisons_left -= 1
+            if self.comparisons_left < 0:
+                return False
+            common = _types(first) & _types(second) & types
+            if not common or self._differ(first, second, common, levels - 1):
+                return True
+            for options, rest in ((first, other), (second, one)):
+                for name in ("anyOf", "oneOf"):
+                    inner = options.get(name)
+                    if inner and all(self.disjoint(each, rest, common, levels - 1) for each in inner):
+                        return True
+        return False
+
+    def _differ(self, one: Schema, other: Schema, common: set[str], levels: int) -> bool:
+        values, others = values_of(one), values_of(other)
+        if values is not None and others is not None:
+            return len(without(values, others)) == len(values)
+        if len(common) == 1 and (limits := _RANGES.get(next(iter(common)))):
+            least, most = limits
+            if any(a.get(most, float("inf")) < b.get(least, float("-inf")) for a, b in ((one, other), (other, one))):
+                return True
+        if common != {"object"}:
+            return False
+        for a, b in ((one, other), (other, one)):
+            if any(_forbids(b, name) for name in a.get("required", ())):
+                return True
+        both = set(one.get("required", ())) & set(other.get("required", ()))
+        everything = set(TYPES)
+        return any(
+            self.disjoint(_property(one, name), _property(other, name), everything, levels) for name in sorted(both)
+        )
+
+
+def _property(schema: Schema, name: str) -> Any:
+    return schema.get("properties", {}).get(name, True)
+
+
+def _forbids(schema: Schema, name: str) -> bool:
+    if name in schema.get("properties", {}):
+        return schema["properties"][name] is False
+    return schema.get("additionalProperties") is False and "patternProperties" not in schema
+
+
+def _parted(one: Any, other: Any, types: set[str], judge: _Judge) -> tuple[Any, Any] | None:
+    """Both, narrowed so that no instance of one matches the other as it was."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return None
+    values, others = values_of(one), values_of(other)
+    if values is not None and others is not None:
+        return {"enum": without(values, others)}, {"enum": without(others, values)}
+    if values is not None:
+        return (False, found) if (found := _apart_from(other, values, types)) else None
+    if others is not None:
+        return (found, False) if (found := _apart_from(one, others, types)) else None
+    for each in (one, other):
+        kinds = [view["type"] for view in judge.views(each) if "type" in view]
+        if (_types(each) & types) != {"object"} and (kinds or "object" not in types):
+            return None
+    left, right = _without_a_name(one, other, judge), _without_a_name(other, one, judge)
+    return None if left is None or right is None else (left, right)
+
+
+def _without_a_name(schema: Schema, other: Schema, judge: _Judge) -> Any:
+    """The schema's objects that lack a name which `other` requires. None: not known how."""
+    views, others = (list(judge.views(each)) for each in (schema, other))
+    needed, free = ({name for view in each for name in view.get("required", ())} for each in (views, others))
+    if names := sorted(free - needed):
+        known = {name for view in views for name in view.get("properties", {})}
+        name = next((name for name in names if name not in known), names[0])  # what the schema does not speak of
+        return {"allOf": [schema, {"type": "object", "properties": {name: False}}]}
+    says_nothing_else = all(view.keys() <= {"type", "required", "allOf", *_ANNOTATIONS} for view in others)
+    return False if says_nothing_else else None
+
+
+def _apart_from(schema: Schema, values: list[Any], types: set[str]) -> Schema | None:
+    """The schema without these values, where they and it are texts."""
+    if _types(schema) & types != {"string"} or not all(isinstance(value, str) for value in values):
+        return None
+    pattern = pattern_without(values)
+    return None if pattern is None else {"allOf": [schema, {"type": "string", "pattern": pattern}]}

@@ -1,0 +1,59 @@
+"""Turns in the event loop: what a crowd of one owner's tasks does is not done all at once, before what others wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+
+Turn = asyncio.Future[None]
+
+
+class Turns:
+    """Lets a few tasks go on in each iteration of the event loop: one of each owner that waits, then each one's second.
+
+    All else that is ready, such as connections to be read, comes in between.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        """`at_once`: tasks that go on in one iteration."""
+        self._at_once = self._num_left = at_once  # in this iteration
+        self._waiting: OrderedDict[str, deque[Turn]] = OrderedDict()
+        self._is_called = False  # `_next`, by the next iteration
+
+    async def wait(self, owner: str) -> None:
+        """Until a task of this owner may go on."""
+        loop = asyncio.get_running_loop()
+        if self._num_left and not self._waiting:
+            self._num_left -= 1
+            self._call(loop)
+            return
+        turn: Turn = loop.create_future()
+        self.give(owner, turn)
+        await turn
+
+    def give(self, owner: str, turn: Turn) -> None:
+        """Set the result of `turn`, for which a task waits, when that may go on."""
+        if self._num_left and not self._waiting:
+            self._num_left -= 1
+            turn.set_result(None)
+        else:
+            self._waiting.setdefault(owner, deque()).append(turn)
+        self._call(turn.get_loop())
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_called:
+            self._is_called = True
+            loop.call_soon(self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_called, self._num_left = False, self._at_once
+        while self._waiting and self._num_left:
+            owner, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():  # else its task was cancelled
+                turn.set_result(None)
+                self._num_left -= 1
+        if self._num_left < self._at_once:
+            self._call(loop)

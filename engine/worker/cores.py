@@ -1,0 +1,52 @@
+"""The CPU cores that a process may compute on. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's time on the CPU: microseconds, or "max", in a period
+NODES = Path("/sys/devices/system/node")
+
+_log = logging.getLogger(__name__)
+
+
+def num_cores() -> int:
+    """Cores that this process may use at the same time, by its affinity and by its container's share of the CPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text().split()
+        return cores if quota == "max" else min(cores, max(-(-int(quota) // int(period)), 1))
+    except (OSError, ValueError):
+        return cores
+
+
+def keep_to_one_node(index: int) -> None:
+    """Of several NUMA nodes, this process takes the cores of one, and so its memory: another node's is far slower.
+
+    `index`: of the replica; neighbours take different nodes. To be called before there are threads and weights.
+    """
+    nodes = numa_nodes()
+    if len(nodes) > 1:
+        name, cores = list(nodes.items())[index % len(nodes)]
+        os.sched_setaffinity(0, cores)
+        _log.info("computing on NUMA node %s of %d: %d cores", name, len(nodes), len(cores))
+
+
+def numa_nodes() -> dict[str, set[int]]:
+    """The cores of each node that this process may use any of, the node with the most of them first."""
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    allowed, found = os.sched_getaffinity(0), {}
+    for folder in sorted(NODES.glob("node[0-9]*")):
+        cores = _listed((folder / "cpulist").read_text()) & allowed
+        if cores:
+            found[folder.name.removeprefix("node")] = cores
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def _listed(text: str) -> set[int]:
+    """Numbers written as in "0-3,8"."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}

@@ -1,0 +1,63 @@
+"""What stands between the products of some families, by the CPU's own kernels, so that their steps can be recorded, too."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.library import library
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+class _Struct(ctypes.Structure):
+    """`Elementwise` in elementwise.cpp."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+        ("cap", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See `kernels.reference.gelu_and_mul`."""
+    if not _is_native(x):
+        return reference.gelu_and_mul(x)
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    return _run("quire_gelu_and_mul", x, out)
+
+
+def add_scaled(residual: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+    """See `kernels.reference.add_scaled`."""
+    if not _is_native(residual, x):
+        return reference.add_scaled(residual, x, factor)
+    return _run("quire_add_scaled", x, residual, factor)
+
+
+def scale(x: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
+    """See `kernels.reference.scale`."""
+    if not _is_native(x):
+        return reference.scale(x, factor, cap)
+    return _run("quire_scale", x, x, factor, cap)
+
+
+def _is_native(*tensors: Tensor) -> bool:
+    dtype = tensors[0].dtype
+    return library() is not None and dtype in FLOATS and all(x.dtype == dtype and x.is_contiguous() for x in tensors)
+
+
+def _run(name: str, x: Tensor, out: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
+    native, n = library(), out.shape[-1]
+    assert native is not None
+    rows = out.numel() // n if n else 0
+    struct = _Struct(x.data_ptr(), out.data_ptr(), rows, n, factor, cap, x.dtype == torch.bfloat16)
+    native.call(name, struct, (x, out))
+    return out

@@ -1,0 +1,198 @@
+// Attention over the paged KV cache, which it reads in place: tiles of queries over tiles of keys with a running softmax, in
+// float32.
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+struct Attention {
+    const void *query, *keys, *values;  // [tokens, heads, head_dim]; [blocks, kv_heads, block_size, head_dim]
+    void* out;                          // [tokens, heads, head_dim]
+    const int32_t *tables, *rows, *starts, *lens;  // starts: of each sequence and the end of the last; null: one token each
+    const float *slopes, *sinks;        // [heads], or null
+    int64_t query_stride, out_stride, table_stride, block_stride, head_stride;  // in elements
+    int32_t seqs, heads, kv_heads, head_dim, block_size, window;
+    float scale, soft_cap;
+    int32_t is_bf16;
+};
+
+namespace {
+
+constexpr int KEYS = 64;   // in a tile
+constexpr int ROWS = 64;   // about the most rows (pairs of a query and a head) in a tile
+constexpr int VECTORS = KEYS / LANES;
+
+struct Tile {
+    int seq, first, count, kv_head;  // queries of a sequence
+};
+
+// Rows i of `in` become columns of `out`: 16 × 16.
+inline void transpose(Floats (&v)[LANES], float* out, int stride) {
+    each<4>([&](auto step) {
+        constexpr int half = 1 << step;
+        Floats w[LANES];
+        each<LANES / 2>([&](auto pair) {
+            constexpr int i = pair / half * 2 * half + pair % half;
+            Ints low, high;  // lanes of the pair of rows: their blocks of `half` lanes off the diagonal change places
+            for (int lane = 0; lane < LANES; ++lane) {
+                low[lane] = lane & half ? LANES + (lane ^ half) : lane;
+                high[lane] = lane & half ? LANES + lane : lane ^ half;
+            }
+            w[i] = __builtin_shuffle(v[i], v[i + half], low);
+            w[i + half] = __builtin_shuffle(v[i], v[i + half], high);
+        });
+        each<LANES>([&](auto i) { v[i] = w[i]; });
+    });
+    each<LANES>([&](auto i) { store(out + i * stride, v[i]); });
+}
+
+struct Buffers {
+    std::vector<float> query, out, keys, scores;  // [rows, D], [rows, D], [D, KEYS], [rows, KEYS]
+    std::vector<float> most, total;               // of each row, so far
+};
+
+template <class T> struct Worker {
+    const Attention& a;
+    Buffers& buffers;
+    std::vector<float>&query = buffers.query, &out = buffers.out, &keys = buffers.keys, &scores = buffers.scores;
+    std::vector<float>&most = buffers.most, &total = buffers.total;
+
+    void run(const Tile& tile) {
+        const int group = a.heads / a.kv_heads, rows = tile.count * group, d = a.head_dim;
+        const int start = a.starts ? a.starts[tile.seq] : tile.seq, end = a.starts ? a.starts[tile.seq + 1] : start + 1;
+        const int position = a.lens[tile.seq] - (end - start) + tile.first;  // of the first query
+        const int past = position + tile.count;
+        query.resize(rows * d), scores.resize(rows * KEYS), keys.resize(d * KEYS);
+        out.assign(rows * d, 0), most.assign(rows, -INFINITY), total.assign(rows, 0);
+        for (int r = 0; r < rows; ++r) {
+            const int head = tile.kv_head * group + r % group;
+            const T* q = (const T*)a.query + (start + tile.first + r / group) * a.query_stride + head * d;
+            for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load16(q + i) * a.scale);
+            if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
+        }
+        for (int key = a.window && position + 1 > a.window ? position + 1 - a.window : 0; key < past; key += KEYS) {
+            const int count = past - key < KEYS ? past - key : KEYS;
+            int64_t at[KEYS];
+            const int32_t* table = a.tables + a.rows[tile.seq] * a.table_stride;
+            for (int j = 0; j < count; ++j)
+                at[j] = table[(key + j) / a.block_size] * a.block_stride + tile.kv_head * a.head_stride +
+                        (key + j) % a.block_size * d;
+            read_keys(at, count);
+            by_rows<4>(0, rows, [&](auto m, int r) { score<m>(r); });
+            for (int r = 0; r < rows; ++r) soften(r, tile.kv_head * group + r % group, position + r / group, key, count);
+            by_rows<4>(0, rows, [&](auto m, int r) { add_values<m>(r, at, count); });
+        }
+        for (int r = 0; r < rows; ++r) {
+            T* to = (T*)a.out + (start + tile.first + r / group) * a.out_stride + (tile.kv_head * group + r % group) * d;
+            for (int i = 0; i < d; i += LANES) store16(to + i, load<Floats>(&out[r * d + i]) / total[r]);
+        }
+    }
+
+    template <int M, class Work> static void by_rows(int r, int rows, const Work& work) {
+        for (; r + M <= rows; r += M) work(std::integral_constant<int, M>{}, r);
+        if constexpr (M > 1) by_rows<M / 2>(r, rows, work);
+    }
+
+    // A tile of keys in float32, a channel's keys side by side.
+    void read_keys(const int64_t* at, int count) {
+        for (int j = 0; j < KEYS; j += LANES) {
+            if (j >= count) {
+                for (int i = 0; i < a.head_dim; ++i) store(&keys[i * KEYS + j], Floats{});
+                continue;
+            }
+            for (int i = 0; i < a.head_dim; i += LANES) {
+                Floats v[LANES];
+                each<LANES>([&](auto n) { v[n] = j + n < count ? load16((const T*)a.keys + at[j + n] + i) : Floats{}; });
+                transpose(v, &keys[i * KEYS + j], KEYS);
+            }
+        }
+    }
+
+    template <int M> void score(int r) {
+        Floats acc[M][VECTORS] = {};
+        const float *q = &query[r * a.head_dim], *k = keys.data();
+        for (int i = 0; i < a.head_dim; ++i, k += KEYS) {
+            Floats v[VECTORS];
+            each<VECTORS>([&](auto n) { v[n] = load<Floats>(k + n * LANES); });
+            each<M>([&](auto m) {
+                Floats y = all(q[m * a.head_dim + i]);
+                each<VECTORS>([&](auto n) { acc[m][n] += v[n] * y; });
+            });
+        }
+        each<M>([&](auto m) { each<VECTORS>([&](auto n) { store(&scores[(r + m) * KEYS + n * LANES], acc[m][n]); }); });
+    }
+
+    // Scores to weights; what came before shrinks where a larger score comes.
+    void soften(int r, int head, int position, int key, int count) {
+        Floats s[VECTORS], top = all(-INFINITY);
+        Ints lane;
+        for (int i = 0; i < LANES; ++i) lane[i] = i;
+        for (int n = 0; n < VECTORS; ++n) {
+            s[n] = load<Floats>(&scores[r * KEYS + n * LANES]);
+            if (a.soft_cap) s[n] = tanh(s[n] / a.soft_cap) * a.soft_cap;
+            Ints distance = position - key - n * LANES - lane;
+            if (a.slopes) s[n] -= __builtin_convertvector(distance, Floats) * a.slopes[head];
+            Ints seen = (distance >= 0) & (lane < count - n * LANES);
+            if (a.window) seen &= distance < a.window;
+            s[n] = seen ? s[n] : all(-INFINITY);
+            top = larger(s[n], top);
+        }
+        float highest = largest(top);
+        highest = highest < most[r] ? most[r] : highest;
+        const float base = highest == -INFINITY ? 0 : highest, shrunk = std::exp(most[r] - base);
+        Floats added{};
+        for (int n = 0; n < VECTORS; ++n) {
+            s[n] = exp(s[n] - base);
+            added += s[n];
+            store(&scores[r * KEYS + n * LANES], s[n]);
+        }
+        most[r] = highest;
+        total[r] = total[r] * shrunk + sum(added);
+        if (shrunk != 1)
+            for (int i = 0; i < a.head_dim; i += LANES) store(&out[r * a.head_dim + i], load<Floats>(&out[r * a.head_dim + i]) * shrunk);
+    }
+
+    template <int M> void add_values(int r, const int64_t* at, int count) {
+        int i = 0;
+        for (; i + 4 * LANES <= a.head_dim; i += 4 * LANES) add_channels<M, 4>(r, i, at, count);
+        for (; i < a.head_dim; i += LANES) add_channels<M, 1>(r, i, at, count);
+    }
+
+    template <int M, int N> void add_channels(int r, int channel, const int64_t* at, int count) {
+        Floats acc[M][N];
+        float* to = &out[r * a.head_dim + channel];
+        each<M>([&](auto m) { each<N>([&](auto n) { acc[m][n] = load<Floats>(to + m * a.head_dim + n * LANES); }); });
+        for (int j = 0; j < count; ++j) {
+            Floats v[N];
+            each<N>([&](auto n) { v[n] = load16((const T*)a.values + at[j] + channel + n * LANES); });
+            each<M>([&](auto m) {
+                Floats y = all(scores[(r + m) * KEYS + j]);
+                each<N>([&](auto n) { acc[m][n] += v[n] * y; });
+            });
+        }
+        each<M>([&](auto m) { each<N>([&](auto n) { store(to + m * a.head_dim + n * LANES, acc[m][n]); }); });
+    }
+};
+
+template <class T> void attend(const Attention& a) {
+    const int group = a.heads / a.kv_heads, most = ROWS / group > 0 ? ROWS / group : 1;
+    std::vector<Tile> tiles;
+    for (int seq = a.seqs - 1; seq >= 0; --seq) {  // the last queries, with the most keys, first
+        const int start = a.starts ? a.starts[seq] : seq, count = a.starts ? a.starts[seq + 1] - start : 1;
+        if (a.lens[seq] == 0) {
+            for (int t = start; t < start + count; ++t) std::memset((T*)a.out + t * a.out_stride, 0, a.heads * a.head_dim * sizeof(T));
+            continue;
+        }
+        for (int first = (count - 1) / most * most; first >= 0 && count; first -= most)
+            for (int head = 0; head < a.kv_heads; ++head)
+                tiles.push_back({seq, first, count - first < most ? count - first : most, head});
+    }
+    pool.run(tiles.size(), [&](int64_t i) {
+        thread_local Buffers buffers;
+        Worker<T>{a, buffers}.run(tiles[i]);
+    });
+}
+
+}  // namespace
+
+extern "C" void quire_attention(const Attention* a) { a->is_bf16 ? attend<bf16>(*a) : attend<float>(*a); }

@@ -1,0 +1,57 @@
+// What stands between the products of some families: the GELU of a gated MLP, scaled sums, multiplied and capped values.
+#include "pool.h"
+#include "simd.h"
+
+// Of contiguous rows [rows, n]; bfloat16 where `is_bf16`, else float32.
+struct Elementwise {
+    const void* x;
+    void* out;
+    int64_t rows, n;  // of `out`
+    float factor, cap;
+    int32_t is_bf16;
+};
+
+namespace {
+
+// work(row, first, count) for pieces of at most a vector.
+template <class Work> void each_vector(const Elementwise& a, const Work& work) {
+    constexpr int64_t PIECE = 4096;
+    const int64_t pieces = (a.n + PIECE - 1) / PIECE;
+    pool.run(a.rows * pieces, [&](int64_t i) {
+        const int64_t row = i / pieces, first = i % pieces * PIECE, end = first + PIECE < a.n ? first + PIECE : a.n;
+        for (int64_t k = first; k < end; k += LANES) work(row, k, int(end - k < LANES ? end - k : LANES));
+    });
+}
+
+inline Floats gelu(Floats x) { return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x))); }
+
+template <class T> void gelu_and_mul(const Elementwise& a) {
+    each_vector(a, [&](int64_t row, int64_t k, int count) {
+        const T* gate = (const T*)a.x + row * 2 * a.n + k;
+        T narrow[LANES];
+        store16(narrow, gelu(load_up_to(gate, count)));  // rounded in between, as the reference does
+        store_up_to((T*)a.out + row * a.n + k, load16(narrow) * load_up_to(gate + a.n, count), count);
+    });
+}
+
+template <class T> void add_scaled(const Elementwise& a) {
+    each_vector(a, [&](int64_t row, int64_t k, int count) {
+        T* to = (T*)a.out + row * a.n + k;
+        store_up_to(to, load_up_to(to, count) + load_up_to((const T*)a.x + row * a.n + k, count) * a.factor, count);
+    });
+}
+
+template <class T> void scale(const Elementwise& a) {
+    each_vector(a, [&](int64_t row, int64_t k, int count) {
+        T* to = (T*)a.out + row * a.n + k;
+        Floats v = load_up_to(to, count) * a.factor;
+        if (a.cap) v = tanh(v / a.cap) * a.cap;
+        store_up_to(to, v, count);
+    });
+}
+
+}  // namespace
+
+extern "C" void quire_gelu_and_mul(const Elementwise* a) { a->is_bf16 ? gelu_and_mul<bf16>(*a) : gelu_and_mul<float>(*a); }
+extern "C" void quire_add_scaled(const Elementwise* a) { a->is_bf16 ? add_scaled<bf16>(*a) : add_scaled<float>(*a); }
+extern "C" void quire_scale(const Elementwise* a) { a->is_bf16 ? scale<bf16>(*a) : scale<float>(*a); }

@@ -1,0 +1,294 @@
+// x Wᵀ for few and for many tokens, with the norm in front of it and the bias, the residual sum or the SwiGLU behind it.
+//
+// Rows of W lie in tiles of BLOCKS blocks of 16, a vector's lanes. A tile is read from end to end: channels in order, as many at
+// a time as fill 64 bytes of each block (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low
+// nibbles, then high ones), the blocks' 64 bytes side by side. Scales and zero points of groups lie likewise.
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+Pool pool;
+
+extern "C" void quire_set_threads(int32_t threads) { pool.threads = threads; }
+
+enum Kind : int32_t { FLOAT32, BFLOAT16, INT8, INT4 };
+enum Then : int32_t { STORE, ADD, SWIGLU };
+
+struct Weight {
+    Kind kind;
+    int32_t rows, channels;  // channels: a multiple of what fills 64 bytes
+    int32_t group;           // INT8, INT4: channels that share a scale of x, and of W where `scale` has groups
+    const char* data;
+    const void* scale;        // float32 [rows] where the groups of W are whole rows; else [tiles, groups, BLOCKS, 16]
+    const bf16* short_scale;  // in its place [tiles, groups, BLOCKS, 16]
+    const float* zero;        // null, or zero point times scale: [tiles, groups, BLOCKS, 16]
+    int32_t grouped;
+};
+
+// x as a product reads it: padded with zeros to the weight's channels.
+struct Rows {
+    const char* data;     // float32, bfloat16 or int8 [tokens, channels]
+    int64_t row_bytes;
+    const float* scale;   // INT8, INT4: [tokens, groups]
+    const int32_t* sum;   // of the codes
+};
+
+namespace {
+
+constexpr int OFFSET[] = {0, 0, 128, 8};  // codes are stored unsigned
+#ifdef __AVX512F__
+constexpr int BLOCKS = 4, MOST_TOKENS = 6;  // whose sums fit the registers
+#else
+constexpr int BLOCKS = 1, MOST_TOKENS = 4;
+#endif
+constexpr int TILE_ROWS = BLOCKS * LANES, LINE = 64 * BLOCKS;
+constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
+constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
+
+inline uint32_t word(const char* p) { return load<uint32_t>(p); }
+
+// Bytes of W that are multiplied at once, the next ones on their way.
+template <class V> inline void load_line(const char* at, V (&v)[BLOCKS]) {
+    each<BLOCKS>([&](auto n) {
+        v[n] = load<V>(at + n * 64);
+        __builtin_prefetch(at + n * 64 + AHEAD);
+    });
+}
+
+inline int64_t tile_bytes(const Weight& w) { return int64_t(w.channels) * LINE >> w.kind; }  // a kind has half the bits of the last
+
+template <int M> using Sums = Floats[M][BLOCKS];  // of M tokens
+
+template <int M> inline void dot_floats(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
+    for (int64_t k = 0; k < w.channels; ++k, at += LINE) {
+        Floats v[BLOCKS];
+        load_line(at, v);
+        each<M>([&](auto m) {
+            Floats y = all(load<float>(x[m] + k * 4));
+            each<BLOCKS>([&](auto n) { acc[m][n] += v[n] * y; });
+        });
+    }
+}
+
+template <int M> inline void dot_bf16(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
+    for (int64_t k = 0; k < w.channels / 2; ++k, at += LINE) {
+        Words v[BLOCKS];
+        load_line(at, v);
+        each<M>([&](auto m) {
+            uint32_t y = word(x[m] + k * 4);
+            each<BLOCKS>([&](auto n) { acc[m][n] = dot(acc[m][n], v[n], y); });
+        });
+    }
+}
+
+// SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
+template <Kind KIND, class SCALES, int M>
+inline void dot_codes(const Weight& w, const char* at, const char* const* x, const Rows& rows, int tile, int token, Sums<M>& acc) {
+    constexpr int PER_LINE = KIND == INT4 ? 8 : 4;
+    const int64_t groups = w.channels / w.group, lines = w.group / PER_LINE;
+    const float* x_scale = rows.scale + token * groups;
+    const int32_t* x_sum = rows.sum + token * groups;
+    const void* scale = std::is_same_v<SCALES, bf16> ? (const void*)w.short_scale : w.scale;
+    for (int64_t g = 0, k = 0; g < groups; ++g) {
+        Ints part[M][BLOCKS];
+        each<M>([&](auto m) {
+            Ints start = all(-OFFSET[KIND] * x_sum[m * groups + g]);
+            each<BLOCKS>([&](auto n) { part[m][n] = start; });
+        });
+        for (const int64_t end = k + lines; k < end; ++k, at += LINE) {
+            Bytes v[BLOCKS];
+            load_line(at, v);
+            if constexpr (KIND == INT8) {
+                each<M>([&](auto m) {
+                    uint32_t y = word(x[m] + k * 4);
+                    each<BLOCKS>([&](auto n) { part[m][n] = dot(part[m][n], v[n], y); });
+                });
+            } else {
+                Bytes low[BLOCKS];
+                each<BLOCKS>([&](auto n) { low[n] = v[n] & 15, v[n] = (Bytes)((Words)v[n] >> 4) & 15; });
+                each<M>([&](auto m) {
+                    uint32_t y = word(x[m] + k * 8), z = word(x[m] + k * 8 + 4);
+                    each<BLOCKS>([&](auto n) { part[m][n] = dot(part[m][n], low[n], y); });
+                    each<BLOCKS>([&](auto n) { part[m][n] = dot(part[m][n], v[n], z); });
+                });
+            }
+        }
+        Floats by[BLOCKS];
+        if constexpr (!std::is_void_v<SCALES>)
+            each<BLOCKS>([&](auto n) { by[n] = load16((const SCALES*)scale + (tile * groups + g) * TILE_ROWS + n * LANES); });
+        each<M>([&](auto m) {
+            const float y = x_scale[m * groups + g];
+            each<BLOCKS>([&](auto n) {
+                Floats sum = __builtin_convertvector(part[m][n], Floats);
+                if constexpr (std::is_void_v<SCALES>) acc[m][n] += sum * y;
+                else acc[m][n] += sum * by[n] * y;
+            });
+        });
+    }
+    if (!w.zero) return;
+    for (int64_t g = 0; g < groups; ++g)
+        each<M>([&](auto m) {
+            const float y = x_scale[m * groups + g] * x_sum[m * groups + g];
+            each<BLOCKS>([&](auto n) { acc[m][n] -= load16(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES) * y; });
+        });
+}
+
+// The products of M tokens, from `token` on, and a tile: [M, BLOCKS].
+template <Kind KIND, class SCALES, int M> void multiply(const Weight& w, const Rows& rows, int tile, int token, Floats* to) {
+    const char *at = w.data + tile * tile_bytes(w), *x[M];
+    each<M>([&](auto m) { x[m] = rows.data + (token + m) * rows.row_bytes; });
+    Sums<M> acc = {};
+    if constexpr (KIND == FLOAT32) dot_floats<M>(w, at, x, acc);
+    else if constexpr (KIND == BFLOAT16) dot_bf16<M>(w, at, x, acc);
+    else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, acc);
+    each<BLOCKS>([&](auto n) {
+        Floats scale = all(1.0f);
+        if (KIND == INT8 && std::is_void_v<SCALES>) scale = load16((const float*)w.scale + tile * TILE_ROWS + n * LANES);
+        each<M>([&](auto m) { to[m * BLOCKS + n] = acc[m][n] * scale; });
+    });
+}
+
+using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, Floats* to);
+template <Kind KIND, class SCALES> Multiply multiply_tokens(int tokens) {
+    return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
+         : multiply<KIND, SCALES, MOST_TOKENS>;
+}
+inline Multiply multiply_for(const Weight& w, int tokens) {
+    if (w.kind == FLOAT32) return multiply_tokens<FLOAT32, void>(tokens);
+    if (w.kind == BFLOAT16) return multiply_tokens<BFLOAT16, void>(tokens);
+    if (w.kind == INT8) return w.grouped ? multiply_tokens<INT8, float>(tokens) : multiply_tokens<INT8, void>(tokens);
+    return w.short_scale ? multiply_tokens<INT4, bf16>(tokens) : multiply_tokens<INT4, float>(tokens);
+}
+
+template <class T> struct Output {
+    T* data;
+    int64_t stride;
+    const T* bias;
+    Then then;
+};
+
+inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+
+// Writes the products of some tokens and a tile; `up`: what their SiLU is multiplied by.
+template <class T>
+void finish(const Weight& w, const Output<T>& out, int tile, int token, int tokens, const Floats* acc, const Floats* up) {
+    const int half = w.rows / 2, width = out.then == SWIGLU ? half : w.rows;
+    for (int m = 0; m < tokens; ++m)
+        for (int n = 0; n < BLOCKS; ++n) {
+            const int row = tile * TILE_ROWS + n * LANES, left = width - row;
+            if (left <= 0) break;
+            T* to = out.data + (token + m) * out.stride + row;
+            Floats value = acc[m * BLOCKS + n];
+            if (out.bias) value += load_up_to(out.bias + row, left);
+            if (out.then == ADD) value += load_up_to(to, left);
+            if (out.then == SWIGLU) {
+                Floats by = up[m * BLOCKS + n];
+                if (out.bias) by += load_up_to(out.bias + half + row, left);
+                value = silu(value) * by;
+            }
+            store_up_to(to, value, left);
+        }
+}
+
+// All tokens of a tile, which stays in the core's cache meanwhile.
+template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tokens) {
+    Floats acc[MOST_TOKENS * BLOCKS], up[MOST_TOKENS * BLOCKS];
+    for (int token = 0, m; token < tokens; token += m) {
+        const int left = tokens - token;
+        m = left >= MOST_TOKENS ? MOST_TOKENS : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const Multiply multiply = multiply_for(w, m);
+        multiply(w, rows, tile, token, acc);
+        if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, up);
+        finish(w, out, tile, token, m, acc, up);
+    }
+}
+
+// Codes of `n` values from -127 to 127, their scale and their sum. What is not finite makes the scale NaN.
+void quantize(const float* x, int n, int8_t* codes, float* scale, int32_t* sum) {
+    uint32_t bits = 0;
+    for (int i = 0; i < n; ++i) {
+        uint32_t magnitude = load<uint32_t>(x + i) & 0x7fffffff;
+        bits = magnitude > bits ? magnitude : bits;
+    }
+    float most;
+    std::memcpy(&most, &bits, 4);
+    if (bits >= 0x7f800000) most = NAN;
+    *scale = most / 127;
+    const float inverse = most > 0 ? 127 / most : 0;
+    int32_t total = 0;
+    for (int i = 0; i < n; ++i) {
+        float scaled = x[i] * inverse + 12582912.0f;  // rounds to the nearest even, in the low bits
+        int32_t code = load<int32_t>(&scaled) - 0x4b400000;
+        codes[i] = int8_t(code);
+        total += code;
+    }
+    *sum = bits >= 0x7f800000 ? 0 : total;
+}
+
+struct Scratch {
+    std::vector<char> data;
+    std::vector<float> scale;
+    std::vector<int32_t> sum;
+};
+
+// x [tokens, channels] and out, bias, residual: bfloat16 where `is_bf16`, else float32; norm: float32 where `wide_norm`.
+struct Product {
+    const Weight* weight;
+    const void *x, *norm, *bias;
+    void* out;
+    int64_t x_stride, out_stride;  // elements from a token to the next
+    int32_t channels, tokens;
+    Then then;
+    float eps;
+    int32_t is_bf16, wide_norm;
+};
+
+template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
+    const Weight& w = *p.weight;
+    if (w.kind == FLOAT32 && !p.norm && sizeof(T) == 4) return {(const char*)p.x, p.x_stride * 4, nullptr, nullptr};
+    const int64_t size = w.kind == FLOAT32 ? 4 : w.kind == BFLOAT16 ? 2 : 1, groups = w.kind >= INT8 ? w.channels / w.group : 0;
+    scratch.data.resize(p.tokens * w.channels * size + 64);
+    scratch.scale.resize(p.tokens * groups);
+    scratch.sum.resize(p.tokens * groups);
+    char* data = scratch.data.data();
+    float* scale = scratch.scale.data();
+    int32_t* sums = scratch.sum.data();
+    constexpr int PIECE = 16;
+    pool.run((p.tokens + PIECE - 1) / PIECE, [&](int64_t piece) {
+        std::vector<float> wide(w.channels + LANES);
+        for (int64_t t = piece * PIECE; t < p.tokens && t < (piece + 1) * PIECE; ++t) {
+            read_row((const T*)p.x + t * p.x_stride, p.channels, (const W*)p.norm, p.eps, wide.data());
+            char* to = data + t * w.channels * size;
+            if (w.kind == FLOAT32) std::memcpy(to, wide.data(), w.channels * 4);
+            else if (w.kind == BFLOAT16)
+                for (int i = 0; i < w.channels; i += LANES) store_up_to((bf16*)to + i, load16(&wide[i]), w.channels - i);
+            else
+                for (int64_t g = 0, i = t * groups; g < groups; ++g, ++i)
+                    quantize(&wide[g * w.group], w.group, (int8_t*)to + g * w.group, scale + i, sums + i);
+        }
+    });
+    return {data, w.channels * size, scale, sums};
+}
+
+template <class T, class W> void product(const Product& p) {
+    thread_local Scratch scratch;
+    const Weight& w = *p.weight;
+    const Rows rows = prepare<T, W>(p, scratch);
+    const Output<T> out{(T*)p.out, p.out_stride, (const T*)p.bias, p.then};
+    const int tiles = ((p.then == SWIGLU ? w.rows / 2 : w.rows) + TILE_ROWS - 1) / TILE_ROWS;
+    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1;
+    pool.run((tiles + piece - 1) / piece, [&](int64_t i) {
+        for (int tile = int(i) * piece; tile < tiles && tile < int(i + 1) * piece; ++tile) all_tokens(w, rows, out, tile, p.tokens);
+    });
+}
+
+}  // namespace
+
+extern "C" int32_t quire_blocks() { return BLOCKS; }
+
+extern "C" void quire_product(const Product* p) {
+    if (!p->is_bf16) product<float, float>(*p);
+    else if (p->wide_norm) product<bf16, float>(*p);
+    else product<bf16, bf16>(*p);
+}

@@ -1,0 +1,99 @@
+"""RMSNorm, and the rotary embedding with the way into the KV cache, by the CPU's own kernels where they are there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.library import library
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+class _Rope(ctypes.Structure):
+    """`Rope` in rope.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "query", "keys", "values", "positions", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("cos_sin", "slots")),
+        *((name, ctypes.c_int64) for name in ("qkv_stride", "block_stride", "head_stride")),
+        *((name, ctypes.c_int32) for name in ("tokens", "heads", "kv_heads", "head_dim", "block_size", "rotary_dim")),
+        *((name, ctypes.c_int32) for name in ("interleaved", "wide_positions")),
+        ("eps", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+        ("wide_norm", ctypes.c_int32),
+    )
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` in rope.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("n", "is_bf16", "wide_norm")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.reference.rms_norm`."""
+    native = library()
+    if native is None or x.dtype not in FLOATS or weight.dtype not in (x.dtype, torch.float32):
+        return reference.rms_norm(x, weight, eps)
+    x = x.contiguous()
+    out, n = torch.empty_like(x), x.shape[-1]
+    struct = _Norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, x.dtype == torch.bfloat16,
+        weight.dtype == torch.float32, eps,
+    )  # fmt: skip
+    native.call("quire_rms_norm", struct, (x, weight, out))
+    return out
+
+
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """See `kernels.reference.rope_and_store`."""
+    native, head_dim = library(), key_cache.shape[3]
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    if (
+        native is None
+        or qkv.dtype not in FLOATS
+        or any(tensor.dtype != qkv.dtype or tensor.stride()[2:] != (head_dim, 1) for tensor in (key_cache, value_cache))
+        or key_cache.stride() != value_cache.stride()
+        or any(norm.dtype not in (qkv.dtype, torch.float32) or norm.dtype != norms[0].dtype for norm in norms)
+    ):
+        return reference.rope_and_store(
+            qkv, positions, cos_sin, key_cache, value_cache, slot_mapping, num_heads=num_heads,
+            num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scale=kv_scale, interleaved=interleaved,
+        )  # fmt: skip
+    assert qkv.stride(1) == slot_mapping.stride(0) == positions.stride(0) == 1
+    assert slot_mapping.dtype == torch.int64
+    num_tokens = qkv.shape[0]
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    tensors = (qkv, query, key_cache, value_cache, positions, q_norm, k_norm, cos_sin, slot_mapping)
+    struct = _Rope(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        qkv.stride(0), key_cache.stride(0), key_cache.stride(1), num_tokens, num_heads, num_kv_heads, head_dim,
+        key_cache.shape[2], 0 if cos_sin is None else cos_sin.shape[1], interleaved, positions.dtype == torch.int64, eps,
+        qkv.dtype == torch.bfloat16, bool(norms) and norms[0].dtype == torch.float32,
+    )  # fmt: skip
+    native.call("quire_rope_and_store", struct, tensors)
+    return query

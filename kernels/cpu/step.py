@@ -1,0 +1,139 @@
+"""What surrounds the layers of a step, by the CPU's own kernels where they are there; and whole steps, recorded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import reference
+from kernels.cpu.library import Recording, library
+from kernels.layout import RowState, StepTensors
+from kernels.reference import NOT_FINITE, NOTHING_ALLOWED
+
+R = TypeVar("R")
+
+# What PyTorch may do in a recorded step: it computes nothing.
+VIEWS = frozenset(
+    {
+        "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "flatten", "new_empty",
+        "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
+        "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+    }
+)  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    """`Step` in step.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "records", "input_ids", "slot_mapping", "last_index", "rows")),
+        *((name, ctypes.c_void_p) for name in ("seed", "next_position", "tables", "positions", "context_lens")),
+        *((name, ctypes.c_void_p) for name in ("top_k", "temperature", "top_p", "min_p")),
+        *((name, ctypes.c_int64) for name in ("segment", "seqs", "tokens", "block_size")),
+        *((name, ctypes.c_int64) for name in ("groups", "num_rows", "max_blocks", "slot_stride")),
+    )
+
+
+class _Embedding(ctypes.Structure):
+    """`Embedding` in step.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "table", "out")),
+        ("tokens", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+    )
+
+
+class _Likeliest(ctypes.Structure):
+    """`Likeliest` in step.cpp."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "n", "stride")),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "not_finite", "nothing_allowed")),
+    )
+
+
+def prepare_step(
+    packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
+) -> None:
+    """See `kernels.reference.prepare_step`."""
+    native = library()
+    if native is None:
+        reference.prepare_step(packed, segment, num_seqs, num_tokens, block_size, state, out)
+        return
+    tables = state.block_tables
+    assert tables.is_contiguous()
+    assert state.records.is_contiguous()
+    tensors = (
+        packed, state.records, out.input_ids, out.slot_mapping, out.last_index, out.rows, out.seed, out.next_position,
+        tables, out.positions, out.context_lens, out.top_k, out.temperature, out.top_p, out.min_p,
+    )  # fmt: skip
+    numbers = (segment, num_seqs, num_tokens, block_size, *tables.shape, out.slot_mapping.stride(0))
+    struct = _Step(*(tensor.data_ptr() for tensor in tensors), *numbers)
+    native.call("quire_prepare_step", struct, tensors)
+
+
+def embedding(table: Tensor, ids: Tensor) -> Tensor:
+    """See `kernels.reference.embedding`."""
+    native = library()
+    if native is None or not table.is_contiguous() or ids.dtype != torch.int64:
+        return reference.embedding(table, ids)
+    out, size = table.new_empty(ids.shape[0], table.shape[1]), table.shape[1] * table.itemsize
+    struct = _Embedding(ids.data_ptr(), table.data_ptr(), out.data_ptr(), ids.shape[0], size)
+    native.call("quire_embedding", struct, (ids, table, out))
+    return out
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """See `kernels.reference.likeliest`."""
+    native = library()
+    if native is None or logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
+        return reference.likeliest(logits)
+    out = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    struct = _Likeliest(
+        logits.data_ptr(), out.data_ptr(), *logits.shape, logits.stride(0), logits.dtype == torch.bfloat16, NOT_FINITE,
+        NOTHING_ALLOWED,
+    )  # fmt: skip
+    native.call("quire_likeliest", struct, (logits, out))
+    return out
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether PyTorch computes anything itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else the first operation imports PyTorch's compiler, for more than a second
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in VIEWS:
+            self.computed = True
+        return func(*args, **(kwargs or {}))
+
+
+def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:
+    """Do some work, and what does it again, in the same memory, in one call; None: PyTorch computed a part of it.
+
+    All that `work` reads must stay where it is.
+    """
+    native = library()
+    if native is None:
+        return work(), None
+    native.recording = recording = Recording()
+    try:
+        with _Watch() as watch:
+            result = work()
+    finally:
+        native.recording = None
+    return result, None if watch.computed else recording.replayed_by(native)

@@ -1,0 +1,87 @@
+"""Codes of few bits to bfloat16 in the layouts of the matrix unit."""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.triton.codes import E2M1, E2M1_BYTES, E4M3, E4M3_BYTES, INT4, INT4_BYTES, INT8, INT8_BYTES, ptx
+
+PAIR = "w, {$, $}"  # an operand of 16 bits
+E4M3_PAIRS, E4M3_WORDS = ptx(E4M3, "a", PAIR), ptx(E4M3, "ab")
+INT8_PAIRS, INT8_WORDS = ptx(INT8, "a", PAIR), ptx(INT8, "ab")
+INT4_PAIRS, INT4_WORDS = ptx(INT4, "ac", PAIR), ptx(INT4, "abcd")
+E2M1_PAIRS, E2M1_WORDS = ptx(E2M1, "ac", PAIR), ptx(E2M1, "abcd")
+TWO = gl.constexpr((gl.bfloat16,) * 2)
+FOUR = gl.constexpr((gl.bfloat16,) * 4)
+EIGHT = gl.constexpr((gl.bfloat16,) * 8)
+
+
+@gluon.jit
+def decode_bytes(codes, KIND: gl.constexpr):
+    """uint8 codes → bfloat16 of the low (or only) codes, and of the high ones."""
+    if KIND == "e4m3" or KIND == "int8":
+        TEXT: gl.constexpr = E4M3_BYTES if KIND == "e4m3" else INT8_BYTES
+        low = gl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4)
+        return low, low
+    else:
+        TEXT: gl.constexpr = INT4_BYTES if KIND == "int4" else E2M1_BYTES
+        return gl.inline_asm_elementwise(TEXT, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
+
+
+@gluon.jit
+def decode_pairs(pairs, KIND: gl.constexpr, LAYOUT: gl.constexpr):
+    """int16 pairs of bytes [rows, pairs] → bfloat16 [rows, 2 · pairs] of the low (or only) codes, and of the high ones."""
+    SHAPE: gl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    if KIND == "e4m3" or KIND == "int8":
+        TEXT: gl.constexpr = E4M3_PAIRS if KIND == "e4m3" else INT8_PAIRS
+        a, b = gl.inline_asm_elementwise(TEXT, "=h,=h,h", [pairs], dtype=TWO, is_pure=True, pack=1)
+        low = gl.convert_layout(gl.join(a, b).reshape(SHAPE), LAYOUT)
+        return low, low
+    else:
+        TEXT: gl.constexpr = INT4_PAIRS if KIND == "int4" else E2M1_PAIRS
+        a, b, c, d = gl.inline_asm_elementwise(TEXT, "=h,=h,=h,=h,h", [pairs], dtype=FOUR, is_pure=True, pack=1)
+        low = gl.convert_layout(gl.join(a, b).reshape(SHAPE), LAYOUT)
+        return low, gl.convert_layout(gl.join(c, d).reshape(SHAPE), LAYOUT)
+
+
+@gluon.jit
+def _in_order(a, b, c, d, LAYOUT: gl.constexpr):
+    """[warps, rows, words] each → [warps, rows, 4 · words]: a[0], b[0], c[0], d[0], a[1] ..., as the matrix unit takes them.
+
+    Each of the four threads of a row has one piece of its channels, of which the matrix unit takes eight at a time.
+    """
+    WARPS: gl.constexpr = a.shape[0]
+    ROWS: gl.constexpr = a.shape[1]
+    NUM: gl.constexpr = 4 * a.shape[2]
+    values = gl.join(gl.join(a, c), gl.join(b, d)).reshape([WARPS, ROWS, 4, NUM // 32, 8])
+    return gl.convert_layout(values.permute([0, 1, 3, 2, 4]).reshape([WARPS, ROWS, NUM]), LAYOUT)
+
+
+@gluon.jit
+def decode_words(words, KIND: gl.constexpr, LAYOUT: gl.constexpr):
+    """int32 words of four bytes [warps, rows, words] → [warps, rows, 4 · words] bfloat16, likewise."""
+    if KIND == "e4m3" or KIND == "int8":
+        TEXT: gl.constexpr = E4M3_WORDS if KIND == "e4m3" else INT8_WORDS
+        a, b, c, d = gl.inline_asm_elementwise(TEXT, "=h,=h,=h,=h,r", [words], dtype=FOUR, is_pure=True, pack=1)
+        low = _in_order(a, b, c, d, LAYOUT)
+        return low, low
+    else:
+        TEXT: gl.constexpr = INT4_WORDS if KIND == "int4" else E2M1_WORDS
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words],
+            dtype=EIGHT,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        return _in_order(a, b, c, d, LAYOUT), _in_order(e, f, g, h, LAYOUT)
+
+
+@gluon.jit
+def scale_of(loaded):
+    """Scales as float32; uint8 ones are e4m3."""
+    if loaded.dtype == gl.uint8:
+        return (loaded.to(gl.uint32) << 20).to(gl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        return loaded.to(gl.float32)

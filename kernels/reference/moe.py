@@ -1,0 +1,122 @@
+"""Mixtures of experts: each token's router, and the MLPs that it chooses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.moe import CLAMP, SLOPE, ExpertActivation, Router
+from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.reference.activation import gelu_and_mul, silu_and_mul
+from kernels.reference.norm import rms_norm
+from kernels.reference.precision import to_wide
+from kernels.reference.quantized import dequantize
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts, the best first: ids [T, k] int32, and their weights [T, k] float32 (float64 for float64).
+
+    x [T, hidden], weight [E, hidden], bias [E]. Logits and scores are float32. correction [E] float32 is added to the scores
+    to choose by, not to the weights. slots [T] int64: where it is -1, the token is padding, and its ids are -1, its weights 0.
+    """
+    logits = F.linear(to_wide(x), to_wide(weight), None if bias is None else to_wide(bias))
+    scores = logits
+    if rule.scoring != "softmax_chosen":
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    choice = (
+        logits if correction is None else scores + correction
+    )  # logits: not all of them differ after rounding as scores
+    if rule.num_chosen_groups < rule.num_groups:
+        choice = _of_best_groups(scores if correction is None else choice, rule)
+    ids = _best(choice, rule.num_chosen)
+    weights = scores.gather(1, ids)
+    if rule.scoring == "softmax_chosen":
+        weights = weights.softmax(-1)
+    if rule.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * rule.scale
+    if slots is not None:
+        padding = (slots < 0)[:, None]
+        ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0)
+    return ids.int(), weights
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The indices of each row's highest scores, the highest first, the lower index first among equals."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _of_best_groups(choice: Tensor, rule: Router) -> Tensor:
+    """`choice` [T, E], -inf for experts outside of the best groups."""
+    groups = choice.unflatten(1, (rule.num_groups, -1))
+    score = groups.amax(-1) if rule.group_score == "max" else groups.topk(2).values.sum(-1)
+    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(1, _best(score, rule.num_chosen_groups), True)
+    return groups.masked_fill(~chosen[:, :, None], -torch.inf).flatten(1)
+
+
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    rule: Router,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rms_norm(x [T, hidden], norm_weight [hidden], eps), and `route` of it: normed [T, hidden], ids and weights [T, k]."""
+    normed = rms_norm(x, norm_weight, eps)
+    return normed, *route(normed, weight, bias, correction, rule, slots)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ExpertActivation = "silu",
+    add_to: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Each token's sum of its experts' MLPs, times their weights: [T, hidden], or added to `add_to`, in place.
+
+    x [T, hidden]; ids [T, k] int32 and weights [T, k] float32 as `route` gives them. gate_up [E, 2I, hidden] (of each expert
+    the gate's rows, then up's), down [E, hidden, I], of floats or few bits, and their biases [E, 2I] and [E, hidden] are
+    those of experts [first, first + E): other ids add nothing. The activation's result is rounded to x's dtype; a token's
+    experts are summed in the order of its ids in float32 (float64 for float64), and the sum is rounded once.
+    """
+    total = to_wide(x).new_zeros(*ids.shape, x.shape[1])
+    local = ids - first
+    for expert in local.unique().tolist():
+        if 0 <= expert < len(gate_up):
+            token, choice = (local == expert).nonzero(as_tuple=True)
+            inner = _linear(x[token], gate_up, gate_up_bias, expert)
+            total[token, choice] = to_wide(_linear(activate(inner, activation), down, down_bias, expert))
+    result = (total * weights.to(total.dtype)[:, :, None]).cumsum(1)[:, -1]
+    if add_to is not None:
+        return add_to.copy_(result + add_to)
+    return result.to(x.dtype).contiguous()
+
+
+def _linear(x: Tensor, weights: Weight, biases: Tensor | None, expert: int) -> Tensor:
+    weight = weights[expert]
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight.codes, weight, x.dtype)
+    return F.linear(x, weight, None if biases is None else biases[expert].to(x.dtype))
+
+
+def activate(x: Tensor, activation: ExpertActivation) -> Tensor:
+    """x [n, 2I] -> [n, I]: of the gate and up, its halves."""
+    if activation == "silu":
+        return silu_and_mul(x)
+    if activation == "gelu_tanh":
+        return gelu_and_mul(x)
+    gate, up = to_wide(x).chunk(2, -1)
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return ((up + 1) * gate * (SLOPE * gate).sigmoid()).to(x.dtype)

@@ -1,0 +1,431 @@
+"""The experts of a mixture, in Triton: pairs of a token and an expert that it chose, sorted by expert, in grouped products.
+
+One kernel sorts the pairs, on the device: nothing that the CPU sees depends on what was chosen. In the products the rows of
+an expert's weight are the rows of the matrix unit's tile and its tokens the columns, of which there may be few. A last
+kernel sums the experts of each token, in the order of its ids: no atomics, so the same input gives the same bytes.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.moe import ExpertActivation
+from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.triton.codes import decode
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales
+
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import experts_few as few
+else:
+    few = None  # type: ignore[assignment]
+
+MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
+NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first"])
+def _sort_kernel(
+    ids, order, tiles, num_pairs, num_tiles, first,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """order: the pairs, those of local expert 0 first. tiles [N, 3]: expert, first and end in `order`; expert -1: no tile.
+
+    One program for each expert, which writes its pairs and its part of the tiles. That begins, if ONE_EACH, where its pairs
+    begin, else so that there are enough up to the next expert's whatever the experts' pairs.
+    """
+    expert = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    below = tl.zeros([BLOCK], tl.int32)
+    own = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, num_pairs, BLOCK):
+        local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
+        below += ((local >= 0) & (local < expert)).to(tl.int32)
+        own += (local == expert).to(tl.int32)
+    start = tl.sum(below, 0)
+    stop = start + tl.sum(own, 0)
+    position = start
+    for at in range(0, num_pairs, BLOCK):
+        pair = at + offs
+        local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first
+        same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
+        tl.store(order + position + tl.cumsum(same, 0) - same, pair, mask=same == 1)
+        position += tl.sum(same, 0)
+    if ONE_EACH:
+        tile, end = start, stop
+    else:
+        tile, end = start // BLOCK_M + expert, stop // BLOCK_M + expert + 1
+    if expert == E - 1:
+        end = num_tiles
+    for at in range(tile, end, BLOCK):
+        row = start + (at + offs - tile) * BLOCK_M
+        entry = tiles + (at + offs) * 3
+        mask = at + offs < end
+        tl.store(entry, tl.where(row < stop, expert, -1), mask=mask)
+        tl.store(entry + 1, row, mask=mask)
+        tl.store(entry + 2, stop, mask=mask)
+
+
+@triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+    if ACTIVATION == "gelu_tanh":  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)) * up
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _load_block(pointers, at, k, BYTES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns [at, at + BLOCK_K) of rows of BYTES."""
+    if BYTES % BLOCK_K == 0:
+        block = tl.load(pointers + at)
+    else:
+        block = tl.load(pointers + at, mask=(at + k < BYTES)[None, :], other=0)
+    return block
+
+
+@triton.jit
+def _add_product(
+    acc, w, xk, rows, channel, scale, zero,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """acc [N, M] + weight [N, BLOCK_K] · xk [BLOCK_K, M], from `channel` on; a scale of whole rows is left to the caller.
+
+    SCALED: the scale of a group is applied to the weight, as its checkpoint's users do, else to the products, exactly.
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    w = w.to(xk.dtype)
+    if ZERO:
+        w -= tl.load(zero + rows * GROUPS + channel // GROUP).to(xk.dtype)[:, None]
+    if KIND == "float" or GROUPS == 1:
+        acc = tl.dot(w, xk, acc, input_precision="ieee")
+    else:
+        s = _scales(tl.load(scale + rows // ROWS * GROUPS + channel // GROUP))[:, None]
+        if SCALED:
+            acc = tl.dot(w * s.to(w.dtype), xk, acc, input_precision="ieee")
+        else:
+            acc += tl.dot(w, xk, input_precision="ieee") * s
+    return acc
+
+
+@triton.jit
+def _of_rows(
+    acc,
+    rows,
+    scale,
+    factor,
+    bias,
+    WHOLE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """acc times the scales of whole rows, plus the bias."""
+    if WHOLE_ROWS:
+        acc *= _scales(tl.load(scale + rows // ROWS))[:, None]
+    if FACTOR:
+        acc *= tl.load(factor + rows)[:, None]
+    if BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def _tile(
+    x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n,
+    N: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr,
+    FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Outputs n of the first BLOCK_M pairs of [first, stop); pointers to weights are the expert's. See `_grouped_kernel`."""
+    BYTES: tl.constexpr = K // HALVES
+    GATED: tl.constexpr = ACTIVATION != ""
+    WHOLE_ROWS: tl.constexpr = KIND != "float" and GROUP >= K
+    SCALED: tl.constexpr = BLOCK_M > 32
+    k = tl.arange(0, BLOCK_K)
+    position = first + tl.arange(0, BLOCK_M)
+    inside = tl.minimum(position, stop - 1)
+    pair = tl.load(order + inside).to(tl.int64)
+    x_rows = pair // CHOSEN if GATED else inside.to(tl.int64)
+    rows = tl.minimum(n, N - 1)
+    pointers = codes + rows.to(tl.int64)[:, None] * BYTES + k[None, :]
+    x_pointers = x + x_rows[None, :] * stride_x + k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in range(0, BYTES, BLOCK_K):
+        low = _load_block(pointers, at, k, BYTES, BLOCK_K)
+        high = low
+        if KIND != "float":
+            low, high = decode(low, KIND)
+        if GATED:
+            up_low = _load_block(pointers + N * BYTES, at, k, BYTES, BLOCK_K)
+            up_high = up_low
+            if KIND != "float":
+                up_low, up_high = decode(up_low, KIND)
+        for half in tl.static_range(HALVES):
+            channel = half * BYTES + at
+            if BYTES % BLOCK_K == 0:
+                xk = tl.load(x_pointers + channel)
+            else:
+                xk = tl.load(x_pointers + channel, mask=(at + k < BYTES)[:, None], other=0.0)
+            w = low if half == 0 else high
+            acc = _add_product(acc, w, xk, rows, channel, scale, zero, K, GROUP, ROWS, KIND, ZERO, SCALED)
+            if GATED:
+                w = up_low if half == 0 else up_high
+                up_acc = _add_product(up_acc, w, xk, N + rows, channel, scale, zero, K, GROUP, ROWS, KIND, ZERO, SCALED)
+    acc = _of_rows(acc, rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
+    if GATED:
+        up_acc = _of_rows(up_acc, N + rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
+        acc = _activate(acc, up_acc, ACTIVATION)
+        row = position.to(tl.int64)
+    else:
+        acc *= tl.load(weights + pair)[None, :]
+        row = pair
+    mask = (n < N)[:, None] & (position < stop)[None, :]
+    tl.store(out + row[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grouped_kernel(
+    x, codes, scale, zero, factor, bias, weights, order, tiles, out, stride_x,
+    N: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr,
+    FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of one tile of pairs; at most SMALL_M pairs, unless it is 0, are computed as such a tile.
+
+    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, out [pair in order, N]; the weight has 2N rows.
+    Without: from x [pair in order, K] to out [pair, N], times the pair's routing weight. A group has one or more BLOCK_K.
+    """
+    BYTES: tl.constexpr = K // HALVES
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    STORED: tl.constexpr = N if ACTIVATION == "" else 2 * N
+    blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    entry = tiles + tl.program_id(0) // blocks * 3
+    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    expert = tl.load(entry).to(tl.int64)
+    if expert >= 0:
+        first, stop = tl.load(entry + 1), tl.load(entry + 2)
+        codes += expert * STORED * BYTES
+        scale += expert * ((STORED + ROWS - 1) // ROWS) * GROUPS
+        zero += expert * STORED * GROUPS
+        factor += expert * STORED
+        bias += expert * STORED
+        if SMALL_M == 0:
+            _tile(
+                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN, ACTIVATION,
+                BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        elif stop - first <= SMALL_M:
+            _tile(
+                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN, ACTIVATION,
+                BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, SMALL_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _tile(
+                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN, ACTIVATION,
+                BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sum_kernel(
+    parts, ids, add_to, out, first, stride_out,
+    N: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A piece of a token's sum over its experts, from parts [pair, N]."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHOSEN):
+        local = tl.load(ids + token * CHOSEN + i) - first
+        mask = (n < N) & (local >= 0) & (local < E)
+        total += tl.load(parts + (token * CHOSEN + i) * N + n, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + token * stride_out + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+class Tiles(NamedTuple):
+    """Pairs in the order of their experts; see `_sort_kernel`."""
+
+    order: Tensor  # [pairs] int32
+    entries: Tensor  # [tiles, 3] int32
+    block_m: int
+
+
+def _sort(ids: Tensor, count: int, first: int) -> Tiles:
+    num_pairs = ids.numel()
+    block_m = _tile_height(num_pairs / count)
+    by_blocks = num_pairs // block_m + count
+    num_tiles = min(num_pairs, by_blocks)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    entries = torch.empty(num_tiles, 3, dtype=torch.int32, device=ids.device)
+    block = min(max(triton.next_power_of_2(num_pairs), 128), 8192)
+    _sort_kernel[(count,)](
+        ids, order, entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m, ONE_EACH=num_tiles < by_blocks,
+        BLOCK=block, num_warps=min(block // 128, 16), **pdl_options(ids.device),
+    )  # fmt: skip
+    return Tiles(order, entries, block_m)
+
+
+def _tile_height(pairs: float) -> int:
+    """For experts with so many pairs on average: so that most experts' pairs fill one tile, or several."""
+    return min(max(triton.next_power_of_2(int(pairs + 2 * pairs**0.5)), 16), 128)
+
+
+def _grouped(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    weights: Tensor,
+    tiles: Tiles,
+    out: Tensor,
+    activation: str,
+    chosen: int,
+) -> None:
+    """See `_grouped_kernel`."""
+    n, k = out.shape[1], x.shape[1]
+    kind: str
+    if isinstance(weight, QuantizedWeight):
+        assert weight.order is None, "experts cannot have permuted channels"
+        codes, scale = _bytes(weight.codes), _bytes(weight.scale)
+        zero, factor = _or(weight.zero, scale), _or(weight.factor, scale)
+        kind, group, rows = weight.kind, weight.group, weight.rows
+        halves = 2 if kind in FOUR_BITS else 1
+        has_zero, has_factor = weight.zero is not None, weight.factor is not None
+    else:
+        codes = scale = zero = factor = weight
+        kind, group, rows, halves, has_zero, has_factor = "float", k, 1, 1, False, False
+    assert codes.is_contiguous()
+    assert x.stride(1) == 1
+    config = _config(n, k // halves, group if group < k else 0, codes.element_size(), tiles, bool(activation))
+    step = config.block_k * (
+        config.block_n * codes.element_size() * (2 if activation else 1) + tiles.block_m * 2 * halves
+    )
+    num_stages = max(min(config.num_stages, _shared_memory(x.device) // step), 1)
+    _grouped_kernel[(len(tiles.entries) * triton.cdiv(n, config.block_n),)](
+        x, codes, scale, zero, factor, _or(bias, x), weights, tiles.order, tiles.entries, out, x.stride(0),
+        N=n, K=k, CHOSEN=chosen, ACTIVATION=activation, BIAS=bias is not None, GROUP=group, ROWS=rows, KIND=kind,
+        HALVES=halves, ZERO=has_zero, FACTOR=has_factor, BLOCK_M=tiles.block_m,
+        SMALL_M=tiles.block_m // 2 if tiles.block_m >= 64 else 0, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=num_stages, **pdl_options(x.device),
+    )  # fmt: skip
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    if device.type != "cuda":
+        return 160 << 10
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+class Config(NamedTuple):
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) -> Config:
+    """How a product with rows of codes of `size` bytes is cut up: few tokens are bound by reading them, many by the matrix unit.
+
+    A step's codes have one scale, where there are groups. Measured on an H200.
+    """
+    if size == 4:
+        return Config(32, 32, 4, 2)
+    many = tiles.block_m >= 64
+    block_k = 64 if many else 128
+    while block_k > 16 and (group % block_k or row % block_k):
+        block_k //= 2
+    if many and gated and size == 2:
+        return Config(128, block_k, 8, 4)
+    block_n = 64 if gated else 128
+    if many:
+        return Config(block_n, block_k, 4, 3)
+    while block_n > 16 and len(tiles.entries) * triton.cdiv(n, block_n) < NUM_PROGRAMS:
+        block_n //= 2
+    step = block_k * (block_n * size * (2 if gated else 1) + tiles.block_m * 2)
+    return Config(block_n, block_k, 4, min(max(28672 // step, 3), 5))
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ExpertActivation = "silu",
+    add_to: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    """See `kernels.reference.experts`. Tokens must be contiguous, their stride is free; what an expert adds to a token is
+    rounded to x's dtype, if there are many tokens.
+    """
+    num_tokens, hidden = x.shape
+    count, chosen = len(gate_up), ids.shape[1]
+    out = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    assert out.stride(1) == 1
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
+    if not num_tokens:
+        return out
+    inner_size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
+    inner = torch.empty(ids.numel(), inner_size, dtype=x.dtype, device=x.device)
+    wide = num_tokens <= MAX_WIDE
+    parts = torch.empty(ids.numel(), hidden, dtype=torch.float32 if wide else x.dtype, device=x.device)
+    configs = _few_configs(x, inner, gate_up, down, chosen)
+    if configs is not None:
+        few.launch(x, gate_up, gate_up_bias, ids, weights, inner, configs[0], activation=activation, first=first)
+        if num_tokens == 1:
+            few.launch(
+                inner, down, down_bias, ids, weights, out, configs[1], experts=chosen, residual=add_to, first=first
+            )
+            return out
+        few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
+    else:
+        tiles = _sort(ids, count, first)
+        _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
+        _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
+    block = min(triton.next_power_of_2(hidden), 1024)
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        parts, ids, out, out, first, out.stride(0), N=hidden, E=count, CHOSEN=chosen, ADD=add_to is not None,
+        BLOCK=block, num_warps=4, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _few_configs(
+    x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
+) -> tuple[few.Config, few.Config] | None:
+    """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
+    if few is None or len(x) > few.MAX_FEW:
+        return None
+    first = few.config(x, gate_up, len(x), True)
+    second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1)
+    return None if first is None or second is None else (first, second)

@@ -1,0 +1,253 @@
+"""The routers of mixtures of experts, in Triton: the logits of all experts, then each token's best.
+
+Of few tokens a program computes one token's logits for some experts, and the RMSNorm before them; else the matrix unit
+does. A second kernel has one program for each token.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.moe import Router
+from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.norm import rms_norm
+
+MAX_FEW = 64  # tokens whose logits are not worth a tile of the matrix unit
+
+
+@triton.jit
+def _few_logits_kernel(
+    x, norm_weight, weight, bias, normed, logits, eps, stride_x,
+    E: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """logits [T, E] of one token and BLOCK_E experts; the program of the first experts also writes the normed token."""
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    token = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < HIDDEN
+    if PDL:
+        launch_dependents()
+    w = tl.load(weight + e[:, None] * HIDDEN + k[None, :], mask=(e < E)[:, None] & inside[None, :], other=0.0)
+    w = w.to(tl.float32)
+    if NORM:
+        g = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
+    b = tl.zeros([BLOCK_E], tl.float32)
+    if BIAS:
+        b = tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
+    if PDL:
+        wait_for_inputs()
+    values = tl.load(x + token * stride_x + k, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        values = (values * tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)).to(x.dtype.element_ty).to(tl.float32)
+        rounded = (values * g).to(x.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed + token * HIDDEN + k, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    tl.store(logits + token * E + e, tl.sum(w * values[None, :], 1) + b, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits_kernel(
+    x, weight, bias, logits, num_tokens, stride_x,
+    E: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """logits [M, E] by the matrix unit. WIDE: x or the weight is float32."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    tokens, rows = tl.minimum(m, num_tokens - 1).to(tl.int64), tl.minimum(e, E - 1)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for at in range(0, HIDDEN, BLOCK_K):
+        inside = at + k < HIDDEN
+        xk = tl.load(x + tokens[:, None] * stride_x + (at + k)[None, :], mask=inside[None, :], other=0.0)
+        wk = tl.load(weight + rows[None, :] * HIDDEN + (at + k)[:, None], mask=inside[:, None], other=0.0)
+        if WIDE:
+            acc = tl.dot(xk.to(tl.float32), wk.to(tl.float32), acc, input_precision="tf32x3")
+        else:
+            acc = tl.dot(xk, wk, acc)
+    if BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[None, :]
+    mask = (m < num_tokens)[:, None] & (e < E)[None, :]
+    tl.store(logits + m.to(tl.int64)[:, None] * E + e[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _ordered(values):
+    """float32 as int32 of the same order; a NaN is the largest. A warp finds an integer's maximum in one instruction."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # one zero
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best(keys, index, NONE: tl.constexpr):
+    """The lowest index of the largest of keys [R, C] int32."""
+    largest = tl.max(tl.reshape(keys, [keys.shape[0] * keys.shape[1]]), 0)
+    return tl.min(tl.reshape(tl.where(keys == largest, index, NONE), [keys.shape[0] * keys.shape[1]]), 0)
+
+
+@triton.jit
+def _top_k_kernel(
+    logits, correction, slots, ids, weights, scale,
+    E: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTION: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token's experts, from its logits as [groups, experts of a group]."""
+    SIZE: tl.constexpr = E // GROUPS
+    SMALLEST: tl.constexpr = -2147483648
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    inside = (group < GROUPS) & (member < SIZE)
+    index = tl.where(inside, group * SIZE + member, E)
+    if PDL:
+        launch_dependents()
+    if CORRECTION:
+        more = tl.load(correction + index, mask=inside, other=0.0)
+    if PDL:
+        wait_for_inputs()
+    z = tl.load(logits + token * E + index, mask=inside, other=-float("inf"))
+    largest = tl.max(tl.max(z, 1), 0)
+    total = tl.sum(tl.sum(tl.exp(z - largest), 1), 0)
+    choice = z
+    if CORRECTION or CHOSEN_GROUPS < GROUPS:
+        choice = _scores(z, largest, total, SCORING)
+        if CORRECTION:
+            choice += more
+        choice = tl.where(inside, choice, -float("inf"))
+    keys = tl.where(inside, _ordered(choice), SMALLEST)
+    if CHOSEN_GROUPS < GROUPS:
+        of_group = tl.max(choice, 1, keep_dims=True)
+        if TOP2:
+            at = tl.min(tl.where(choice == of_group, index, E), 1, keep_dims=True)
+            of_group += tl.max(tl.where(index == at, -float("inf"), choice), 1, keep_dims=True)
+        of_groups = tl.where(group < GROUPS, _ordered(of_group), SMALLEST)
+        kept = tl.zeros([BLOCK_G, 1], tl.int32)
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            at = _best(of_groups, group, GROUPS)
+            kept = tl.where(group == at, 1, kept)
+            of_groups = tl.where(group == at, SMALLEST, of_groups)
+        keys = tl.where(kept == 1, keys, SMALLEST)
+    j = tl.arange(0, BLOCK_C)
+    chosen = tl.full([BLOCK_C], -1, tl.int32)
+    for i in tl.static_range(CHOSEN):
+        at = _best(keys, index, E)
+        chosen = tl.where(j == i, at, chosen)
+        keys = tl.where(index == at, SMALLEST, keys)
+    of_chosen = tl.load(logits + token * E + chosen, mask=j < CHOSEN, other=-float("inf"))
+    if SCORING == "softmax_chosen" or (SCORING == "softmax" and RENORMALISE):
+        of_chosen = tl.exp(of_chosen - tl.max(of_chosen, 0))
+        of_chosen /= tl.sum(of_chosen, 0)
+    else:
+        of_chosen = _scores(of_chosen, largest, total, SCORING)
+        if RENORMALISE:
+            of_chosen /= tl.sum(of_chosen, 0)
+    of_chosen *= scale
+    if SLOTS:
+        real = tl.load(slots + token) >= 0
+        chosen = tl.where(real, chosen, -1)
+        of_chosen = tl.where(real, of_chosen, 0.0)
+    tl.store(ids + token * CHOSEN + j, chosen, mask=j < CHOSEN)
+    tl.store(weights + token * CHOSEN + j, of_chosen, mask=j < CHOSEN)
+
+
+@triton.jit
+def _scores(z, largest, total, SCORING: tl.constexpr):
+    """Of logits, whose largest and whose sum of exponentials are known; of -inf 0."""
+    if SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-z))
+    elif SCORING == "softmax":
+        scores = tl.exp(z - largest) / total
+    else:
+        scores = z
+    return scores
+
+
+def _few_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """x [M, hidden], M <= MAX_FEW, and logits [M, E]; of the norm of x where that has a weight, which then is returned."""
+    num_tokens, hidden = x.shape
+    count = len(weight)
+    logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
+    normed = x if norm_weight is None else torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(hidden)
+    num_warps = min(max(block // 512, 1), 8)
+    block_e = max(min(num_warps * 32 * 32 // block, 4), 1)
+    _few_logits_kernel[(triton.cdiv(count, block_e), num_tokens)](
+        x, x if norm_weight is None else norm_weight, weight, weight if bias is None else bias, normed, logits, eps,
+        x.stride(0), E=count, HIDDEN=hidden, BLOCK_E=block_e, BLOCK=block, NORM=norm_weight is not None,
+        BIAS=bias is not None, num_warps=num_warps, **pdl_options(x.device),
+    )  # fmt: skip
+    return normed, logits
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_tokens, hidden = x.shape
+    count = len(weight)
+    logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
+    wide = torch.float32 in (x.dtype, weight.dtype)
+    block_m = 16 if num_tokens <= 2048 else 64
+    block_e = min(max(triton.next_power_of_2(count), 16), 64 if num_tokens <= 2048 else 128)
+    _logits_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(count, block_e))](
+        x, weight, weight if bias is None else bias, logits, num_tokens, x.stride(0), E=count, HIDDEN=hidden,
+        WIDE=wide, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=32 if wide else 128, num_warps=4,
+        num_stages=3, **pdl_options(x.device),
+    )  # fmt: skip
+    return logits
+
+
+def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    num_tokens, count = logits.shape
+    ids = torch.empty(num_tokens, rule.num_chosen, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, rule.num_chosen, dtype=torch.float32, device=logits.device)
+    groups = rule.num_groups if rule.num_chosen_groups < rule.num_groups else 1
+    if num_tokens:
+        _top_k_kernel[(num_tokens,)](
+            logits, logits if correction is None else correction, logits if slots is None else slots, ids, weights,
+            rule.scale, E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
+            CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
+            RENORMALISE=rule.renormalise, CORRECTION=correction is not None, SLOTS=slots is not None,
+            BLOCK_G=triton.next_power_of_2(groups), BLOCK_S=triton.next_power_of_2(count // groups),
+            BLOCK_C=triton.next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
+        )  # fmt: skip
+    return ids, weights
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.route`. Tokens must be contiguous, their stride is free."""
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    logits = _few_logits(x, weight, bias)[1] if 0 < len(x) <= MAX_FEW else _logits(x, weight, bias)
+    return _top_k(logits, correction, rule, slots)
+
+
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    rule: Router,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.reference.norm_route`. Tokens must be contiguous, their stride is free."""
+    if not 0 < len(x) <= MAX_FEW:
+        normed = rms_norm(x, norm_weight, eps)
+        return normed, *route(normed, weight, bias, correction, rule, slots)
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    normed, logits = _few_logits(x, weight, bias, norm_weight, eps)
+    return normed, *_top_k(logits, correction, rule, slots)

@@ -1,0 +1,150 @@
+"""Beam search for the server: a request's answers are the best beams, and come when the search is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Collection
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+from engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearch, BeamSearchParams
+from engine.core.batch import EngineOutput
+from engine.core.engine_request import EngineRequest
+from engine.core.sampling_params import SamplingParams
+from engine.output_collector import OutputCollector, RequestUpdate
+from server.generation.request import GenerationRequest
+from server.generation.served_model import EngineClient, ServedModel
+from server.http.errors import APIError
+from server.http.warnings import Warnings
+
+# The sampling parameters that a beam search heeds: scores are the model's own probabilities.
+_HEEDED = frozenset(
+    ["n", "max_tokens", "ignore_eos", "stop_token_ids", "logprobs", "skip_special_tokens", "include_stop_str_in_output"]
+)
+
+
+async def beam_searches(
+    model: ServedModel, request: GenerationRequest, sampling: SamplingParams, warnings: Warnings
+) -> BeamSearches:
+    """For a request that has a `length_penalty`. `APIError` for what a beam search cannot do; `warnings` of what it ignores."""
+    width = sampling.n
+    if width > MAX_BEAM_WIDTH:
+        raise APIError(400, f"must be at most {MAX_BEAM_WIDTH} in a beam search, got {width}", "n")
+    if request.structured_outputs or request.tool_mode != "none":
+        field = "structured_outputs" if request.structured_outputs else "tools"
+        raise APIError(400, "cannot be given together with use_beam_search", field)
+    if sampling.prompt_logprobs is not None:
+        raise APIError(400, "cannot be given together with use_beam_search", "prompt_logprobs")
+    for name, value in request.sampling.items():
+        if name not in _HEEDED and value != getattr(_PLAIN, name):
+            warnings.add("has no effect in a beam search", name, names=request.names)
+    params = BeamSearchParams(beam_width=width, max_tokens=1)
+    try:
+        step = await model.engine.prepare(params.step_sampling(sampling.logprobs or 0), request.owner)
+    except ValueError as error:
+        raise APIError(400, f"{width} beams need more log-probabilities than the server gives: {error}", "n") from None
+    ends = {*model.engine.eos_token_ids, *(sampling.stop_token_ids or ())}
+    return BeamSearches(model.engine, step, width, request.length_penalty or 0.0, ends)
+
+
+_PLAIN = SamplingParams(temperature=0)
+
+
+class BeamSearches:
+    """The searches of one request: as many of its answers, one after the other, belong to a search as this is wide."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        step: SamplingParams,
+        width: int,
+        length_penalty: float,
+        end_token_ids: Collection[int],
+    ) -> None:
+        """`step`: of the requests for next tokens, prepared. `end_token_ids`: those that end an answer."""
+        self._engine, self._step, self._width = engine, step, width
+        self._length_penalty, self._end_token_ids = length_penalty, end_token_ids
+        self._search: _Search | None = None  # the one to which answers are added
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
+        """One update, which is the whole answer. The engine begins with the first answer of a search. `ValueError` as of
+        `EngineClient.generate`.
+        """
+        if self._search is None or len(self._search.answers) == self._width:
+            sampling = request.sampling
+            params = BeamSearchParams(
+                beam_width=self._width, max_tokens=sampling.max_tokens or 1, ignore_eos=sampling.ignore_eos,
+                length_penalty=self._length_penalty,
+            )  # fmt: skip
+            search = BeamSearch(len(request.prompt_token_ids), params, self._end_token_ids)
+            self._search = _Search(self._engine, search, self._step, request)
+        return self._search.add(request)
+
+
+class _Search:
+    """The search for the answers to one prompt. Its requests have the ids of the answers: to abort those ends it."""
+
+    def __init__(self, engine: EngineClient, search: BeamSearch, step: SamplingParams, request: EngineRequest) -> None:
+        self._engine, self._search, self._step = engine, search, step
+        self._prompt = request.prompt_token_ids
+        self._done = asyncio.Event()
+        self._last: RequestUpdate | None = None  # what ended it before its time
+        self._first: RequestUpdate | None = None
+        self.answers: list[EngineRequest] = []
+        self._begun = engine.generate(replace(request, sampling=step))
+
+    def add(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
+        shown = request.sampling.clone(stop=None)  # stop strings are not looked for
+        collector = OutputCollector(self._prompt, shown, self._engine.tokenizer)
+        self.answers.append(request)
+        return self._answer(len(self.answers) - 1, collector)
+
+    async def _answer(self, index: int, collector: OutputCollector) -> AsyncGenerator[RequestUpdate, None]:
+        """The first one's reader does the work; it is there until all have their answers, or none gets one."""
+        if index == 0:
+            await self._run()
+            self._done.set()
+        await self._done.wait()
+        collector.add(self._output(index, self.answers[index].sampling), time.monotonic())
+        yield collector.take()
+
+    async def _run(self) -> None:
+        while not self._search.is_over:
+            async with AsyncExitStack() as stack:
+                started = []
+                for request, beam in zip(self.answers, self._search.beams, strict=False):
+                    updates = self._begun if self._first is None else self._next(request, beam)
+                    started.append(await stack.enter_async_context(aclosing(updates)))
+                found = []
+                for updates in started:
+                    async for update in updates:
+                        self._first = self._first or update
+                        if update.logprobs is None:
+                            self._last = update
+                            return
+                        found += update.logprobs
+            self._search.advance(found)
+
+    def _next(self, request: EngineRequest, beam: Beam) -> AsyncGenerator[RequestUpdate, None]:
+        tokens = self._prompt + beam.token_ids
+        return self._engine.generate(replace(request, prompt_token_ids=tokens, sampling=self._step))
+
+    def _output(self, index: int, sampling: SamplingParams) -> EngineOutput:
+        found, first, last = self._search.best(), self._first, self._last
+        beam = found[index] if index < len(found) else Beam()
+        assert first is not None
+        ended = beam.finish_reason == "stop"
+        output = EngineOutput(self.answers[index].request_id, beam.token_ids, beam.finish_reason)
+        if ended and beam.token_ids[-1] in (sampling.stop_token_ids or ()):
+            output.stop_reason = beam.token_ids[-1]
+        if last is not None and not ended:
+            output.finish_reason, output.error = last.finish_reason, last.error
+        if sampling.logprobs is not None:
+            most = sampling.logprobs
+            output.logprobs = [
+                replace(at, top_ids=at.top_ids[:most], top_logprobs=at.top_logprobs[:most]) for at in beam.logprobs
+            ]
+        output.num_cached_tokens = first.num_cached_tokens
+        output.queued_time, output.scheduled_time = first.timings.queued_ts, first.timings.scheduled_ts
+        return output

@@ -1,0 +1,67 @@
+"""What a server keeps in memory for its callers, bounded in number and in bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Owned(Generic[T]):
+    """What one caller has, the least recently used first."""
+
+    values: OrderedDict[str, tuple[T, int]] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+
+class OwnedStore(Generic[T]):
+    """Values of callers by id. Each caller sees only its own.
+
+    What is too much is taken from the caller who holds the most, the least recently used first.
+    """
+
+    def __init__(self, max_values: int, max_bytes: int) -> None:
+        self._max_values, self._max_bytes = max_values, max_bytes
+        self._owners: dict[str, _Owned[T]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(owned.num_bytes for owned in self._owners.values())
+
+    def put(self, owner: str, key: str, value: T, num_bytes: int) -> None:
+        """An older one of this owner and key is replaced."""
+        self.remove(owner, key)
+        owned = self._owners.setdefault(owner, _Owned())
+        owned.values[key] = value, num_bytes
+        owned.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes or self._num_values > self._max_values:
+            name, most = max(self._owners.items(), key=lambda item: self._fraction(item[1]))
+            self.remove(name, next(iter(most.values)))
+
+    def get(self, owner: str, key: str) -> T | None:
+        owned = self._owners.get(owner)
+        if owned is None or key not in owned.values:
+            return None
+        owned.values.move_to_end(key)
+        return owned.values[key][0]
+
+    def remove(self, owner: str, key: str) -> bool:
+        """Whether there was one."""
+        owned = self._owners.get(owner)
+        if owned is None or key not in owned.values:
+            return False
+        owned.num_bytes -= owned.values.pop(key)[1]
+        if not owned.values:
+            del self._owners[owner]
+        return True
+
+    @property
+    def _num_values(self) -> int:
+        return sum(len(owned.values) for owned in self._owners.values())
+
+    def _fraction(self, owned: _Owned[T]) -> float:
+        """How much of what there may be an owner holds."""
+        return max(len(owned.values) / max(self._max_values, 1), owned.num_bytes / self._max_bytes)

@@ -1,0 +1,136 @@
+"""What the API reference says of Ollama's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine as quire
+from server.docs.endpoint import HELLO, MODEL, WEATHER, Endpoint
+
+TAG = "Ollama"
+_TIME = "2026-01-01T00:00:00.000000Z"
+_COUNTS: dict[str, Any] = {
+    "done": True,
+    "done_reason": "stop",
+    "total_duration": 51000000,
+    "load_duration": 0,
+    "prompt_eval_count": 9,
+    "prompt_eval_duration": 9000000,
+    "eval_count": 3,
+    "eval_duration": 12000000,
+}
+_DETAILS = {
+    "parent_model": "",
+    "format": "safetensors",
+    "family": "llama",
+    "families": ["llama"],
+    "parameter_size": "",
+    "quantization_level": "",
+}
+_CARD = {"name": f"{MODEL}:latest", "model": f"{MODEL}:latest", "size": 0, "digest": "9f86d081", "details": _DETAILS}
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/api/chat",
+        TAG,
+        "Continue a conversation, in Ollama's words",
+        "For Ollama's clients, with `http://HOST:PORT` as its address. The answer comes as lines of JSON, unless "
+        "`stream` is false.",
+        {
+            "An answer": {"model": MODEL, "messages": HELLO, "stream": False, "options": {"num_predict": 20}},
+            "A stream": {"model": MODEL, "messages": HELLO, "stream": True, "options": {"temperature": 0.5}},
+            "Tools": {
+                "model": MODEL,
+                "messages": HELLO,
+                "stream": False,
+                "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+            },
+            "By a schema": {"model": MODEL, "messages": HELLO, "stream": False, "format": WEATHER},
+        },
+        {"model": MODEL, "created_at": _TIME, "message": {"role": "assistant", "content": "Hi!"}, **_COUNTS},
+        lines=f'{{"model":"MODEL","created_at":"{_TIME}","message":{{"role":"assistant","content":"Hi!"}},"done":false}}\n'
+        f'{{"model":"MODEL","created_at":"{_TIME}","message":{{"role":"assistant","content":""}},"done":true,'
+        '"done_reason":"stop",…}\n',
+        statuses=(404,),
+    ),
+    Endpoint(
+        "POST",
+        "/api/generate",
+        TAG,
+        "Answer a prompt, in Ollama's words",
+        "As a conversation of one message; with `raw` the text is continued.",
+        {
+            "An answer": {"model": MODEL, "prompt": "Hello!", "stream": False},
+            "A text continued": {"model": MODEL, "prompt": "Once upon a time", "raw": True, "stream": False},
+            "A stream": {"model": MODEL, "prompt": "Hello!", "system": "Answer briefly.", "stream": True},
+        },
+        {"model": MODEL, "created_at": _TIME, "response": "Hi!", **_COUNTS},
+        lines=f'{{"model":"MODEL","created_at":"{_TIME}","response":"Hi!","done":false}}\n'
+        f'{{"model":"MODEL","created_at":"{_TIME}","response":"","done":true,"done_reason":"stop",…}}\n',
+        statuses=(404,),
+    ),
+    Endpoint(
+        "POST",
+        "/api/embed",
+        TAG,
+        "Texts to vectors of length 1",
+        requests={"Several texts": {"model": MODEL, "input": ["One", "Two"]}},
+        answer={
+            "model": MODEL,
+            "embeddings": [[0.6, -0.8], [0.8, 0.6]],
+            "total_duration": 14000000,
+            "load_duration": 0,
+            "prompt_eval_count": 2,
+        },
+        statuses=(404, 409),
+    ),
+    Endpoint(
+        "POST",
+        "/api/embeddings",
+        TAG,
+        "A text to a vector, by the older endpoint",
+        requests={"A text": {"model": MODEL, "prompt": "One"}},
+        answer={"embedding": [1.2, -1.6]},
+        statuses=(404, 409),
+    ),
+    Endpoint(
+        "GET",
+        "/api/tags",
+        TAG,
+        "The served names",
+        answer={"models": [{**_CARD, "modified_at": _TIME}]},
+    ),
+    Endpoint(
+        "POST",
+        "/api/show",
+        TAG,
+        "What the model is and can do",
+        requests={"The model": {"model": MODEL}},
+        answer={
+            "modelfile": "",
+            "parameters": "temperature 0.7",
+            "template": "{% for message in messages %}…",
+            "details": _DETAILS,
+            "model_info": {"general.architecture": "llama"},
+            "capabilities": ["completion", "tools"],
+            "modified_at": _TIME,
+        },
+        statuses=(400, 404),
+    ),
+    Endpoint(
+        "GET",
+        "/api/ps",
+        TAG,
+        "The models in memory: those that are served",
+        answer={"models": [{**_CARD, "expires_at": _TIME, "size_vram": 0, "context_length": 4096}]},
+    ),
+    Endpoint(
+        "GET",
+        "/api/version",
+        TAG,
+        "The version of Ollama whose API this is",
+        "Clients ask for it to see what they may use.",
+        answer={"version": "0.13.0", "quire": quire.__version__},
+    ),
+)

@@ -1,0 +1,63 @@
+"""The fields of /inference/v1/generate, and the neutral request that they make."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, create_model, model_validator
+
+from server.generation.parameters import PARAMETERS, given_sampling, parameter_fields
+from server.generation.request import GenerationRequest
+from server.http.bodies import Body, fields_without_effect, optional, unsupported_fields, wrong
+from server.openai.fields import EngineFields, StreamOptions, StructuredOutputsFields
+
+NOT_YET: dict[str, tuple[Any, ...]] = {"features": (), "kv_transfer_params": (), "ec_transfer_params": ()}
+# What the prompt was made from; vLLM's render endpoints hand it on.
+_NO_EFFECT: dict[str, tuple[Any, ...] | None] = {"assistant_tokens_mask": None, "token_offsets": None}
+_SamplingBase: Any = create_model("TokenSamplingBase", __base__=Body, **parameter_fields())
+_fields: dict[str, Any] = unsupported_fields(NOT_YET) | fields_without_effect(_NO_EFFECT)
+_TokensBase: Any = create_model("TokensBase", __base__=Body, **_fields)
+_NAMES = {"prompt": "token_ids"} | {name: f"sampling_params.{name}" for name in (*PARAMETERS, "structured_outputs")}
+
+
+class TokenSampling(_SamplingBase):  # type: ignore[misc]
+    """How to sample: the parameters of completions."""
+
+    structured_outputs: StructuredOutputsFields | None = optional("What the answer has to be.")
+    detokenize: bool | None = optional("Accepted; text is made only to look for `stop`.")
+    output_kind: int | None = optional("Accepted; has no effect.")
+
+    NO_EFFECT: ClassVar[Any] = {"detokenize": None, "output_kind": None}
+
+
+class TokensRequest(EngineFields, _TokensBase):  # type: ignore[misc]
+    """Token ids to be continued."""
+
+    token_ids: list[int] = Field(min_length=1, description="The prompt.")
+    sampling_params: TokenSampling = Field(description="How to sample.")
+    stream: bool | None = optional("Send the answer as it is generated.", False)
+    stream_options: StreamOptions | None = optional("`include_usage`: one more event with the token counts.")
+
+    NO_EFFECT: ClassVar[Any] = _NO_EFFECT
+
+    @model_validator(mode="after")
+    def _check_together(self) -> TokensRequest:
+        if self.stream_options is not None and not self.stream:
+            raise wrong("needs stream=true", "stream_options")
+        if self.sampling_params.prompt_logprobs is not None and self.stream:
+            raise wrong("is not given in streams", "sampling_params", "prompt_logprobs")
+        return self
+
+    def neutral(self) -> GenerationRequest:
+        structured: dict[str, Any] = {}
+        if (given := self.sampling_params.structured_outputs) is not None:
+            structured = {"json": given.json_, "json_object": bool(given.json_object)}
+            structured |= {name: getattr(given, name) for name in ("regex", "choice", "grammar")}
+        return GenerationRequest(
+            prompt=[self.token_ids],
+            id_prefix="generate-tokens-",
+            names=_NAMES,
+            sampling=given_sampling(self.sampling_params),
+            structured_outputs=structured,
+            **self.engine_fields(),
+        )

@@ -1,0 +1,27 @@
+"""What OpenAI's API has for other kinds of models: refused in words, where a bare 404 would leave its clients guessing."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+
+from server.api import API
+from server.generation.served_model import ServedModel
+from server.http.errors import APIError
+
+_KINDS = {"audio": "it neither hears nor speaks", "images": "it makes no images", "videos": "it makes no videos"}
+
+
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    async def refuse(request: Request) -> None:
+        kind = request.scope["route"].path.split("/")[2]
+        raise APIError(
+            501,
+            f"The model `{model.names[0]}` reads and writes text: {_KINDS[kind]}. /v1/{kind} needs another server.",
+            headers={"x-should-retry": "false"},  # OpenAI's clients try again otherwise
+        )
+
+    for kind in _KINDS:
+        app.add_api_route(f"/v1/{kind}/{{path:path}}", refuse, methods=["GET", "POST"], include_in_schema=False)
+
+
+api = API(add_routes, ())

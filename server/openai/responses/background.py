@@ -1,0 +1,117 @@
+"""Responses that are generated whether a client listens or not, and the events that clients may ask for again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from server.http.errors import APIError
+from server.openai.responses.store import EVENT_BYTES
+
+MAX_BYTES = 256 << 20  # of the events of all responses that are being generated
+
+
+class BackgroundResponse:
+    """One response. An event's index is its `sequence_number`."""
+
+    def __init__(self, response: dict[str, Any], events: list[bytes]) -> None:
+        """`response`, `events`: what the builder fills."""
+        self.response, self.events = response, events
+        self.is_cancelled = False
+        self.is_kept = True  # its events; false: there were too many
+        self.num_bytes = 0
+        self._num_seen = 0
+        self._over = False
+        self._changed = asyncio.Event()
+
+    def see(self) -> int:
+        """Tell those who follow of new events; the bytes of these."""
+        new = sum(len(event) + EVENT_BYTES for event in self.events[self._num_seen :])
+        self._num_seen = len(self.events)
+        self.num_bytes += new
+        self._notify()
+        return new
+
+    def drop_events(self) -> None:
+        """Those who follow get an error."""
+        self.is_kept = False
+        self.events.clear()
+        self._notify()
+
+    def end(self) -> None:
+        self._over = True
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def over(self) -> None:
+        """Until it has ended."""
+        while not self._over:
+            await self._changed.wait()
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """The events after that of this number, until the last. `APIError` when they are no longer kept."""
+        at = after + 1
+        while True:
+            if not self.is_kept:
+                raise events_not_kept()
+            if new := self.events[at:]:
+                at += len(new)
+                yield b"".join(new)
+            elif self._over:
+                return
+            else:
+                await self._changed.wait()
+
+
+class Background:
+    """All responses that are being generated in the background, by their owners' names and their ids."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._running: dict[tuple[str, str], BackgroundResponse] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, owner: str, response_id: str) -> BackgroundResponse | None:
+        return self._running.get((owner, response_id))
+
+    def start(self, owner: str, running: BackgroundResponse, events: AsyncGenerator[bytes, None]) -> None:
+        """`events` fills the response and its events, and stores them before it ends."""
+        self._running[owner, running.response["id"]] = running
+        task = asyncio.create_task(self._run(owner, running, events))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, owner: str, running: BackgroundResponse, events: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async with aclosing(events):
+                async for _ in events:
+                    if not running.is_kept:
+                        running.events.clear()
+                        continue
+                    self._num_bytes += running.see()
+                    if self._num_bytes > self._max_bytes:
+                        self._drop_most()
+        finally:
+            self._num_bytes -= running.num_bytes if running.is_kept else 0
+            del self._running[owner, running.response["id"]]
+            running.end()
+
+    def _drop_most(self) -> None:
+        most = max((each for each in self._running.values() if each.is_kept), key=lambda each: each.num_bytes)
+        self._num_bytes -= most.num_bytes
+        most.drop_events()
+
+
+async def replayed(events: Sequence[bytes], after: int) -> AsyncGenerator[bytes, None]:
+    """The events of a response that has ended, after that of this number."""
+    yield b"".join(events[after + 1 :])
+
+
+def events_not_kept() -> APIError:
+    reason = "events are kept of responses with background=true, as long as there are not too many: ask without stream"
+    return APIError(400, reason, "stream")

@@ -1,0 +1,190 @@
+"""gpt-oss's harmony format: an answer is messages, each with a channel and perhaps a recipient in its header.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}
+
+The prompt ends with `<|start|>assistant`, and a token of its own ends the answer.
+https://github.com/openai/harmony/blob/main/docs/format.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import pydantic_core
+
+from server.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning, begun
+from server.parsing.reasoning import HARMONY
+from server.parsing.tools import TOOL_FORMATS
+
+ENDS = ("<|return|>", "<|call|>")  # tokens that end an answer
+_FORMAT = TOOL_FORMATS["openai"]
+_NEXT = "<|end|><|start|>assistant"  # between messages
+_MESSAGE = "<|message|>"  # after a header
+_RECIPIENT = re.compile(r" to=(\S+?)(?=<\||\s|$)")
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_MAX_HEADER = 1000  # characters; what is longer is none
+_BEGINNINGS = ("<|channel|>", "<|start|>", _FORMAT.begin)  # of a header
+
+
+# Efforts that the format does not know, and the nearest that it does.
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+
+
+def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation as the format's chat templates take it.
+
+    They know one call in a message, whose result is the next message, and call reasoning `thinking`; beside a call there
+    may be that or content, not both.
+    """
+    turns: list[dict[str, Any]] = []
+    rest = list(reversed(messages))
+    while rest:
+        message = rest.pop()
+        thoughts = [message[key] for key in ("reasoning", "content") if message.get(key)]
+        calls = message.get("tool_calls", [])
+        if calls and len(thoughts) == 2:
+            message = message | {"content": "", "thinking": "\n\n".join(thoughts)}
+        elif message.get("reasoning"):
+            message = message | {"thinking": message["reasoning"]}
+        if not calls:
+            turns.append(message)
+            continue
+        results: dict[str | None, list[dict[str, Any]]] = {}  # by the ids of their calls
+        while rest and rest[-1]["role"] == "tool":
+            result = rest.pop()
+            results.setdefault(result.get("tool_call_id"), []).append(result)
+        for number, call in enumerate(calls):
+            turns.append((message if not number else {"role": message["role"], "content": ""}) | {"tool_calls": [call]})
+            turns += results.pop(call["id"], [])
+        turns += chain.from_iterable(results.values())
+    return turns
+
+
+class HarmonyReader:
+    """Divides one answer into pieces: analysis is reasoning, messages to functions are calls, all else is content.
+
+    A message to a tool that is none of the client's is reasoning.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str],
+        token_text: Callable[[int], str],
+        *,
+        continued: bool = False,
+        shows_reasoning: bool = True,
+    ) -> None:
+        """`names`: the tools that there are. `continued`: the prompt ends within the content."""
+        self._names, self._shows_reasoning = names, shows_reasoning
+        self._held = ""  # text that is not read yet
+        self._kind: type[Content] | type[Reasoning] | type[CallStart] | None = Content if continued else None
+        self._is_first = True
+        self._arguments: list[str] = []  # of the call that is being read
+        self._counter = _Counter(token_text, not continued)
+        self.num_calls = 0
+        self.is_cut = False  # the answer ended within a call
+
+    @property
+    def has_calls(self) -> bool:
+        return self.num_calls > 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the analysis so far, with their headers."""
+        return self._counter.num_tokens
+
+    def push(self, text: str, token_ids: Iterable[int], finished: bool, cut: bool = False) -> list[Piece]:
+        """The pieces that are certain now. `finished`: no more will come; `cut`: not because the model ended."""
+        self._held += text
+        self._counter.add(token_ids)
+        pieces: list[Piece] = []
+        while self._read_header(pieces, finished) if self._kind is None else self._read_body(pieces, finished):
+            pass
+        if finished and self._kind is CallStart:
+            self.is_cut = cut or not _is_object("".join(self._arguments))
+        return pieces
+
+    def _read_header(self, pieces: list[Piece], finished: bool) -> bool:
+        """Reads on; false when more text is needed first."""
+        if self._is_first and self._held and not any(map(self._may_begin_with, _BEGINNINGS)):
+            self._kind = Content  # the model does not write the format
+            return True
+        header, mark, rest = self._held.partition(_MESSAGE)
+        if not mark:
+            if len(header) > _MAX_HEADER:
+                self._is_first, self._kind = False, Content
+                return True
+            self.is_cut = finished and _FORMAT.begin in header
+            return False
+        self._is_first, self._held = False, rest
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient is not None else ""
+        if name and (f"functions.{name}" in header or name in self._names) and self._names:
+            pieces.append(CallStart(self.num_calls, _FORMAT.new_id(), name))
+            self.num_calls += 1
+            self._kind, self._arguments = CallStart, []
+        elif name or (channel is not None and channel[1] == "analysis"):
+            self._kind = Reasoning
+        else:
+            self._kind = Content
+        return True
+
+    def _may_begin_with(self, beginning: str) -> bool:
+        return self._held.startswith(beginning[: len(self._held)])
+
+    def _read_body(self, pieces: list[Piece], finished: bool) -> bool:
+        body, mark, rest = self._held.partition(_NEXT)
+        kind = self._kind
+        if mark:
+            self._held, self._kind = rest, None
+        elif finished:
+            body, self._held = body.removesuffix("<|end|>"), ""
+        else:
+            body = body[: len(body) - begun(body, _NEXT)]
+            self._held = self._held[len(body) :]
+        if body and kind is CallStart:
+            self._arguments.append(body)
+            pieces.append(CallArguments(self.num_calls - 1, body))
+        elif body and kind is Content:
+            pieces.append(Content(body))
+        elif body and self._shows_reasoning:
+            pieces.append(Reasoning(body))
+        return bool(mark)
+
+
+class _Counter:
+    """Counts the tokens of the analysis."""
+
+    def __init__(self, token_text: Callable[[int], str], in_header: bool) -> None:
+        self._token_text = token_text
+        self._in_header = in_header
+        self._text = ""  # of the header so far, or the end of the body's
+        self._num_header = 0
+        self._counts = False  # in analysis
+        self.num_tokens = 0
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            self._text += self._token_text(token_id)
+            if self._in_header:
+                self._num_header += 1
+                if self._text.endswith(_MESSAGE):
+                    self._counts = self._text.endswith(HARMONY.begin)
+                    self.num_tokens += self._num_header * self._counts
+                    self._in_header, self._text = False, ""
+            else:
+                self.num_tokens += self._counts
+                if self._text.endswith(HARMONY.end):
+                    self._in_header, self._num_header = True, 0
+            self._text = self._text[-200:]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(pydantic_core.from_json(text), dict)
+    except ValueError:
+        return False

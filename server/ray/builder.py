@@ -1,0 +1,26 @@
+"""Makes Ray Serve applications of configurations, as `ray.serve.llm` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+
+from server.ray.config import LLMConfig, LLMServingArgs
+from server.ray.ingress import OpenAiIngress
+from server.ray.replica import LLMServer
+
+
+def build_llm_deployment(llm_config: LLMConfig) -> Any:
+    """The deployment of one model, bound. Its method `respond` takes requests from an ingress."""
+    return serve.deployment(LLMServer, **llm_config.deployment_options()).bind(llm_config)
+
+
+def build_openai_app(llm_serving_args: Mapping[str, Any] | LLMServingArgs) -> Any:
+    """The application of `llm_serving_args` (see `LLMServingArgs`): `serve.run(build_openai_app({"llm_configs": [...]}))`, or
+    `import_path: server.ray:build_openai_app` in a Serve config file, whose `args` they are.
+    """
+    args = LLMServingArgs.model_validate(llm_serving_args)
+    models = {each.model_id: build_llm_deployment(each) for each in args.llm_configs}
+    return serve.deployment(OpenAiIngress, **args.ingress_options()).bind(models)

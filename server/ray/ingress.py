@@ -1,0 +1,120 @@
+"""The deployment that clients reach: it sends each request to a replica of its model, and passes the response on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from server.http.errors import APIError
+from server.openai.errors import error_body, failure
+from server.ray.forwarded import ForwardedRequest, Head, forwarded
+
+_log = logging.getLogger(__name__)
+MAX_BODY_BYTES = 64 << 20  # that are read before a replica's own limit is applied
+PROBES = ("/health", "/livez", "/ping", "/readyz")
+
+
+class OpenAiIngress:
+    """All APIs of `quire serve`, for several models: a body's `model` says which one. Without one it is the first."""
+
+    def __init__(self, llm_deployments: Mapping[str, Any]) -> None:
+        """`llm_deployments`: handles of `LLMServer` deployments by the names of their models."""
+        self._models = {
+            name: handle.options(stream=True, method_name="respond") for name, handle in llm_deployments.items()
+        }
+
+    async def __call__(self, request: Request) -> Response:
+        try:
+            forward = forwarded(request.scope, await _body(request))
+            path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+            if request.method == "GET" and path == "/v1/models":
+                return await self._list_models(forward)
+            if path in PROBES:
+                return await self._probe(forward)
+            return await _streamed(self._handle(forward, path).remote(forward))
+        except APIError as error:
+            return Response(error_body(error), error.status, media_type="application/json")
+
+    def _handle(self, request: ForwardedRequest, path: str) -> Any:
+        """Of the model that the request names. A name that is unknown goes to the first, which refuses it."""
+        name = request.model or path.removeprefix("/v1/models/")
+        return self._models.get(name) or next(iter(self._models.values()))
+
+    async def _list_models(self, request: ForwardedRequest) -> Response:
+        """The lists of all deployments in one, unless one of them refuses."""
+        listed: list[Any] = []
+        for handle in self._models.values():
+            head, content = await _whole(handle.remote(request))
+            if head[0] != HTTPStatus.OK:
+                return _response(head, content)
+            listed += json.loads(content)["data"]
+        return _response(head, json.dumps({"object": "list", "data": listed}).encode())
+
+    async def _probe(self, request: ForwardedRequest) -> Response:
+        """Of all models the first answer that says no."""
+        for handle in self._models.values():
+            head, content = await _whole(handle.remote(request))
+            if head[0] != HTTPStatus.OK:
+                break
+        return _response(head, content)
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise APIError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+async def _head(answer: Any) -> Head:
+    """What an answer begins with. `APIError` when the replica is lost before."""
+    try:
+        status, headers = await anext(answer)
+    except Exception as error:
+        _log.warning("a replica did not answer: %s", error)
+        raise APIError(503, "no replica answers at this moment: try again") from None
+    return status, [header for header in headers if header[0] != b"x-request-id"]  # Ray Serve adds the same
+
+
+async def _streamed(answer: Any) -> Response:
+    """The response that a replica gives, piece by piece."""
+    status, headers = await _head(answer)
+    is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+    response = StreamingResponse(_rest(answer, is_stream), status)
+    response.raw_headers = headers
+    return response
+
+
+async def _whole(answer: Any) -> tuple[Head, bytes]:
+    """A small response."""
+    return await _head(answer), b"".join([piece async for piece in answer])
+
+
+def _response(head: Head, content: bytes) -> Response:
+    status, headers = head
+    response = Response(content, status)
+    response.raw_headers = [header for header in headers if header[0] != b"content-length"]
+    response.headers["Content-Length"] = str(len(content))
+    return response
+
+
+async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
+    """The body. Where the replica is lost before its end, a stream says so."""
+    try:
+        async for piece in answer:
+            yield piece
+    except Exception as error:
+        _log.warning("a replica was lost with its answer: %s", error)
+        if not is_stream:
+            raise
+        yield failure(APIError(500, "the replica that worked on the answer was lost"))
+    finally:
+        answer.cancel()

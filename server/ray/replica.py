@@ -1,0 +1,93 @@
+"""A replica: an engine, and Quire's whole HTTP application before it, which is called without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+
+from starlette.types import Message
+
+from engine import AsyncEngine
+from engine.errors import EngineDeadError
+from server.app import create_app
+from server.ray.autoscaling import replica_load
+from server.ray.config import LLMConfig
+from server.ray.forwarded import ForwardedRequest, Head
+
+
+class LLMServer:
+    """The deployment's class; Ray Serve starts it, asks it how it is, and ends it."""
+
+    async def __init__(self, llm_config: LLMConfig) -> None:  # type: ignore[misc]  # Ray Serve waits for it
+        """Returns once the model is loaded."""
+        config, settings = llm_config.engine_config(), llm_config.server_config()
+        self._engine = await AsyncEngine.start(config)
+        self._app = create_app(
+            self._engine,
+            settings,
+            served_model_names=config.served_model_name,
+            log_stats=not config.disable_log_stats,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
+        self._running = contextlib.AsyncExitStack()
+        await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
+
+    async def respond(self, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
+        """The response: its head, then its body in pieces, as they come. Closing it ends the request."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        hung_up = asyncio.Event()
+        received: Iterator[Message] = iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+        async def receive() -> Message:
+            if (message := next(received, None)) is not None:
+                return message
+            await hung_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            messages.put_nowait(message)
+
+        async def run() -> None:
+            try:
+                await self._app(dict(request.scope), receive, send)
+            finally:
+                messages.put_nowait(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (message := await messages.get()) is not None:
+                if message["type"] == "http.response.start":
+                    yield message["status"], list(message["headers"])
+                elif piece := message.get("body"):
+                    yield piece + _waiting(messages)
+        finally:
+            hung_up.set()
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # which the app has answered, and logged
+                await task
+
+    async def check_health(self) -> None:
+        """An error when nothing but a new replica helps. An engine process that is lost is started again by its engine."""
+        if self._engine.state.phase == "dead":
+            raise EngineDeadError(self._engine.state.reason)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"load": replica_load(self._engine.stats)}
+
+    def __del__(self) -> None:
+        """Ray Serve calls it once the replica's requests have ended."""
+        if (engine := getattr(self, "_engine", None)) is not None:
+            engine.close()
+
+
+def _waiting(messages: asyncio.Queue[Message | None]) -> bytes:
+    """The pieces that wait already: fewer and longer messages to the ingress."""
+    pieces = []
+    while not messages.empty():
+        message = messages.get_nowait()
+        if message is None:
+            messages.put_nowait(None)
+            break
+        pieces.append(message.get("body", b""))
+    return b"".join(pieces)

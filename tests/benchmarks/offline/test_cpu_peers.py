@@ -1,0 +1,110 @@
+"""Quire beside llama.cpp on a CPU: what is started, what is kept, and what fails."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gguf_files
+from benchmarks.offline import cpu_peers
+from engine.errors import ConfigError
+
+BENCH = """#!/bin/sh
+case "$*" in *nothing*) echo "no such model" >&2; exit 1;; esac
+echo '{"build_number": 7, "build_commit": "abc", "samples_ns": [2000000000, 1000000000]}'
+"""
+BATCHED = """#!/bin/sh
+echo 'a warning'
+echo '{"t_pp": 1.0, "t_tg": 3.0}'
+echo '{"t_pp": 1.0, "t_tg": 1.0}'
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    quantize = '#!/bin/sh\ncp "$1" "$2"\necho "$3" >> "$(dirname "$0")/asked"\n'
+    for name, script in (("llama-bench", BENCH), ("llama-batched-bench", BATCHED), ("llama-quantize", quantize)):
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run(programs: Path, tmp_path: Path, model: Path, *more: str) -> tuple[int, dict[str, Any], str]:
+    gguf = tmp_path / f"{model.name}-Q8_0.gguf"
+    gguf.touch()
+    out = tmp_path / "out.json"
+    code = cpu_peers.main(
+        ["--llama-cpp", str(programs), "--models", str(model), "--models-dir", str(tmp_path), "--formats", "int8",
+         "--threads", "1", "--quick", "--output-json", str(out), *more]
+    )  # fmt: skip
+    return code, json.loads(out.read_text()), out.with_suffix(".md").read_text()
+
+
+@pytest.mark.heavy
+def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
+    code, result, table = run(programs, tmp_path, tiny_model)
+    assert code == 0, result["failures"]
+    assert result["versions"].keys() == {"quire", "llama.cpp"}
+    best = {(row["engine"], row["work"]): row["tokens_per_second"] for row in result["rows"]}
+    assert len(best) == 8
+    theirs = {work: speed for (engine, work), speed in best.items() if engine == "llama.cpp"}
+    assert theirs == {"1": 8, "4": 32, "16": 64, "prefill": 512}
+    row = re.search(r"\| tiny · llama\.cpp Q8_0 \| 8 \(\*\*([\d.]+)\*\*\) \| 32 \(\*\*([\d.]+)\*\*\) \|", table)
+    assert row is not None, table
+    # The rows are rounded too.
+    assert [float(times) for times in row.groups()] == pytest.approx([best["quire", "1"] / 8, best["quire", "4"] / 32], abs=0.02)
+
+
+def test_what_fails_is_told(programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_peers.Comparison, "_llm", lambda *args: None)
+    model = shutil.copytree(tiny_model, tmp_path / "nothing")
+    code, result, table = run(programs, tmp_path, model)
+    assert code == 1
+    assert len(result["failures"]) == 1
+    assert result["failures"][0].endswith("no such model")
+    assert result["failures"][0] in table
+    code, result, _ = run(programs, tmp_path, model, "--time-limit", "1e-9")
+    assert result["failures"] == ["no time was left for round 1: nothing · int8"]
+
+
+def test_flags_are_checked(programs: Path) -> None:
+    with pytest.raises(ConfigError, match="llama_cpp must be the folder that holds llama-bench"):
+        cpu_peers.Flags(llama_cpp="/nowhere")
+    with pytest.raises(ConfigError, match="formats must be of float32, bfloat16, int8, int4, got 'int3'"):
+        cpu_peers.Flags(llama_cpp=str(programs), formats=("int3",))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf_files_hold_the_model_of_a_configuration(programs: Path, tmp_path: Path, tied: bool) -> None:
+    gguf = pytest.importorskip("gguf")
+    config = {
+        "architectures": ["Qwen3ForCausalLM" if tied else "LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 100,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    path = gguf_files.gguf_file(folder, "Q8_0", programs / "llama-quantize", tmp_path)
+    assert path == tmp_path / "model-Q8_0.gguf"
+    assert (programs / "asked").read_text() == "Q8_0\n"
+    shapes = {tensor.name: [int(n) for n in tensor.shape[::-1]] for tensor in gguf.GGUFReader(path).tensors}
+    assert len(shapes) == 2 * (11 if tied else 9) + (2 if tied else 3)
+    assert shapes["blk.1.ffn_down.weight"] == [64, 96]
+    assert shapes["blk.0.attn_k.weight"] == [32, 64]
+    assert gguf_files.gguf_file(folder, "Q8_0", programs / "llama-quantize", tmp_path) == path
+    assert (programs / "asked").read_text() == "Q8_0\n"
+
+
+def test_other_architectures_have_no_gguf_files(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MptForCausalLM"]}))
+    with pytest.raises(
+        ConfigError, match="GGUF files can be made of LlamaForCausalLM, Qwen3ForCausalLM, not of MptFor"
+    ):
+        gguf_files.gguf_file(tmp_path, "f32", tmp_path / "llama-quantize", tmp_path / "out")

@@ -1,0 +1,87 @@
+"""Mixtures of experts and latent attention through the whole engine: the texts of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
+from engine.core.sampling_params import SamplingParams
+from engine.core.structured_outputs import StructuredOutputs
+from engine.engine import Engine
+from engine.llm import LLM
+from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
+
+LENGTH = 30
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe_lite"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A random model, prompts of which two begin alike, and transformers' greedy answers."""
+    folder = tmp_path_factory.mktemp("experts")
+    oracle = make_checkpoint(request.param, folder)
+    prompts = make_prompts()
+    prompts.append([*prompts[2][:40], 7, 8, 9])
+    return folder, prompts, [transformers_decode(oracle, prompt, LENGTH).token_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 16}, {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 15}],
+    ids=["plain", "chunked", "little memory"],
+)
+def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
+    folder, prompts, answers = model
+    config = EngineConfig(
+        model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, max_model_len=110, block_size=8,
+        **settings,
+    )  # fmt: skip
+    engine = Engine(config)
+    for again in range(2):
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+            engine.add_request(EngineRequest(f"{again}-{i}", prompt, sampling))
+        found: dict[str, list[int]] = {}
+        while engine.has_work():
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert [found[f"{again}-{i}"] for i in range(len(prompts))] == answers
+    stats = engine.stats()
+    if "num_gpu_blocks_override" in settings:
+        assert stats.num_preemptions > 0
+    else:
+        assert stats.prefix_hits >= 100, "prompts asked again are found"
+    engine.close()
+
+
+def test_grammars_and_seeds_alone_and_in_a_crowd(tiny_experts: Path) -> None:
+    llm = LLM(model=str(tiny_experts), device="cpu", max_model_len=256, max_num_batched_tokens=64)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    sampling = [
+        SamplingParams(
+            temperature=1, seed=i, max_tokens=40, structured_outputs=StructuredOutputs(json=schema) if i % 2 else None
+        )
+        for i in range(6)
+    ]
+    prompts = ["abc " * (9 * i + 1) for i in range(6)]
+    together = [answer.outputs[0].text for answer in llm.generate(prompts, sampling, use_tqdm=False)]
+    alone = [llm.generate(p, s, use_tqdm=False)[0].outputs[0].text for p, s in zip(prompts, sampling, strict=True)]
+    assert together == alone
+    assert all(json.loads(text)["a"] in (1, 2) for text in together[1::2])
+    llm.close()
+
+
+def test_a_latent_takes_little_of_the_cache(model: Any) -> None:
+    folder = model[0]
+    config = EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64, block_size=8)
+    engine = Engine(config)
+    runner: Any = engine.runner
+    mixer = runner.spec.layers[0].mixer
+    of_token = 40 + 16 if mixer.cached[0] == 1 else 2 * 2 * 32
+    assert runner.kv_layout.block_bytes == 3 * 8 * of_token * 4
+    assert runner.kv_cache_bytes == sum(kv.nbytes for kv in runner.kv_cache)
+    engine.close()

@@ -1,0 +1,17 @@
+"""Stages of several ranks each, over gloo. By itself: a process holds one group of ranks at a time."""
+
+from pathlib import Path
+
+from tests.engine.test_pipeline import same
+from tests.engine.test_ranks import KINDS, PROMPTS, start
+
+
+def test_two_stages_of_two_ranks(demo_model: Path) -> None:
+    one, four = start(demo_model, 1), start(demo_model, 2, pipeline_parallel_size=2)
+    try:
+        for kind in ("greedy", "a grammar"):
+            same(one, four, PROMPTS, KINDS[kind])
+        assert four._engine.runner.device_name.startswith("4 x CPU")
+    finally:
+        one.close()
+        four.close()

@@ -1,0 +1,177 @@
+"""What a model needs of a GPU: as much as the engine takes, never less speed than was measured."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.model_shapes import model_folder
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.families import read_spec
+from engine.models.weights import bytes_of_parts, decoder_of_shapes, load_model
+from engine.options import runner_options
+from engine.plan import GPUS, Plan, alternatives, find_gpu, gpu_here, make_plan, on_all_gpus
+from engine.worker.device import CudaDevice, Memory
+from engine.worker.startup import build_runner
+from server.commands.plan import NAMES
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def plan_of(tmp_path: Path) -> Any:
+    def plan_of(shape: str, gpu: str = "h200", **settings: Any) -> Plan:
+        return make_plan(EngineConfig(model=str(model_folder(shape, tmp_path)), **settings), find_gpu(gpu))
+
+    return plan_of
+
+
+def test_weights_are_counted_as_they_are_loaded(tiny_model: Path) -> None:
+    spec = read_spec(tiny_model)
+    loaded = load_model(tiny_model, spec, dtype=torch.float32, device="cpu")
+    held = sum(parameter.nbytes for parameter in {id(p): p for p in loaded.parameters()}.values())
+    counted = bytes_of_parts(decoder_of_shapes(spec, torch.float32, tiny_model))
+    assert sum(counted.values()) == held
+    assert counted["head"] == 0, "it is the embedding"
+    assert min(counted[part] for part in ("embedding", "attention", "mlp", "norms")) > 0
+
+
+def test_the_cache_is_laid_out_as_the_runner_does(demo_model: Path) -> None:
+    config = EngineConfig(model=str(demo_model), device="cpu", num_gpu_blocks_override=200, dtype="bfloat16")
+    spec = read_spec(demo_model)
+    plan, runner = make_plan(config, GPUS["h200"]), build_runner(demo_model, spec, runner_options(config, spec, False))
+    assert (plan.num_blocks, plan.kv_cache_bytes) == (runner.num_blocks, runner.kv_cache_bytes)
+    assert plan.max_model_len == runner.max_model_len
+    assert plan.kv_bytes(16) == runner.kv_layout.block_bytes
+
+
+def test_what_a_well_known_model_needs(plan_of: Any) -> None:
+    plan = plan_of("llama-3.1-8b")
+    assert plan.num_parameters == 8_030_261_248
+    assert plan.weight_bytes == 2 * plan.num_parameters
+    assert plan.kv_bytes(1) == 128 << 10
+    assert plan.max_model_len == 131072
+    assert plan_of("llama-3.1-8b", kv_cache_dtype="fp8").kv_bytes(1) == 64 << 10
+    two = plan_of("llama-3.1-8b", tensor_parallel_size=2)
+    assert two.num_parameters == plan.num_parameters
+    assert two.weight_bytes == pytest.approx(plan.weight_bytes / 2, rel=1e-3)
+    assert two.kv_bytes(1) == plan.kv_bytes(1) / 2
+    assert plan_of("gemma-3-12b").kv_bytes(100_000) < 0.2 * 100_000 * plan_of("gemma-3-12b").kv_bytes(1)
+
+
+def test_experts_that_no_token_chooses_are_not_read(plan_of: Any) -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, 3.3 for each token; many tokens together read nearly all."""
+    plan = plan_of("qwen3-30b-a3b")
+    assert plan.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert plan.num_active == pytest.approx(3.0e9, rel=0.05)  # without the embedding
+    one, many = plan.tokens_per_second(1, 1), plan.tokens_per_second(64, 1) / 64
+    assert one == pytest.approx(plan.gpu.bandwidth / (2 * plan.num_active), rel=0.01)
+    assert many == pytest.approx(plan.gpu.bandwidth / plan.weight_bytes, rel=0.05)
+    two = plan_of("qwen3-30b-a3b", tensor_parallel_size=2)
+    assert two.tokens_per_second(1, 1) == pytest.approx(2 * one, rel=0.01)
+
+
+def test_a_context_that_does_not_fit_is_shortened_unless_it_was_asked_for(plan_of: Any) -> None:
+    assert 30_000 < plan_of("llama-3.1-8b", "24GB").max_model_len < 60_000
+    assert plan_of("llama-3.1-8b", "24GB", max_model_len=100_000).max_model_len == 0
+    assert plan_of("llama-3.1-8b", "16GB").max_model_len == 0
+
+
+def test_flags_that_make_it_fit(plan_of: Any, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(model_folder("qwen3-32b", tmp_path)))
+    fits = {flags: plan.max_model_len > 0 for flags, plan in alternatives(config, GPUS["l40s"])}
+    assert fits == {
+        "--kv-cache-dtype fp8": False,
+        "--quantization fp8": True,
+        "--tensor-parallel-size 2": True,
+        "--tensor-parallel-size 4": True,
+        "--tensor-parallel-size 8": True,
+    }
+    assert "--kv-cache-dtype fp8" not in dict(alternatives(config, GPUS["a100"])), "an A100 has no fp8"
+    sizes = {plan.gpu.title: plan.options.num_ranks for plan in on_all_gpus(config)}
+    assert (sizes["NVIDIA H200"], sizes["NVIDIA A100 40GB"], sizes["NVIDIA RTX 4090"]) == (1, 2, 4)
+
+
+def measured() -> list[Any]:
+    """(shape, settings, requests at once, tokens of each at the begin, tokens a second) on H200."""
+    found = []
+    for path in sorted(RESULTS.glob("*-h200.json")):
+        content = json.loads(path.read_text())
+        if content.get("benchmark") != "engines":
+            continue
+        for run in content["runs"]:
+            settings = (content["settings"]["engine_args"] or {}).get(run["engine"], {})
+            if run["work"] in ("latency1", "latency8", "decode"):
+                n = run["num_requests"]
+                rate = (n, run["num_prompt_tokens"] // n, run["output_tokens_per_second"])
+                found.append(
+                    pytest.param(run["model"], settings, *rate, id=f"{path.stem}-{run['engine']}-{run['work']}")
+                )
+    return found
+
+
+@pytest.mark.parametrize(("shape", "settings", "num_requests", "context", "rate"), measured())
+def test_no_engine_was_faster(
+    plan_of: Any, shape: str, settings: Any, num_requests: int, context: int, rate: float
+) -> None:
+    limit = plan_of(shape, **settings).tokens_per_second(num_requests, context)
+    assert rate < limit < 8 * rate
+
+
+def test_gpus_by_name_and_by_size(plan_of: Any) -> None:
+    assert find_gpu("H200") is GPUS["h200"]
+    assert find_gpu("24GB").memory == find_gpu("24GiB").memory == find_gpu("24G").memory == 24 * GIB
+    assert plan_of("qwen3-0.6b", "24GB").tokens_per_second(1, 1024) == 0, "its speed is not known"
+    with pytest.raises(ConfigError, match=r"gpu must be one of b200, h200, .* or a size such as 24GB, got 'h300'"):
+        find_gpu("h300")
+    assert ", ".join(GPUS) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H200", 139, "h200"),
+        ("NVIDIA H100 80GB HBM3", 79, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40gb"),
+        ("NVIDIA A100-PCIE-80GB", 79, "a100"),
+        ("NVIDIA GeForce RTX 4090", 23, "4090"),
+        ("NVIDIA L4", 22, "l4"),
+        ("NVIDIA T1000", 8, None),
+    ],
+)
+def test_the_gpu_here_is_known_by_its_name(
+    name: str, gib: int, known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaDevice, "is_available", lambda: True)
+    monkeypatch.setattr(CudaDevice, "current", lambda: CudaDevice(0))
+    monkeypatch.setattr(CudaDevice, "name", name)
+    monkeypatch.setattr(CudaDevice, "capability", (9, 0))
+    monkeypatch.setattr(CudaDevice, "memory", lambda self: Memory(gib * GIB, 0, 0, 0))
+    gpu = gpu_here()
+    assert gpu is not None
+    assert (gpu.title, gpu.memory) == (name, gib * GIB)
+    assert (gpu.bandwidth, gpu.flops) == ((GPUS[known].bandwidth, GPUS[known].flops) if known else (0, 0))
+
+
+def test_settings_of_the_cache_count(plan_of: Any) -> None:
+    plan = plan_of("qwen3-0.6b")
+    half = plan_of("qwen3-0.6b", gpu_memory_utilization=0.46)
+    assert plan.kv_cache_bytes - half.kv_cache_bytes == pytest.approx(0.46 * plan.gpu.memory, rel=1e-3)
+    assert plan_of("qwen3-0.6b", num_gpu_blocks_override=77).num_blocks == 77
+    assert plan_of("qwen3-0.6b", kv_cache_memory_bytes=GIB).kv_cache_bytes == pytest.approx(GIB, rel=0.01)
+    assert plan_of("qwen3-0.6b", max_num_batched_tokens=65536).activations > plan.activations
+    assert replace(plan, num_blocks=0).max_model_len == 0
+
+
+def test_latents_are_all_that_is_cached(plan_of: Any, tmp_path: Path) -> None:
+    plan = plan_of("glm-4.7-flash")
+    assert plan.kv_bytes(1) == 47 * (512 + 64) * 2
+    config = EngineConfig(model=str(model_folder("glm-4.7-flash", tmp_path)))
+    flags = [flags for flags, _ in alternatives(config, GPUS["h200"])]
+    assert "--tensor-parallel-size 4" in flags
+    assert "--kv-cache-dtype fp8" not in flags, "it is refused for latents"

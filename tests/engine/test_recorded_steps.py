@@ -1,0 +1,82 @@
+"""Recorded decode steps answer as others do, while requests come and go."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+from engine import LLM, SamplingParams
+from engine.worker.recorded_steps import RecordedSteps
+from kernels.cpu import library
+from tests.oracles.families import make_checkpoint
+
+PROMPTS = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (5, 40, 9, 17, 3)]
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=n, seed=7, ignore_eos=True)
+    for t, n in ((0, 20), (0.8, 5), (0, 33), (0.5, 12), (0, 2))
+]
+
+
+def answers(model: Path, **options: Any) -> list[list[int]]:
+    llm = LLM(model=str(model), device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, **options)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_they_answer_as_steps_run_one_by_one(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    sizes = []
+    run = RecordedSteps.run
+
+    def counted(self: Any, packed: Any, size: int) -> Any:
+        sizes.append(size)
+        return run(self, packed, size)
+
+    monkeypatch.setattr(RecordedSteps, "run", counted)
+    recorded = answers(demo_model, quantization=quantization)
+    assert {1, 2, 3} <= set(sizes)
+    count = len(sizes)
+    assert answers(demo_model, quantization=quantization, enforce_eager=True) == recorded
+    assert len(sizes) == count
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_pytorch_has_threads_where_it_computes_steps(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, compiler: bool
+) -> None:
+    """Beside those of the kernels its own would only spin."""
+    if not compiler:
+        monkeypatch.setattr(library, "find_compiler", lambda: None)
+    elif library.library() is None:
+        pytest.skip("no compiler is installed")
+    library.library.cache_clear()
+    torch.set_num_threads(2)
+    try:
+        answers(demo_model)
+        assert torch.get_num_threads() == (1 if compiler else 2)
+    finally:
+        torch.set_num_threads(1)
+        library.library.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "qwen3", "gemma", "gemma2", "gemma3", "granite"])
+def test_families_whose_steps_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """PyTorch computes no part of them: not GELUs, norms after a sublayer, multipliers, or caps."""
+    if library.library() is None:
+        pytest.skip("no compiler is installed")
+    make_checkpoint(family, tmp_path)
+    replays, record = [], kernels.record
+
+    def noted(work: Any) -> Any:
+        result, replay = record(work)
+        replays.append(replay)
+        return result, replay
+
+    monkeypatch.setattr(kernels, "record", noted)
+    answers(tmp_path, skip_tokenizer_init=True)
+    assert len(replays) > 1
+    assert all(replays)

@@ -1,0 +1,169 @@
+"""Several engine processes behind one `AsyncEngine`."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, AsyncEngine, EngineConfig, SamplingParams
+from engine.core.engine_request import EngineRequest
+from engine.errors import ConfigError, EngineDeadError, EngineError
+from engine.output_collector import RequestUpdate
+from engine.replica import Replica, _own_config, _own_environment
+from engine.state import EngineState, combined
+
+pytestmark = pytest.mark.timeout(180)
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
+
+
+@asynccontextmanager
+async def replicas(model: Path, **settings: Any) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(model=str(model), device="cpu", num_gpu_blocks_override=512, data_parallel_size=2, **settings)
+    engine = await AsyncEngine.start(config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def tokens_of(updates: AsyncIterator[RequestUpdate]) -> list[int]:
+    return [token_id async for update in updates for token_id in update.token_ids]
+
+
+def owner_of(engine: AsyncEngine, request_id: str) -> Replica:
+    """Who works on the request."""
+    (replica,) = [replica for replica in engine.replicas if request_id in replica.streams]
+    return replica
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_replica_dies_and_the_other_goes_on(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with replicas(tiny_model, max_num_seqs=1) as engine:
+            first, second = engine.replicas
+            assert first.pid != second.pid
+            assert (engine.num_blocks, engine.max_num_seqs) == (1024, 2)
+            assert "2 replicas" in engine.summary
+            expected = await tokens_of(engine.generate(EngineRequest("before", [3, 4], SHORT)))
+
+            running = [engine.generate(EngineRequest(f"running-{i}", [1, i], LONG)) for i in range(2)]
+            lost, kept = (owner_of(engine, f"running-{i}") for i in range(2))
+            assert lost is not kept
+            for updates in running:
+                await anext(updates)
+            waiting = [engine.generate(EngineRequest(f"waiting-{i}", [3, 4], SHORT)) for i in range(4)]
+            assert {owner_of(engine, f"waiting-{i}").index for i in range(4)} == {0, 1}
+            os.kill(lost.pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await tokens_of(running[0])
+            assert engine.state.is_ready, "one replica is"
+            assert engine.state.num_restarts == 1
+            assert {owner_of(engine, f"waiting-{i}") for i in range(4)} == {kept}
+            await running[1].aclose()
+            assert [await tokens_of(updates) for updates in waiting] == [expected] * 4
+
+            await until(lambda: lost.takes_requests)
+            await engine.restart(drain_seconds=60)
+            assert engine.state.num_restarts == 3
+            assert all(replica.takes_requests for replica in engine.replicas)
+            assert await tokens_of(engine.generate(EngineRequest("after", [3, 4], SHORT))) == expected
+            assert engine.num_requests == len(engine.outstanding) == 0
+
+    asyncio.run(test())
+
+
+def test_a_restart_waits_for_answers_and_new_requests_go_elsewhere(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with replicas(tiny_model) as engine:
+            first, second = engine.replicas
+            updates = engine.generate(EngineRequest("a", [1], LONG.clone(max_tokens=300)))
+            owner = owner_of(engine, "a")
+            restart = asyncio.create_task(owner.restart(60))
+            await asyncio.sleep(0)
+            assert not owner.takes_requests
+            for i in range(3):
+                other = engine.generate(EngineRequest(str(i), [1], SHORT))
+                assert owner_of(engine, str(i)) is (second if owner is first else first)
+                await other.aclose()
+            assert len(await tokens_of(updates)) == 300
+            await restart
+            assert owner.takes_requests
+
+    asyncio.run(test())
+
+
+def test_no_replica_is_left(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with replicas(tiny_model, engine_restarts=0) as engine:
+            for replica in engine.replicas:
+                assert engine.state.is_ready
+                os.kill(replica.pid, signal.SIGKILL)
+                await until(lambda replica=replica: replica.states.state.phase == "dead")  # type: ignore[misc]
+            await until(lambda: engine.state.phase == "dead")
+            assert "SIGKILL" in engine.state.reason
+            with pytest.raises(EngineDeadError):
+                engine.generate(EngineRequest("a", [1], SHORT))
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_cannot_start_ends_the_start(make_model: Callable[[Path], Path], tmp_path: Path) -> None:
+    broken = make_model(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"nothing")
+
+    async def test() -> None:
+        with pytest.raises(EngineError, match=r"model\.safetensors"):
+            async with replicas(broken):
+                pass
+
+    asyncio.run(test())
+
+
+def test_replicas_are_the_servers(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size must be 1 offline"):
+        LLM(str(tiny_model), data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("", ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a, GPU-b,GPU-c", ["GPU-a,GPU-b", "GPU-c"])],
+)
+def test_each_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = EngineConfig(model="m", data_parallel_size=2, tensor_parallel_size=2)
+    assert [_own_environment(config, index)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == expected
+    assert _own_environment(EngineConfig(model="m", tensor_parallel_size=2), 0) == {}
+
+
+def test_each_has_a_prefix_cache_file_of_its_own() -> None:
+    config = EngineConfig(model="m", data_parallel_size=2, prefix_cache_file="cache")
+    assert [_own_config(config, index).prefix_cache_file for index in range(2)] == ["cache.0", "cache.1"]
+
+
+@pytest.mark.parametrize(
+    ("phases", "has_started", "shown"),
+    [
+        (["loading", "ready"], False, "loading"),
+        (["capturing", "loading"], False, "loading"),
+        (["ready", "dead"], False, "dead"),
+        (["restarting", "ready"], True, "ready"),
+        (["dead", "loading"], True, "loading"),
+        (["unresponsive", "restarting"], True, "unresponsive"),
+        (["dead", "dead"], True, "dead"),
+    ],
+)
+def test_the_state_of_all_together(phases: list[str], has_started: bool, shown: str) -> None:
+    states = [EngineState(phase, num_restarts=i) for i, phase in enumerate(phases)]
+    found = combined(states, has_started)
+    assert (found.phase, found.num_restarts) == (shown, 1)

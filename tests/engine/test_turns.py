@@ -1,0 +1,93 @@
+"""Turns in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.core.batch import EngineOutput
+from engine.core.engine_request import EngineRequest
+from engine.core.sampling_params import SamplingParams
+from engine.output_collector import OutputCollector
+from engine.streams import Pace, Stream
+from engine.turns import Turns
+
+AT_ONCE = 4
+
+
+async def _begin(turns: Turns, owner: str, begun: list[str]) -> None:
+    await turns.wait(owner)
+    begun.append(owner)
+
+
+def test_one_request_does_not_wait() -> None:
+    async def run() -> None:
+        turns, begun = Turns(AT_ONCE), list[str]()
+        for _ in range(3):
+            waiting = _begin(turns, "a", begun)
+            try:
+                waiting.send(None)
+            except StopIteration:
+                continue
+            raise AssertionError("it waited")
+        assert begun == ["a"] * 3
+
+    asyncio.run(run())
+
+
+def test_a_burst_begins_a_few_at_a_time_and_another_owner_among_the_first() -> None:
+    async def run() -> None:
+        turns, begun = Turns(AT_ONCE), list[str]()
+        burst = [asyncio.create_task(_begin(turns, "a", begun)) for _ in range(100)]
+        await asyncio.sleep(0)
+        assert begun == ["a"] * AT_ONCE
+        other = asyncio.create_task(_begin(turns, "b", begun))
+        while not other.done():
+            before = len(begun)
+            await asyncio.sleep(0)
+            assert len(begun) - before <= AT_ONCE
+        assert begun.index("b") <= 4 * AT_ONCE
+        await asyncio.gather(*burst)
+        assert begun.count("a") == 100
+
+    asyncio.run(run())
+
+
+def test_requests_whose_clients_have_gone_take_no_turn() -> None:
+    async def run() -> None:
+        turns, begun = Turns(AT_ONCE), list[str]()
+        burst = [asyncio.create_task(_begin(turns, "a", begun)) for _ in range(100)]
+        await asyncio.sleep(0)
+        for task in burst[AT_ONCE:99]:
+            task.cancel()
+        await asyncio.wait_for(burst[99], 60)
+        assert begun == ["a"] * (AT_ONCE + 1)
+
+    asyncio.run(run())
+
+
+def test_a_crowd_of_streams_lets_another_owners_update_through() -> None:
+    async def run() -> None:
+        turns, read = Turns(AT_ONCE), list[str]()
+        sampling = SamplingParams(max_tokens=5)
+
+        def stream(owner: str, number: int) -> Stream:
+            request = EngineRequest(f"{owner}{number}", [1, 2], sampling, owner=owner)
+            return Stream(request, OutputCollector([1, 2], sampling, None), 1, Pace(), turns)
+
+        async def reader(each: Stream) -> None:
+            await each.changed()
+            read.append(each.request.owner)
+
+        streams = [*(stream("a", number) for number in range(100)), stream("b", 0)]
+        readers = [asyncio.create_task(reader(each)) for each in streams]
+        await asyncio.sleep(0)
+        for each in streams:
+            each.add(EngineOutput(each.request.request_id, [7]), 0.0)
+        while "b" not in read:
+            before = len(read)
+            await asyncio.sleep(0)
+            assert len(read) - before <= AT_ONCE
+        assert len(read) <= 4 * AT_ONCE
+        await asyncio.gather(*readers)
+
+    asyncio.run(run())

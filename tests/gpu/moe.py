@@ -1,0 +1,142 @@
+"""Checks of the routers and experts of mixtures, at the shapes of published models, against float64."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import QuantizedWeight, Router, Weight, reference
+from tests.gpu.checks import BF16, F32, Checks, relative_error
+from tests.oracles.random_weights import random_weight
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a layer of a published model."""
+
+    hidden: int
+    inner: int
+    count: int
+    rule: Router
+    forms: tuple[str, ...]
+    activation: Any = "silu"
+    biased: bool = False
+
+
+SHAPES = {
+    "Qwen3-30B-A3B": Shape(2048, 768, 128, Router(8, renormalise=True), ("bfloat16", "fp8", "fp8 blocks", "int4")),
+    "gpt-oss-20b": Shape(2880, 2880, 32, Router(4, "softmax_chosen"), ("bfloat16", "mxfp4"), "clamped_swiglu", True),
+    "Mixtral-8x7B": Shape(4096, 14336, 8, Router(2, "softmax_chosen"), ("bfloat16", "int4 asymmetric")),
+    "DeepSeek-V3": Shape(7168, 2048, 256, Router(8, "sigmoid", 8, 4, "top2", True, 2.5), ()),
+}
+NUM_TOKENS = (1, 8, 16, 64, 1000)
+
+
+def expert_weights(form: str, count: int, n: int, k: int, device: str) -> Weight:
+    """[count, n, k] of a form, of a standard deviation of about k^-0.5. Experts of few bits are one of two."""
+    if form == "bfloat16":
+        return torch.stack([torch.randn(n, k, dtype=BF16, device=device) * k**-0.5 for _ in range(count)])
+    two = [random_weight(form, n, k, device, seed) for seed in range(2)]
+    return QuantizedWeight.stack([two[expert % 2] for expert in range(count)])
+
+
+def check_routers(checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS) -> None:
+    """The same experts as in float64 unless their scores are as good as equal, and their weights."""
+    for name, shape in SHAPES.items():
+        weight, norm = checks.random(shape.count, shape.hidden), 1 + checks.random(shape.hidden) / 10
+        correction = torch.rand(shape.count, device=checks.device) / 4 if shape.rule.scoring == "sigmoid" else None
+        for count in num_tokens:
+            x = checks.random(count, shape.hidden)
+            weight = weight / weight.norm(dim=1, keepdim=True)
+            call = partial(kernels.norm_route, x, norm, 1e-6, weight, None, correction, shape.rule)
+            normed, ids, weights = call()
+            want_ids, want = reference.route(normed.double(), weight.double(), None, correction, shape.rule)
+            name_of_check = f"router of {name}, {count} tokens"
+            error = max(
+                relative_error(normed, reference.rms_norm(x, norm, 1e-6)),
+                relative_error(weights, want),
+                float((ids != want_ids).double().mean() > 1e-3),
+            )
+            checks.add(name_of_check, error, 3e-3, call, weight.nbytes + 2 * x.nbytes)
+
+
+def check_expert_products(checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS) -> None:
+    """Each form of each shape; the same bytes when it is run again."""
+    for name, shape in SHAPES.items():
+        for form in shape.forms:
+            wanted = [count for count in num_tokens if checks.wants(_name(name, form, count))]
+            if wanted:
+                _check_form(checks, name, shape, form, wanted)
+                gc.collect()
+
+
+def _name(name: str, form: str, num_tokens: int) -> str:
+    return f"{form}: experts of {name}, {num_tokens} tokens"
+
+
+def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: Sequence[int]) -> None:
+    gate_up = expert_weights(form, shape.count, 2 * shape.inner, shape.hidden, checks.device)
+    down = expert_weights(form, shape.count, shape.hidden, shape.inner, checks.device)
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if shape.biased:
+        biases = (checks.random(shape.count, 2 * shape.inner), checks.random(shape.count, shape.hidden))
+    for count in num_tokens:
+        x, residual = checks.random(count, shape.hidden), checks.random(count, shape.hidden)
+        ids = torch.rand(count, shape.count, device=checks.device).argsort(1)[:, : shape.rule.num_chosen].int()
+        weights = torch.rand(count, shape.rule.num_chosen, dtype=F32, device=checks.device)
+        if count > 1:
+            ids[-1] = -1
+        run = partial(kernels.experts, x, ids, weights, gate_up, down, *biases, shape.activation)
+        got, again = run(), run()
+        added = run(add_to=residual.clone())
+        want = _exact(x, ids, weights, gate_up, down, biases, shape)
+        error = relative_error(got, want) if torch.equal(got, again) else float("inf")
+        error = max(error, relative_error(added, want + residual))
+        num_bytes = _bytes_read(ids, gate_up) + _bytes_read(ids, down) + 2 * x.nbytes
+        checks.add(_name(name, form, count), error, 1.2e-2, run, num_bytes)
+
+
+def _bytes_read(ids: Tensor, weight: Weight) -> int:
+    """Of the experts that were chosen."""
+    return weight.nbytes // len(weight) * len(ids[ids >= 0].unique())
+
+
+def _exact(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    biases: tuple[Tensor | None, ...],
+    shape: Shape,
+) -> Tensor:
+    """The reference implementation in float64, one expert after the other."""
+    total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in ids[ids >= 0].unique().tolist():
+        matrices = [_exact_weight(stack[expert])[None] for stack in (gate_up, down)]
+        of_expert = [None if bias is None else bias[expert : expert + 1].double() for bias in biases]
+        total += reference.experts(
+            x.double(),
+            ids,
+            weights,
+            matrices[0],
+            matrices[1],
+            of_expert[0],
+            of_expert[1],
+            shape.activation,
+            first=expert,
+        )
+    return total
+
+
+def _exact_weight(weight: Weight) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight.double()
+    return reference.dequantize(weight.codes, weight, torch.float64)

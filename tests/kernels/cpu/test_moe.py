@@ -1,0 +1,78 @@
+"""The experts of packed stacks against the reference implementation's of plain ones."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import QuantizedWeight, Weight, reference
+from kernels.cpu import matmul, moe
+from kernels.cpu.library import library
+from kernels.cpu.packed_weight import NativeWeight
+from tests.oracles.random_weights import random_experts
+
+
+@pytest.fixture(autouse=True)
+def needs_the_compiled_products() -> None:
+    if library() is None:
+        pytest.skip("no compiler")
+
+
+def check(gate_up: Weight, down: Weight, activation: Any, biased: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Of a rank that holds 6 experts from 1 on, among 8, with padding: as a result and added to the residual stream."""
+    torch.manual_seed(0)
+    packed = [matmul.pack_weight(weight) for weight in (gate_up, down)]
+    size = gate_up.num_channels if isinstance(gate_up, QuantizedWeight) else gate_up.shape[2]
+    x, hidden = torch.randn(9, size).to(dtype), torch.randn(9, size).to(dtype)
+    ids, weights = torch.rand(9, 8).argsort(1)[:, :3].int(), torch.rand(9, 3)
+    ids[-1] = -1
+    biases = (torch.randn(6, 192).to(dtype), torch.randn(6, 128).to(dtype)) if biased else (None, None)
+    for add_to in (None, hidden):
+        got, want = (
+            module.experts(
+                x, ids, weights, *stacks, biases[0], biases[1], activation, None if add_to is None else add_to.clone(), 1
+            ).double()
+            for module, stacks in ((moe, packed), (reference, (gate_up, down)))
+        )  # fmt: skip
+        assert (got - want).norm() < tolerance * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("activation", "biased"), [("silu", False), ("silu", True), ("clamped_swiglu", True)])
+def test_experts(dtype: torch.dtype, activation: str, biased: bool) -> None:
+    gate_up, down = torch.randn(6, 192, 128) * 128**-0.5, torch.randn(6, 128, 96) * 96**-0.5
+    check(gate_up.to(dtype), down.to(dtype), activation, biased, dtype, 1e-5 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("form", ["int8", "int8 groups", "int4 groups of 32", "int4 channels"])
+def test_experts_of_few_bits(form: str) -> None:
+    """Products round x to eight bits."""
+    stacks = random_experts(form, 6, 192, 128), random_experts(form, 6, 128, 96)
+    if form == "int8 groups":
+        stacks = stacks[0], random_experts("int8", 6, 128, 96)
+    assert isinstance(stacks[0], QuantizedWeight)
+    check(*stacks, "silu", False, torch.float32, 2e-2)
+
+
+@pytest.mark.parametrize("form", ["floats", "int4 groups of 32", "int8"])
+def test_experts_that_are_no_whole_number_of_tiles(form: str) -> None:
+    gate_up, down = torch.randn(6, 192, 80) * 80**-0.5, torch.randn(6, 80, 96) * 96**-0.5
+    if form == "floats":
+        stacks: tuple[Weight, Weight] = gate_up, down
+    else:
+        stacks = random_experts(form, 6, 192, 96), random_experts(form, 6, 96, 96)
+    assert all(isinstance(matmul.pack_weight(stack), NativeWeight) for stack in stacks)
+    check(*stacks, "silu", False, torch.float32, 1e-5 if form == "floats" else 2e-2)
+
+
+def test_stacks_that_cannot_be_packed_stay_as_they_are() -> None:
+    wide = torch.randn(2, 32, 16).double()
+    assert matmul.pack_weight(wide) is wide
+
+
+def test_the_matrices_of_a_packed_stack_share_its_memory() -> None:
+    for stack in (torch.randn(3, 128, 64), random_experts("int4 groups of 32", 3, 128, 64)):
+        packed = matmul.pack_weight(stack)
+        assert isinstance(packed, NativeWeight)
+        size = packed.nbytes // 3
+        assert [matrix.data_ptr() - packed.data_ptr() for matrix in packed.stack] == [0, size, 2 * size]

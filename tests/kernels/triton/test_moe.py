@@ -1,0 +1,117 @@
+"""Routers and experts in Triton's interpreter, against the reference implementation in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels import QuantizedWeight, Router, reference
+from kernels.triton import moe, router
+from tests.kernels.reference.test_moe import ROUTERS
+from tests.oracles.random_weights import random_experts
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "few", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "corrected"),
+    [("Qwen3", 67, False), *((name, 2, corrected) for name in ROUTERS for corrected in (False, True))],
+)
+def test_route(name: str, num_tokens: int, corrected: bool) -> None:
+    """Also of tokens that lie in a larger tensor, 60 experts, and padding."""
+    torch.manual_seed(0)
+    rule, x = ROUTERS[name], torch.randn(num_tokens, 200)[:, :96]
+    weight, bias, norm = torch.randn(60, 96) / 5, torch.randn(60) if corrected else None, torch.rand(96)
+    correction = torch.randn(60) / 4 if corrected else None
+    slots = torch.arange(num_tokens) - (0 if num_tokens == 1 else 1)
+    want = reference.route(x, weight, bias, correction, rule, slots)
+    got = router.route(x, weight, bias, correction, rule, slots)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], atol=1e-6, rtol=1e-4)
+    for result, exact_one in zip(
+        router.norm_route(x, norm, 1e-6, weight, bias, correction, rule),
+        reference.norm_route(x, norm, 1e-6, weight, bias, correction, rule),
+        strict=True,
+    ):
+        torch.testing.assert_close(result, exact_one, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 66])
+@pytest.mark.parametrize("rule", [Router(5), Router(5, "sigmoid", 8, 2, "top2"), Router(5, "softmax_chosen")])
+def test_of_equal_experts_the_lower_index_is_chosen(num_tokens: int, rule: Router) -> None:
+    ids, weights = router.route(torch.ones(num_tokens, 8), torch.ones(64, 8), None, None, rule)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * num_tokens
+    assert len(weights.unique()) == 1
+
+
+def exact(stack: QuantizedWeight | Tensor) -> Tensor:
+    if isinstance(stack, Tensor):
+        return stack.double()
+    return torch.stack([reference.dequantize(stack[e].codes, stack[e], F64) for e in range(len(stack))])
+
+
+def random_stack(form: str, count: int, n: int, k: int) -> QuantizedWeight | Tensor:
+    return torch.randn(count, n, k) * k**-0.5 if form == "float" else random_experts(form, count, n, k)
+
+
+def check(form: str, num_tokens: int, activation: Any = "silu", biased: bool = False, first: int = 0) -> None:
+    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
+    torch.manual_seed(0)
+    hidden, inner = (256, 128) if form.startswith(("fp8", "int4")) else (160, 96)
+    x = torch.randn(num_tokens, 2 * hidden)[:, :hidden]
+    ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
+    ids[-1] = -1
+    gate_up, down = random_stack(form, 6, 2 * inner, hidden), random_stack(form, 6, hidden, inner)
+    biases = (torch.randn(6, 2 * inner), torch.randn(6, hidden)) if biased else (None, None)
+    wide = tuple(None if bias is None else bias.double() for bias in biases)
+    want = reference.experts(
+        x.double(), ids, weights, exact(gate_up), exact(down), *wide, activation=activation, first=first
+    )
+    got = moe.experts(x, ids, weights, gate_up, down, *biases, activation=activation, first=first)
+    assert got.shape == want.shape
+    assert (got - want).norm() < 1e-5 * want.norm()
+    residual = torch.randn(num_tokens, hidden)
+    got = moe.experts(
+        x, ids, weights, gate_up, down, *biases, activation=activation, first=first, add_to=residual.clone()
+    )
+    assert (got - residual - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 7, 45])
+@pytest.mark.parametrize("first", [0, 2])
+def test_experts(num_tokens: int, first: int) -> None:
+    check("float", num_tokens, first=first)
+
+
+@pytest.mark.parametrize("num_tokens", [40, 150])
+def test_experts_whose_pairs_fill_several_tiles(num_tokens: int) -> None:
+    """Almost all tokens choose the same two of many experts, a few a third one; tiles of one height, or of two."""
+    torch.manual_seed(0)
+    count = 40 if num_tokens == 40 else 6
+    ids = torch.tensor([[0, 2]] * (num_tokens - 7) + [[2, 4]] * 7, dtype=torch.int32)
+    x, weights = torch.randn(num_tokens, 32), torch.rand(num_tokens, 2)
+    gate_up, down = torch.randn(count, 64, 32), torch.randn(count, 32, 32)
+    heights = moe._tile_height(ids.numel() / count), ids[:, 1].bincount().max()
+    assert heights[1] > heights[0] >= 16
+    want = reference.experts(x.double(), ids, weights, gate_up.double(), down.double())
+    assert (moe.experts(x, ids, weights, gate_up, down) - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+def test_activations_and_biases(activation: str) -> None:
+    check("float", 5, activation, biased=True)
+
+
+@pytest.mark.parametrize(
+    "form", ["fp8", "fp8 blocks", "int8", "int8 groups", "int4", "int4 asymmetric", "nvfp4", "mxfp4"]
+)
+def test_experts_of_few_bits(form: str) -> None:
+    check(form, 3, biased=True)

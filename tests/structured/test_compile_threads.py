@@ -1,0 +1,43 @@
+"""Threads that compile grammars."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+def test_they_give_way_to_others() -> None:
+    threads = CompileThreads(1)
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert threads.submit("a", priority).result() > priority()
+    threads.shutdown()
+
+
+def test_idle_threads_end_and_begin_again() -> None:
+    now = [100.0]
+    threads = CompileThreads(2, clock=lambda: now[0])
+    assert not threads.release()
+    go_on = threading.Event()
+    work, thread = threads.submit("a", go_on.wait), threads.submit("b", threading.current_thread).result()
+    now[0] += 100
+    assert threads.release(), "one of them works"
+    go_on.set()
+    work.result()
+    while threads._num_working:
+        pass
+    assert threads.release()
+    now[0] += IDLE_SECONDS
+    assert not threads.release()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert threads.submit("a", int).result() == 0
+    threads.shutdown()

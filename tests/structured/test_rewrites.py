@@ -1,0 +1,333 @@
+"""Keywords that the grammar library lacks: instances validate against the schema as its author wrote it."""
+
+from __future__ import annotations
+
+import json
+import random
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine.structured.grammar import Compiler, json_grammar
+from tests.support.walks import walk
+
+STRING, INTEGER, BOOLEAN = {"type": "string", "maxLength": 8}, {"type": "integer"}, {"type": "boolean"}
+KIND = {"type": "string", "enum": ["card", "cash", "bank"]}
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+
+
+def closed(required: list[str] = [], **properties: Any) -> dict[str, Any]:  # noqa: B006 (not changed)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+REWRITTEN: dict[str, Any] = {
+    "names by pattern": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[a-z]{1,3}$"},
+        "additionalProperties": INTEGER,
+    },
+    "names by length, some known": {
+        "type": "object",
+        "properties": {"ab": BOOLEAN, "abcd": BOOLEAN},
+        "propertyNames": {"type": "string", "maxLength": 3},
+    },
+    "names of an enumeration": {
+        "type": "object",
+        "propertyNames": {"enum": ["a b", "a.b", "^$", "cash"]},
+        "additionalProperties": INTEGER,
+    },
+    "names by length": {
+        "type": "object",
+        "propertyNames": {"minLength": 2, "maxLength": 4},
+        "additionalProperties": BOOLEAN,
+    },
+    "zod's record": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": STRING},
+    "names by reference": {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/kind"},
+        "additionalProperties": BOOLEAN,
+        "$defs": {"kind": KIND},
+    },
+    "not a type": {"not": {"type": ["object", "array", "string", "number"]}},
+    "not a value": closed(["a"], a={**KIND, "not": {"const": "cash"}}),
+    "not some values": closed(["a"], a={**KIND, "not": {"enum": ["cash", "card"]}}),
+    "dependent names": {**closed(a=BOOLEAN, b=BOOLEAN, c=BOOLEAN), "dependentRequired": {"a": ["b"], "b": ["c"]}},
+    "unevaluated properties": {"type": "object", "properties": {"a": BOOLEAN}, "unevaluatedProperties": False},
+    "contains": {"type": "array", "contains": {"const": 5}, "items": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "contains, items unknown": {
+        "type": "array",
+        "contains": BOOLEAN,
+        "maxItems": 3,
+        "items": {"type": ["boolean", "null"]},
+    },
+    "set of an enumeration": {"type": "array", "items": KIND, "uniqueItems": True},
+    "set of at least two": {"type": "array", "items": KIND, "uniqueItems": True, "minItems": 2},
+    "set of booleans": {"type": "array", "items": BOOLEAN, "uniqueItems": True},
+    "if, then, else": {
+        **closed(["kind"], kind=KIND, iban=STRING, number=INTEGER),
+        "if": {"properties": {"kind": {"const": "bank"}}},
+        "then": {"required": ["iban"]},
+        "else": {"required": ["number"]},
+    },
+    "if with required": {
+        **closed(kind=KIND, iban=STRING),
+        "if": {"properties": {"kind": {"const": "bank"}}, "required": ["kind"]},
+        "then": {"required": ["iban"]},
+    },
+    "if of two": {
+        **closed(["a", "b"], a=BOOLEAN, b=BOOLEAN, c=INTEGER),
+        "if": {"properties": {"a": {"const": True}, "b": {"const": False}}},
+        "then": {"required": ["c"]},
+    },
+    "if of a text": {
+        **closed(["a"], a=STRING, b=INTEGER),
+        "if": {"properties": {"a": {"enum": ["x", "xy"]}}, "required": ["a"]},
+        "then": {"required": ["b"]},
+    },
+    "if of two conditions": {
+        **closed(["a"], a=KIND, b=BOOLEAN, c=INTEGER),
+        "if": {"anyOf": [{"properties": {"a": {"const": "bank"}}}, {"required": ["b"]}]},
+        "then": {"required": ["c"]},
+    },
+    "not some texts": {"type": "string", "maxLength": 4, "not": {"enum": ["", "a", "ab", "]^-", 5]}},
+    "not both": {**closed(a=BOOLEAN, b=BOOLEAN), "not": {"required": ["a", "b"]}},
+    "none of them": {**closed(a=BOOLEAN, b=BOOLEAN), "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+    "not what is not": closed(["a"], a={"not": {"not": {"type": "boolean"}}}),
+    "dependencies": {**closed(a=BOOLEAN, b=BOOLEAN, c=BOOLEAN), "dependencies": {"a": ["b"], "b": {"required": ["c"]}}},
+    "dependent schemas": {
+        **closed(a=BOOLEAN, b=BOOLEAN),
+        "dependentSchemas": {"a": {"properties": {"b": {"const": True}}, "required": ["b"]}},
+    },
+    "if of anything": {
+        **closed(["a"], a=STRING, b=INTEGER),
+        "if": {"properties": {"a": {"minLength": 2}}},
+        "then": {"required": ["b"]},
+    },
+    "unevaluated properties beside others": {
+        "$ref": "#/$defs/a",
+        "type": "object",
+        "allOf": [{"properties": {"b": BOOLEAN}, "required": ["b"]}],
+        "unevaluatedProperties": False,
+        "$defs": {"a": {"properties": {"a": INTEGER}}},
+    },
+    "unevaluated properties, all spoken of": {
+        "type": "object",
+        "allOf": [closed(a=BOOLEAN)],
+        "unevaluatedProperties": False,
+    },
+    "unevaluated items": {"type": "array", "prefixItems": [BOOLEAN], "unevaluatedItems": False},
+    "no names": {"type": "object", "propertyNames": False},
+    "not an integer": {"not": {"type": ["integer", "string"]}},
+    "counts as floats": {"type": "string", "minLength": 1.0, "maxLength": 3.0},
+    "how many of nothing": {"type": "array", "items": BOOLEAN, "minContains": 2, "maxItems": 1},
+    "objects told apart by names": {"oneOf": [{"properties": {"a": BOOLEAN}, "required": ["a"]}, {"required": ["b"]}]},
+    "anything": True,
+    "contains two": {"type": "array", "contains": {"const": 5}, "minContains": 2, "items": INTEGER},
+    "contains none": {"type": "array", "contains": {"const": 5}, "minContains": 0, "items": BOOLEAN},
+    "look-ahead at the beginning": {
+        "type": "string",
+        "pattern": r"^(?=.*[0-9])(?=[^)(]*[A-Z])[\x20-\x7e]{3,8}$",
+    },
+    "one of two names": {**closed(a=INTEGER, b=INTEGER), "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "one of two, of which one is wider": {
+        **closed(a=INTEGER, b=INTEGER, c=BOOLEAN),
+        "oneOf": [{"required": ["a"]}, {"required": ["a", "b"], "properties": {"c": {"const": True}}}],
+    },
+    "one of two names, or neither": {
+        **closed(a=INTEGER, b=INTEGER),
+        "oneOf": [
+            {"required": ["a"]},
+            {"required": ["b"]},
+            {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+        ],
+    },
+    "one of two open objects": {
+        "oneOf": [
+            {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
+            {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]},
+        ]
+    },
+    "one of two that refer to themselves": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {"oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/fork"}]},
+            "leaf": {"type": "object", "properties": {"value": BOOLEAN}, "required": ["value"]},
+            "fork": {
+                "type": "object",
+                "properties": {"next": {"$ref": "#/$defs/node"}},
+                "required": ["next"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "one of two lists": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]},
+    "a name or another text": {"oneOf": [{"const": "none"}, {"type": "string", "maxLength": 5}]},
+    "one of two lengths": {
+        "oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 4, "maxLength": 6}]
+    },
+    "one of two kinds": {
+        "oneOf": [
+            {"type": "object", "properties": {"kind": {"const": 1}, "a": BOOLEAN}, "required": ["kind", "a"]},
+            {"type": "object", "properties": {"kind": {"enum": [2, 3]}, "b": BOOLEAN}, "required": ["kind", "b"]},
+        ]
+    },
+    "then without if": {**STRING, "then": {"minLength": 100}},
+    "64-bit integers": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "safe integers": {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1},
+    "zod's email": {"type": "string", "format": "email", "pattern": EMAIL},
+    "pydantic's Decimal": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]},
+    **{
+        f"format {name}": {"type": "string", "format": name, "maxLength": 5}
+        for name in ("url", "binary", "byte", "jwt", "klingon")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_instances_are_valid(name: str, compiler: Compiler) -> None:
+    schema = REWRITTEN[name]
+    grammar = json_grammar(schema)
+    compiler.check(grammar)
+    matcher = compiler.compile(grammar)
+    texts = [text for seed in range(40) if (text := walk(matcher, random.Random(seed))) is not None]
+    assert texts
+    for text in texts:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "instance", "good"),
+    [
+        ("names by pattern", {"ab": 1, "c": 2}, True),
+        ("names by length, some known", {"ab": True, "abc": 3}, True),
+        ("names of an enumeration", {"cash": 1, "a b": 2, "a.b": 3, "^$": 4}, True),
+        ("names of an enumeration", {"a-b": 1}, False),
+        ("names by length", {"ä€": True}, True),
+        ("names by length", {"a": True}, False),
+        ("zod's record", {"anything at all": "b"}, True),
+        ("not a type", None, True),
+        ("not a value", {"a": "bank"}, True),
+        ("not a value", {"a": "cash"}, False),
+        ("dependent names", {"a": True, "b": True, "c": True}, True),
+        ("dependent names", {"c": True}, True),
+        ("dependent names", {}, True),
+        ("contains", [5, 1, 2], True),
+        ("set of an enumeration", [], True),
+        ("set of an enumeration", ["card", "bank"], True),
+        ("set of an enumeration", ["card", "card"], False),
+        ("if, then, else", {"kind": "bank", "iban": "x"}, True),
+        ("if, then, else", {"kind": "card", "number": 1}, True),
+        ("if, then, else", {"kind": "card", "iban": "x"}, False),
+        ("if with required", {}, True),
+        ("if with required", {"kind": "bank"}, False),
+        ("if of two", {"a": True, "b": True}, True),
+        ("if of two", {"a": True, "b": False}, False),
+        ("if of a text", {"a": "xyz"}, True),
+        ("if of a text", {"a": "x"}, False),
+        ("if of a text", {"a": "xy", "b": 1}, True),
+        ("not some texts", "abc", True),
+        ("not some texts", "]^-", False),
+        ("not some texts", "b", True),
+        ("not some texts", "a", False),
+        ("not both", {"a": True}, True),
+        ("contains two", [5, 5, 1], True),
+        ("if of anything", {"a": "abc", "b": 1}, True),
+        ("if of anything", {"a": "abc"}, False),
+        ("unevaluated properties beside others", {"a": 1, "b": True}, True),
+        ("unevaluated properties beside others", {"b": True, "c": 1}, False),
+        ("unevaluated properties, all spoken of", {"a": True}, True),
+        ("unevaluated items", [True], True),
+        ("unevaluated items", [True, True], False),
+        ("no names", {}, True),
+        ("not an integer", False, True),
+        ("look-ahead at the beginning", "x1Y", True),
+        ("look-ahead at the beginning", "xyz1", False),
+        ("one of two names", {"a": 1}, True),
+        ("one of two names", {"b": 1}, True),
+        ("one of two names", {"a": 1, "b": 1}, False),
+        ("one of two names, or neither", {}, True),
+        ("one of two, of which one is wider", {"a": 1, "c": False}, True),
+        ("one of two, of which one is wider", {"a": 1, "b": 1, "c": True}, False),
+        ("one of two open objects", {"b": 1, "c": 2}, True),
+        ("one of two that refer to themselves", {"next": {"next": {"value": True}}}, True),
+        ("one of two lists", "b", False),
+        ("one of two lists", "c", True),
+        ("a name or another text", "none", False),
+        ("a name or another text", "nonet", True),
+        ("one of two kinds", {"kind": 1, "a": True}, True),
+        ("one of two kinds", {"kind": 3, "b": True, "a": 5}, True),
+        ("64-bit integers", 2**53, True),
+        ("zod's email", "first.last+tag@mail.example.com", True),
+        ("zod's email", "first..last@example.com", False),
+        ("pydantic's Decimal", "-12.50", True),
+        ("pydantic's Decimal", "-.", False),
+        ("format klingon", "Qapla", True),
+    ],
+)
+def test_what_people_mean_can_be_said(name: str, instance: Any, good: bool, compiler: Compiler) -> None:
+    matcher = compiler.compile(json_grammar(REWRITTEN[name]))
+    written = json.dumps(instance, ensure_ascii=False).encode()
+    assert (matcher.try_consume_tokens(list(written)) == len(written) and matcher.is_accepting()) is good
+
+
+@pytest.mark.parametrize("step", [0.01, 0.1, 0.05, 0.001])
+def test_multiples_are_reckoned_in_decimals(step: float, compiler: Compiler) -> None:
+    matcher = compiler.compile(json_grammar({"type": "number", "multipleOf": step, "minimum": 0, "maximum": 10_000}))
+    for seed in range(30):
+        if (text := walk(matcher, random.Random(seed))) is not None:
+            assert Decimal(text) % Decimal(str(step)) == 0, text
+    written = str(Decimal(str(step)) * 7).encode()
+    assert matcher.try_consume_tokens(list(written)) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("word", "schema"),
+    [
+        ("uniqueItems", {"type": "array", "items": STRING, "uniqueItems": True}),
+        ("not", {"type": "number", "not": {"type": "integer"}}),
+        ("not", {"type": "string", "not": {"pattern": "^a"}}),
+        ("contains", {"type": "array", "contains": INTEGER, "maxContains": 2}),
+        ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        (
+            "oneOf",
+            {"type": "object", "oneOf": [{"required": ["a"]}, {"properties": {"a": BOOLEAN}, "required": ["a"]}]},
+        ),
+        ("pattern", {"type": "string", "pattern": "^a(?=b)"}),
+        ("pattern", {"type": "string", "pattern": "^(?!a)b"}),
+        ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a", "minLength": 3}}),
+        ("propertyNames", {**closed(a=STRING), "propertyNames": {"pattern": "^(a+)+$"}}),
+        ("propertyNames", {**closed(a=STRING), "propertyNames": {"maxLength": 1}, "additionalProperties": INTEGER}),
+        ("unevaluatedProperties", {"anyOf": [closed(a=STRING), {}], "unevaluatedProperties": False}),
+        ("minimum", {"type": "integer", "minimum": 2**60}),
+        ("multipleOf", {"type": "number", "multipleOf": 1e-9}),
+    ],
+)
+def test_what_cannot_be_said_is_refused_by_name(word: str, schema: Any, compiler: Compiler) -> None:
+    with pytest.raises(ValueError, match=word):
+        compiler.check(json_grammar(schema))
+
+
+def test_what_is_left_out_is_told(compiler: Compiler) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "items": STRING, "uniqueItems": True},
+            "b": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "c": {"type": "string", "format": "klingon"},
+            "d": {"type": "object", "minProperties": 3},
+            "e": {"type": "integer", "format": "int64"},
+        },
+    }
+    notes: list[str] = []
+    compiler.check(json_grammar(schema, notes, lenient=True))
+    assert sorted(notes) == [
+        "minProperties is not enforced",
+        "oneOf is not enforced, but for anyOf",
+        "the format 'klingon' is not enforced: it is an annotation",
+        "uniqueItems is not enforced",
+    ]
+    with pytest.raises(ValueError, match="minProperties"):
+        json_grammar(schema)
