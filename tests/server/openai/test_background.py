@@ -58,6 +58,7 @@ def test_cancelling(client: openai.OpenAI, live: Live) -> None:
     assert not live.engine.active
     events = replay(live, begun.id)
     assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.incomplete", "cancelled")
+    live.engine.holds_after = None
     other = live.post(PATH, input="Hi").json()["id"]
     assert live.http.post(f"{PATH}/{other}/cancel").status_code == 400
     assert live.http.post(f"{PATH}/resp_x/cancel").status_code == 404
