@@ -21,7 +21,7 @@ import pytest
 from benchmarks.processes import free_port
 from server import cli
 from server.commands.vllm_options import ADVICE
-from tests.support.live_server import Live
+from tests.support.live_server import Live, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIRE = [sys.executable, "-m", "server.cli"]
@@ -322,9 +322,7 @@ def test_second_signal_ends_the_patience(model: Path) -> None:
         finished: list[str] = []
         thread = stream(server.url, finished)
         server.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(httpx.TransportError):  # the first signal has come when it takes no more connections
-            while True:
-                httpx.get(f"{server.url}/health", timeout=60)
+        wait_until(lambda: httpx.get(f"{server.url}/readyz", timeout=60).json()["phase"] == "draining")
         assert server.process.poll() is None
         assert server.stop(signal.SIGINT) == 0
         thread.join(60)
