@@ -23,7 +23,7 @@ MAX_REFERENCES = 400
 MAX_PROPERTIES = 1000  # of one object: the library's time grows with their square
 MAX_ENUM_VALUES = 10_000  # in all
 MAX_TEXT_LENGTH = 10_000  # of one of them
-MAX_WRITTEN = 2_000_000  # characters, about: rewrites may put one schema in several places
+MAX_WRITTEN = 2_000_000  # characters, about: rewrites repeat schemas
 MAX_ROUNDS = 16  # in search of a recursion without end
 EXACT = 2**53  # integers up to here are exact as floats
 MAX_SHOWN = 40  # characters of a format's name
@@ -126,7 +126,7 @@ def _check_depth(value: Any, levels: int) -> None:
 
 
 def _check_written(schema: Any) -> None:
-    """`ValueError` when it is too large with what stands in several places written out there."""
+    """`ValueError` when it is too large with all that is repeated written out."""
     lengths: dict[int, int] = {}
 
     def length(value: Any) -> int:
