@@ -22,6 +22,7 @@ from engine.structured.grammar import (
     json_grammar,
     lark_grammar,
     regex_grammar,
+    text_grammar,
 )
 from engine.structured.lark import bounded
 from engine.structured.regex import portable
@@ -161,6 +162,22 @@ def references(num: int) -> Any:
     return {"$ref": "#/$defs/a0", "$defs": defs | {f"a{num}": {"type": "string"}}}
 
 
+def condition(otherwise: Any, _: int) -> Any:
+    known = {name: {"const": 1} for name in "abc"}
+    given = {name: {"enum": [1, 2]} for name in "abc"}
+    return {"type": "object", "properties": given, "if": {"properties": known}, "then": True, "else": otherwise}
+
+
+def contained(inner: Any, _: int) -> Any:
+    return {"type": "array", "contains": inner, "minContains": 16}
+
+
+def either(one: Any, other: Any, often: int = 1) -> Any:
+    """`often`: how many times each branch refers to what it is."""
+    branches = [{"allOf": [{"$ref": f"#/$defs/{name}"}] * often} for name in ("one", "other")]
+    return {"oneOf": branches, "$defs": {"one": one, "other": other}}
+
+
 HOSTILE: dict[str, Callable[[], str]] = {
     "a repetition": lambda: regex_grammar("x{1000000000}"),
     "a repetition within bounds": lambda: regex_grammar("x{20000}"),
@@ -201,6 +218,24 @@ HOSTILE: dict[str, Callable[[], str]] = {
     "too many rules": lambda: lark_grammar("\n".join(f"r{i}: r{i + 1}" for i in range(5000))),
     "brackets in GBNF": lambda: lark_grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
     "an import": lambda: lark_grammar("%declare X\nstart: X"),
+    "spaces in a count": lambda: lark_grammar('start: "a" {' + " " * 10_000 + "x"),
+    "strings that are not closed": lambda: lark_grammar("start: " + '"\\' * 20_000),
+    "expressions that are not closed": lambda: text_grammar("input", "start: " + "/\\" * 2_000_000),
+    "blank lines of GBNF": lambda: lark_grammar('root ::= "a" |' + "\n" * 40_000 + '"b"'),
+    "itself, over and over": lambda: json_grammar({"unevaluatedProperties": False, "allOf": [{"$ref": "#"}] * 5000}),
+    "branches that are themselves": lambda: json_grammar(
+        either(*({"allOf": [{"$ref": f"#/$defs/{name}"}] * 150} for name in ("one", "other")))
+    ),
+    "lists compared with lists": lambda: json_grammar(
+        either({"enum": [[i] for i in range(5000)]}, {"enum": [[i] for i in range(4999, 9000)]}, often=50)
+    ),
+    "many times one of two": lambda: json_grammar(
+        either(*[{"allOf": [{"required": [f"p{i}"]} for i in range(100)]}] * 2)
+        | {"allOf": [{"oneOf": [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/other"}]}] * 60}
+    ),
+    "conditions in conditions": lambda: json_grammar(reduce(condition, range(20), {})),
+    "contained in what is contained": lambda: json_grammar(reduce(contained, range(8), {})),
+    "looking ahead": lambda: json_grammar({"type": "string", "pattern": "^" + "(?=a)" * 18_000}),
 }
 
 
