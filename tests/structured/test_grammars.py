@@ -172,7 +172,7 @@ def contained(inner: Any, _: int) -> Any:
     return {"type": "array", "contains": inner, "minContains": 16}
 
 
-def either(one: Any, other: Any, often: int = 1) -> Any:
+def either(one: Any, other: Any, *, often: int = 1) -> Any:
     """`often`: how many times each branch refers to what it is."""
     branches = [{"allOf": [{"$ref": f"#/$defs/{name}"}] * often} for name in ("one", "other")]
     return {"oneOf": branches, "$defs": {"one": one, "other": other}}
