@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
-from engine.structured import grammar_manager
-from engine.structured.grammar import Compiler, regex_grammar
+from engine.structured import grammar, grammar_manager
+from engine.structured.grammar import Compiler, lark_grammar, regex_grammar
 from engine.structured.grammar_manager import GrammarManager
 
 WORDS = 9  # 258 tokens
@@ -99,6 +100,25 @@ def test_requests_not_followed_may_have_all_tokens_and_errors_are_reported(compi
     assert allowed(masks[1]) == list(range(ord("a"), ord("k") + 1))
     assert list(errors) == ["bad"]
     assert "doesn't satisfy the grammar" in errors["bad"]
+
+
+@pytest.mark.parametrize("limit", ["max_items_in_row", "step_max_items"])
+def test_a_grammar_that_outgrows_its_limits_on_the_way(
+    compiler: Compiler, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The more has been written, the more ways there are to read it."""
+    monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(**{limit: 30 if limit == "max_items_in_row" else 200}))
+    followed = GrammarManager[str](compiler)
+    followed.add("a", lark_grammar(f'start: s // {limit}\ns: s s | "a" | "b" | /[a-z ]/'), "a")
+    while followed.num_held:
+        assert not followed.take_compiled(idle=True)[1]
+    masks, errors, num_tokens = np.zeros((1, WORDS), dtype=np.int32), dict[str, str](), 0
+    while not errors and num_tokens < 100:
+        _, errors = followed.fill(["a"], masks)
+        assert not followed.advance("a", [ord("a")])
+        num_tokens += 1
+    assert num_tokens > 5
+    assert "too many things may come next" in errors["a"]
 
 
 def test_by_a_deadline_masks_are_filled_round_robin(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
