@@ -67,8 +67,10 @@ def lark_grammar(grammar: str) -> str:
     if grammar.lstrip().startswith("{"):
         raise ValueError("a grammar begins with a rule, not with {")
     if "::=" in grammar and len(grammar) <= MAX_GBNF_LENGTH:
+        # From each blank line it would look to the end of all of them.
+        lines = [line for line in grammar.split("\n") if line.strip()]
         try:
-            grammar = any_to_lark(grammar)
+            grammar = any_to_lark("\n".join(lines))
         except Exception as error:  # whatever its parser stumbles over
             raise ValueError(f"the GBNF grammar cannot be read: {error}") from None
     return LLMatcher.grammar_from_lark(bounded(grammar))

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.processes import free_port
 from engine.config import EngineConfig
 from engine.flags import Parser, load
 from server.commands import serve as serve_command
@@ -22,7 +23,6 @@ from server.ray.config import LLMServingArgs
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
-from tests.support.served import free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "configs" / "deploy"
 HOST = "llm.example.org"
@@ -115,12 +115,12 @@ def proxy(keys: Path, serve: Callable[..., Live], tmp_path: Path) -> Iterator[tu
     retrying = httpx.HTTPTransport(verify=trusting, retries=8)  # until it listens
     try:
         # It is reached at its address, and named as its certificate and Quire's clients name it.
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=retrying, timeout=30) as client:
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=retrying, timeout=60) as client:
             client.headers["Host"] = HOST
             yield live, client
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def post(client: httpx.Client, **body: Any) -> Any:
