@@ -21,7 +21,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
-_PORTS = itertools.cycle(random.sample(range(10_000, 32_000), 10_000))
+_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000, 32_000), 10_000))
 
 
 @contextlib.contextmanager
