@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
+_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000, 32_000), 10_000))
 
 
 @contextlib.contextmanager
@@ -76,9 +79,12 @@ def wait_for_free_gpu(patience: float = 30.0) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Below the range that systems take ports from by themselves: no other process is given it before it is used."""
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], port: int, deadline: float) -> bool:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 600.0  # in which restarts are counted
 MAX_DELAY_SECONDS = 30.0  # before a restart
-DRAIN_SECONDS = 0.2  # for what a dead process sent before it died to arrive
+DRAIN_SECONDS = 1.0  # for what a dead process sent before it died to arrive
 MAX_LOOK_SECONDS = 1.0  # between two looks at the heartbeat
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, TypeAlias
@@ -13,20 +13,36 @@ Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[str], Any]  # what a `$ref` points to, or None
 
 MAX_BRANCHES = 32
-MAX_COMPARISONS = 10_000  # of two schemas
-MAX_LEVELS = 6  # of references and schemas inside schemas, when two are compared
+MAX_WORK = 100_000  # schemas, names and values that are looked at for all of one document
+MAX_LEVELS = 6  # of schemas inside schemas, when two are compared
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 _ANNOTATIONS = ("title", "description", "$comment")
 _RANGES = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
 
 
-def exclusive(schema: Schema, resolve: Resolve) -> list[Any] | None:
+def views(schema: Any, resolve: Resolve) -> list[Schema]:
+    """Schemas of which an instance of `schema` matches each: itself, what it refers to, its `allOf`. Each is there once."""
+    found: dict[int, Schema] = {}
+    rest = [schema]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict) and id(each) not in found:
+            found[id(each)] = each
+            rest += reversed(each.get("allOf", ()))
+            if isinstance(reference := each.get("$ref"), str):
+                rest.append(resolve(reference))
+    return list(found.values())
+
+
+def exclusive(schema: Schema, judge: Judge) -> list[Any] | None:
     """The branches of the schema's `oneOf`, narrowed so that `anyOf` of them says the same; None: not known how."""
     branches = list(schema["oneOf"])
     if len(branches) > MAX_BRANCHES:
         return None
-    types, judge = _types(schema), _Judge(resolve)
+    types = _types(schema)
     for i, j in combinations(range(len(branches)), 2):
+        if judge.work_left < 0:
+            return None
         if judge.disjoint(branches[i], branches[j], types):
             continue
         narrowed = _parted(branches[i], branches[j], types, judge)
@@ -45,29 +61,28 @@ def _types(schema: Schema) -> set[str]:
 
 
 @dataclass
-class _Judge:
-    """Compares schemas, for a while: one may be written to be compared for ever."""
+class Judge:
+    """Compares the schemas of one document, for a while: they may be written to be compared for ever."""
 
     resolve: Resolve
-    comparisons_left: int = MAX_COMPARISONS
+    work_left: int = MAX_WORK
 
-    def views(self, schema: Any, levels: int = MAX_LEVELS) -> Iterator[Schema]:
-        """Schemas of which an instance of `schema` matches each."""
-        if not isinstance(schema, dict) or not levels:
-            return
-        yield schema
-        if isinstance(reference := schema.get("$ref"), str):
-            yield from self.views(self.resolve(reference), levels - 1)
-        for each in schema.get("allOf", ()):
-            yield from self.views(each, levels - 1)
+    def views(self, schema: Any) -> list[Schema]:
+        found = views(schema, self.resolve)
+        self.work_left -= sum(1 + len(each.get("enum", ())) + len(each.get("required", ())) for each in found)
+        return found
 
     def disjoint(self, one: Any, other: Any, types: set[str], levels: int = MAX_LEVELS) -> bool:
         """Whether it is certain that no instance of one of `types` matches both."""
         if one is False or other is False:
             return True
-        for first, second in product(self.views(one, levels), self.views(other, levels)):
-            self.comparisons_left -= 1
-            if self.comparisons_left < 0:
+        if not levels:
+            return False
+        for first, second in product(self.views(one), self.views(other)):
+            self.work_left -= 1 + sum(
+                len(each.get(name, ())) for each in (first, second) for name in ("enum", "required")
+            )
+            if self.work_left < 0:
                 return False
             common = _types(first) & _types(second) & types
             if not common or self._differ(first, second, common, levels - 1):
@@ -109,7 +124,7 @@ def _forbids(schema: Schema, name: str) -> bool:
     return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
-def _parted(one: Any, other: Any, types: set[str], judge: _Judge) -> tuple[Any, Any] | None:
+def _parted(one: Any, other: Any, types: set[str], judge: Judge) -> tuple[Any, Any] | None:
     """Both, narrowed so that no instance of one matches the other as it was."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return None
@@ -128,12 +143,12 @@ def _parted(one: Any, other: Any, types: set[str], judge: _Judge) -> tuple[Any, 
     return None if left is None or right is None else (left, right)
 
 
-def _without_a_name(schema: Schema, other: Schema, judge: _Judge) -> Any:
+def _without_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
     """The schema's objects that lack a name which `other` requires. None: not known how."""
-    views, others = (list(judge.views(each)) for each in (schema, other))
-    needed, free = ({name for view in each for name in view.get("required", ())} for each in (views, others))
+    own, others = (judge.views(each) for each in (schema, other))
+    needed, free = ({name for view in each for name in view.get("required", ())} for each in (own, others))
     if names := sorted(free - needed):
-        known = {name for view in views for name in view.get("properties", {})}
+        known = {name for view in own for name in view.get("properties", {})}
         name = next((name for name in names if name not in known), names[0])  # what the schema does not speak of
         return {"allOf": [schema, {"type": "object", "properties": {name: False}}]}
     says_nothing_else = all(view.keys() <= {"type", "required", "allOf", *_ANNOTATIONS} for view in others)

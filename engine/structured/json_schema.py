@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from engine.structured.exclusive import Judge
 from engine.structured.regex import portable
 from engine.structured.rewrites import also, rewrite
 
@@ -22,6 +23,7 @@ MAX_REFERENCES = 400
 MAX_PROPERTIES = 1000  # of one object: the library's time grows with their square
 MAX_ENUM_VALUES = 10_000  # in all
 MAX_TEXT_LENGTH = 10_000  # of one of them
+MAX_WRITTEN = 2_000_000  # characters, about: rewrites repeat schemas
 MAX_ROUNDS = 16  # in search of a recursion without end
 EXACT = 2**53  # integers up to here are exact as floats
 MAX_SHOWN = 40  # characters of a format's name
@@ -98,6 +100,7 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
     parsed.pop("x-guidance", None)  # the library's own switches
     preparation = _Preparation(parsed, lenient)
     preparation.run()
+    _check_written(parsed)
     _check_recursion(parsed)
     if notes is not None:
         notes += dict.fromkeys(preparation.notes)
@@ -122,6 +125,28 @@ def _check_depth(value: Any, levels: int) -> None:
         _check_depth(inner, levels - 1)
 
 
+def _check_written(schema: Any) -> None:
+    """`ValueError` when it is too large with all that is repeated written out."""
+    lengths: dict[int, int] = {}
+
+    def length(value: Any) -> int:
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, dict | list):
+            return 8
+        if id(value) not in lengths:
+            inner = [*value, *value.values()] if isinstance(value, dict) else value
+            lengths[id(value)] = 2 + sum(map(length, inner))
+        return lengths[id(value)]
+
+    try:
+        written = length(schema)
+    except RecursionError:
+        raise ValueError(f"a JSON Schema may be at most {MAX_DEPTH} levels deep, conditions written out") from None
+    if written > MAX_WRITTEN:
+        raise ValueError("the conditions and repetitions of the JSON Schema are too large when they are written out")
+
+
 def _subschemas(schema: Schema) -> Iterator[Any]:
     for name in _SCHEMA:
         if isinstance(schema.get(name), dict):
@@ -144,6 +169,9 @@ class _Preparation:
     num_references: int = 0
     num_enum_values: int = 0
 
+    def __post_init__(self) -> None:
+        self.judge = Judge(lambda reference: _resolve(self.root, reference))
+
     def run(self) -> None:
         self._apply(self.shapes)
         of_kinds = (self.values, self.objects, self.arrays, self.numbers, self.strings)
@@ -151,13 +179,13 @@ class _Preparation:
 
     def _apply(self, *rules: Callable[[Schema], None]) -> None:
         stack: list[Any] = [self.root]
-        seen: set[int] = set()
+        seen: dict[int, Schema] = {}  # which keeps them: another one must not get the id of one that a rule dropped
         while stack:
             schema = stack.pop()
             if id(schema) in seen:
                 continue
             if isinstance(schema, dict):
-                seen.add(id(schema))
+                seen[id(schema)] = schema
                 for rule in rules:
                     rule(schema)
                 stack += _subschemas(schema)
@@ -176,7 +204,7 @@ class _Preparation:
                 raise ValueError(f"{name} must be {wanted}, got {_dump(schema[name])[:80]}")
 
     def rewrites(self, schema: Schema) -> None:
-        rewrite(schema, lambda reference: _resolve(self.root, reference))
+        rewrite(schema, self.judge)
 
     def references(self, schema: Schema) -> None:
         self.num_references += "$ref" in schema

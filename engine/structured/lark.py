@@ -20,11 +20,13 @@ DIRECTIVES = ("%json", "%regex", "%ignore", "%import", "%llguidance")
 _TOKEN = re.compile(
     r"""(?P<line>[ \t\r]*\n\s*|//[^\n]*|\#[^\n]*)
     |(?P<space>[ \t\r]+)
-    |(?P<string>"(?:\\.|[^"\\\n])*")
-    |(?P<regex>/(?:\\.|[^/\\\n])+/)
+    |(?P<string>"(?:\\.|[^"\\\n])*+")
+    |(?P<regex>/(?:\\.|[^/\\\n])++/)
+    |(?P<unclosed>["/])
     |(?P<directive>%\w+)
     |(?P<name>[A-Za-z_?!][\w-]*)
-    |(?P<count>\{\s*\d*\s*,?\s*\d*\s*\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
+    |(?P<count>\{\s*+\d*+\s*+,?\s*+\d*+\s*+\}|~\s*+\d++(?:\s*+\.\.\s*+\d+)?)
+    |(?P<alias>->\s*+\w+)
     |(?P<sign>.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -33,8 +35,7 @@ _Token = tuple[str, str]  # kind, text
 
 def bounded(grammar: str) -> str:
     """The grammar with its JSON Schemas made ready. `ValueError` when it is too large, or a schema is not supported."""
-    if len(grammar) > MAX_LENGTH:
-        raise ValueError(f"a grammar may have at most {MAX_LENGTH} characters, this one has {len(grammar)}")
+    check_length(grammar)
     out: list[str] = []
     definitions: dict[str, list[_Token]] = {}
     body: list[_Token] = []
@@ -58,14 +59,25 @@ def bounded(grammar: str) -> str:
     return "".join(out)
 
 
+def check_length(grammar: str) -> None:
+    """`ValueError` when it is too long to be looked at."""
+    if len(grammar) > MAX_LENGTH:
+        raise ValueError(f"a grammar may have at most {MAX_LENGTH} characters, this one has {len(grammar)}")
+
+
 def tokens(grammar: str) -> Iterator[_Token]:
-    """The parts of a grammar; all text is in one of them. `ValueError` for directives that are not supported."""
+    """The parts of a grammar; all text is in one of them. `ValueError` for directives that are not supported, and for what
+    is not closed: to look for its end from each quote on would take time that grows with the square of the length.
+    """
     at = 0
     while at < len(grammar):
         match = _TOKEN.match(grammar, at)
         assert match is not None
         assert match.lastgroup is not None
         kind, text, at = match.lastgroup, match[0], match.end()
+        if kind == "unclosed":
+            what = "string" if text == '"' else "regular expression"
+            raise ValueError(f"a {what} is not closed in its line: {grammar[at - 1 : at + 20]!r}")
         if kind == "directive" and text not in DIRECTIVES:
             raise ValueError(f"{text} is not supported; supported are {', '.join(DIRECTIVES)}")
         if text in ("%json", "%regex"):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from engine.structured.lark import bounded, tokens
+from engine.structured.lark import bounded, check_length, tokens
 from engine.structured.regex import pieces
 
 _ESCAPED = '"\\\b\f\n\r\t'
@@ -29,12 +29,11 @@ _COMMON = {  # of Lark's terminals that `%import common.…` gives
     "WORD": "[a-zA-Z]+",
 }
 _IMPORT = re.compile(r"%import\s+common\.(\w+)[ \t]*(?=\n|\Z)")
-_ALIAS = re.compile(r'("(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/)|->\s*\w+')  # or a terminal, which may hold such
 
 
 def object_with_text(name: str, grammar: str) -> str:
     """A grammar of all JSON objects `{name: text}` whose text is a sentence of `grammar`. `ValueError`: why that cannot be."""
-    grammar = _ALIAS.sub(lambda found: found[1] or "", grammar)
+    check_length(grammar)
     imported = {found: _COMMON.get(found) for found in _IMPORT.findall(grammar)}
     if None in imported.values():
         raise ValueError(f"%import inside JSON is supported of {', '.join(_COMMON)}")
@@ -63,6 +62,8 @@ def _rewritten(token: tuple[str, str]) -> str:
             return _rule(text[1:-1].replace(r"\/", "/"))
         case "name":
             return _own(text)
+        case "alias":
+            return ""
     return text
 
 

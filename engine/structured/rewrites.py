@@ -6,15 +6,15 @@ said so is left as it is, and the library refuses it by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from engine.structured.exclusive import Schema, exclusive
-from engine.structured.regex import end_of_group
+from engine.structured.exclusive import Judge, Schema, exclusive, views
+from engine.structured.regex import MAX_LENGTH, end_of_group
 from engine.structured.values import TYPES, escaped, listed, pattern_without, values_of, without
 
-MAX_LEVELS = 6  # of references and `allOf`
+MAX_AHEAD = 16  # parts of a pattern that look ahead
 _OTHERS = frozenset(["anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "not", "$dynamicRef", "$recursiveRef"])
 MAX_CONTAINED = 16  # elements that `minContains` asks for
 MAX_UNIQUE = 6  # values whose sets are written out
@@ -28,13 +28,13 @@ _PATTERNS = {
 }
 
 
-def rewrite(schema: Schema, resolve: Callable[[str], Any]) -> None:
-    """In place, this schema and not those inside it. `resolve`: what a `$ref` points to, or None."""
-    _unevaluated(schema, resolve)  # before the others add schemas
+def rewrite(schema: Schema, judge: Judge) -> None:
+    """In place, this schema and not those inside it. `judge`: of the document that it is in."""
+    _unevaluated(schema, judge)  # before the others add schemas
     for rule in (_pattern, _negation, _dependent, _conditions, _contains, _unique):
         rule(schema)
-    _names(schema, resolve)
-    _one_of(schema, resolve)
+    _names(schema, judge)
+    _one_of(schema, judge)
 
 
 def _pattern(schema: Schema) -> None:
@@ -43,7 +43,11 @@ def _pattern(schema: Schema) -> None:
     if (known := _PATTERNS.get(pattern)) is not None:
         schema["pattern"] = known
         return
-    while pattern.startswith("^(?=") and (end := end_of_group(pattern, 1)) is not None:
+    if len(pattern) > MAX_LENGTH:
+        return  # it will be refused
+    for _ in range(MAX_AHEAD):  # each is looked for in all of the rest
+        if not pattern.startswith("^(?=") or (end := end_of_group(pattern, 1)) is None:
+            return
         also(schema, {"pattern": f"^(?:{pattern[4 : end - 1]})"})
         pattern = schema["pattern"] = "^" + pattern[end:]
 
@@ -84,19 +88,19 @@ def _dependent(schema: Schema) -> None:
             also(schema, {"anyOf": [{"properties": {name: False}}, there]})
 
 
-def _one_of(schema: Schema, resolve: Callable[[str], Any]) -> None:
+def _one_of(schema: Schema, judge: Judge) -> None:
     """Where at most one of them can match, it is `anyOf`."""
     if "oneOf" not in schema:
         return
     for branch in schema["oneOf"]:
         if isinstance(branch, dict):
             _negation(branch)
-    if (branches := exclusive(schema, resolve)) is not None:
+    if (branches := exclusive(schema, judge)) is not None:
         del schema["oneOf"]
         also(schema, {"anyOf": branches})
 
 
-def _unevaluated(schema: Schema, resolve: Callable[[str], Any]) -> None:
+def _unevaluated(schema: Schema, judge: Judge) -> None:
     """What no other schema for the same object or array speaks of, where these hold always."""
     for keyword in ("unevaluatedProperties", "unevaluatedItems"):
         if schema.get(keyword) in (True, {}):
@@ -105,24 +109,16 @@ def _unevaluated(schema: Schema, resolve: Callable[[str], Any]) -> None:
         schema.setdefault("items", schema.pop("unevaluatedItems"))
     if "unevaluatedProperties" not in schema:
         return
-    views = list(_always(schema, resolve, MAX_LEVELS))
-    if any(view.keys() & _OTHERS for view in views):
+    always = views(schema, judge.resolve)
+    if any(view.keys() & _OTHERS for view in always):
         return
     rest = schema.pop("unevaluatedProperties")
-    if any(view.keys() & {"additionalProperties", "unevaluatedProperties"} for view in views):
+    if any(view.keys() & {"additionalProperties", "unevaluatedProperties"} for view in always):
         return  # all are spoken of
     for keyword in ("properties", "patternProperties"):
-        if names := {name: True for view in views for name in view.get(keyword, {})}:
+        if names := {name: True for view in always for name in view.get(keyword, {})}:
             schema[keyword] = names | schema.get(keyword, {})
     schema["additionalProperties"] = rest
-
-
-def _always(schema: Any, resolve: Callable[[str], Any], levels: int) -> Iterator[Schema]:
-    """The schema, and others that hold wherever it does."""
-    if isinstance(schema, dict) and levels:
-        yield schema
-        for each in [*schema.get("allOf", ()), *([resolve(schema["$ref"])] if "$ref" in schema else ())]:
-            yield from _always(each, resolve, levels - 1)
 
 
 def _conditions(schema: Schema) -> None:
@@ -233,12 +229,12 @@ def _unique(schema: Schema) -> None:
     also(schema, {"anyOf": arrays} if arrays else {"enum": []})
 
 
-def _names(schema: Schema, resolve: Callable[[str], Any]) -> None:
+def _names(schema: Schema, judge: Judge) -> None:
     """`propertyNames` by a pattern, a length or a list becomes `patternProperties`."""
     names = schema.get("propertyNames")
     seen = 0
     while isinstance(names, dict) and names.keys() == {"$ref"} and seen < 8:
-        names, seen = resolve(names["$ref"]), seen + 1
+        names, seen = judge.resolve(names["$ref"]), seen + 1
     if names is True or names in ({}, {"type": "string"}):
         del schema["propertyNames"]
         return

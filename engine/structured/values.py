@@ -25,14 +25,21 @@ def values_of(schema: Any) -> list[Any] | None:
 
 
 def without(values: list[Any], others: list[Any]) -> list[Any]:
-    """JSON's equality: 1 is 1.0, and true is neither."""
-    nested = [value for value in others if isinstance(value, dict | list)]
-    plain = {(isinstance(value, bool), value) for value in others if not isinstance(value, dict | list)}
-    return [
-        value
-        for value in values
-        if value not in nested and (isinstance(value, dict | list) or (isinstance(value, bool), value) not in plain)
-    ]
+    """Those that are not among `others`."""
+    left_out = set(map(_key, others))
+    return [value for value in values if _key(value) not in left_out]
+
+
+def _key(value: Any) -> Any:
+    """Equal where JSON has the values equal: 1 is 1.0, and true is neither."""
+    match value:
+        case bool():
+            return "boolean", value
+        case list():
+            return ("array", *map(_key, value))
+        case dict():
+            return "object", frozenset((name, _key(inner)) for name, inner in value.items())
+    return value
 
 
 def listed(value: Any) -> list[Any]:

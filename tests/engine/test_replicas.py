@@ -17,7 +17,6 @@ from engine.output_collector import RequestUpdate
 from engine.replica import Replica, _own_config, _own_environment
 from engine.state import EngineState, combined
 
-pytestmark = pytest.mark.timeout(180)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
 

@@ -128,7 +128,7 @@ def test_a_real_server(
 
 def test_a_server_that_cannot_start(model: Path, tmp_path: Path) -> None:
     wanted = flags(models=(str(model),), num_prompts=2, rounds=1, engine_args={"quire": {"block_size": 3}})
-    comparison = Comparison(wanted, tmp_path / "r.json", time.time() + 60)
+    comparison = Comparison(wanted, tmp_path / "r.json", time.time() + 250)
     comparison._serve(comparison._job("quire", str(model), model, has_gpu=False), 0, tmp_path)
     (failure,) = comparison.results.failures
     assert failure.startswith("quire · tiny: the server ended with code 1: ")

@@ -62,7 +62,7 @@ def collector() -> Iterator[Collector]:
     thread.start()
     yield collector
     collector.server.shutdown()
-    thread.join(10)
+    thread.join(60)
     collector.server.server_close()
 
 
