@@ -100,12 +100,12 @@ class KVCacheLayout:
         widest = max(layer.width for layer in counts)
         num_slots = _slots_of_a_block([-(-count // (widest // layer.width)) for layer, count in counts.items()])
         groups: list[CacheGroup] = []
-        places: list[tuple[int, int, int]] = []  # of each layer: group, slot, offset
+        found: list[tuple[int, int, int]] = []  # of each layer: group, slot, offset
         open_groups: dict[CachedLayer, tuple[int, int]] = {}  # the group that is being filled, its layers so far
         for layer, source in zip(layers, sources, strict=True):
             if source is not None:
                 assert layers[source] == layer, "they keep different parts of the past"
-                places.append(places[source])
+                found.append(found[source])
                 continue
             in_slot = widest // layer.width
             group, index = open_groups.get(layer, (-1, num_slots * in_slot))
@@ -113,8 +113,8 @@ class KVCacheLayout:
                 group, index = len(groups), 0
                 groups.append(CacheGroup(layer.window))
             open_groups[layer] = group, index + 1
-            places.append((group, index // in_slot, index % in_slot * layer.width))
-        group_of, slot_of, offset_of = zip(*places, strict=True)
+            found.append((group, index // in_slot, index % in_slot * layer.width))
+        group_of, slot_of, offset_of = zip(*found, strict=True)
         return cls(
             tuple(layers), tuple(groups), group_of, slot_of, offset_of, num_slots, block_size, dtype, num_parts,
             range(len(layers)),
