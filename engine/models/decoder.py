@@ -69,7 +69,7 @@ class Decoder(nn.Module):
     def pack_weights(self) -> None:
         """Repack all filled weights for the products of their device. They can no longer be filled."""
         for module in self.modules():
-            if isinstance(module, Matrix) and not any(parameter.is_meta for parameter in module.parameters()):
+            if isinstance(module, Matrix) and module.is_here:
                 module.pack()
 
     def forward(

@@ -72,7 +72,7 @@ def load_model(
         model = Decoder(spec, scope, max_model_len=max_model_len)
         with torch.no_grad():
             if load_format == "dummy":
-                _fill_randomly(model, seed)
+                _fill_randomly(model, scope.device, seed)
             else:
                 _fill(model, folder, stored, progress)
     except torch.OutOfMemoryError as error:
@@ -329,11 +329,11 @@ def _names(names: set[str]) -> str:
     return ", ".join(map(repr, first)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _fill_randomly(model: Decoder, seed: int) -> None:
-    """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on its device."""
-    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
+def _fill_randomly(model: Decoder, device: torch.device, seed: int) -> None:
+    """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, Matrix):
+        if isinstance(module, Matrix) and module.is_here:
             module.format.fill_randomly(module, generator)
     norms = {id(module.weight) for module in model.modules() if isinstance(module, Norm)}
     for parameter in model.parameters():

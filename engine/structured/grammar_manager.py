@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.structured.compile_threads import CompileThreads
-from engine.structured.grammar import Compiler
+from engine.structured.grammar import Compiler, explain
 
 MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
 IDLE_SECONDS = 0.02  # to wait for a grammar when there is nothing else to do
@@ -256,9 +256,9 @@ class GrammarManager(Generic[T]):
                     masks[i] = -1
                     errors[request_ids[i]] = error
         for followed, i in wanted:
-            error = followed.matcher.get_error() if followed.matcher.is_error() else _caught(self._look_ahead, followed)
-            if error:
-                errors.setdefault(request_ids[i], error)
+            error = "" if followed.matcher.is_error() else _caught(self._look_ahead, followed)
+            if error or followed.matcher.is_error():
+                errors.setdefault(request_ids[i], error or explain(followed.matcher.get_error()))
         return late, errors
 
     def _fill_all(self, wanted: _Wanted, masks: np.ndarray) -> None:
