@@ -31,7 +31,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
 from engine.input_processor import load_tokenizer, vocabulary_of
-from engine.isolation import Recovery, client_reason, failed_output
+from engine.isolation import Recovery, client_reason, failed_output, refused_output
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.progress import Progress, silent
@@ -267,7 +267,7 @@ class Engine:
         """Queue the requests whose grammars are compiled. Returns the outputs of those whose grammars cannot be."""
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
         outputs = [
-            failed_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
+            refused_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
         ]
         for request in ready:
             try:
@@ -291,7 +291,7 @@ class Engine:
         for request_id in errors:
             self.abort(request_id)
         return [
-            failed_output(request_id, "its grammar cannot be followed any further", error)
+            refused_output(request_id, "its grammar cannot be followed any further", error)
             for request_id, error in errors.items()
         ]
 

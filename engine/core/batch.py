@@ -128,6 +128,7 @@ class EngineOutput:
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
     prefix_miss: str = ""  # why no more of the prompt was in the prefix cache
     error: str = ""  # with "error": what went wrong, for the request's client
+    is_refused: bool = False  # with "error": the request is to blame for it
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.structured.compile_threads import CompileThreads
-from engine.structured.grammar import Compiler
+from engine.structured.grammar import Compiler, explain
 from engine.structured.unique import UniqueItems, of_grammar
 
 MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
@@ -260,11 +260,11 @@ class GrammarManager(Generic[T]):
                     masks[i] = -1
                     errors[request_ids[i]] = error
         for followed, i in wanted:
-            error = followed.matcher.get_error() if followed.matcher.is_error() else _caught(self._look_ahead, followed)
-            if not error and followed.unique is not None:
+            error = "" if followed.matcher.is_error() else _caught(self._look_ahead, followed)
+            if followed.unique is not None and not error and not followed.matcher.is_error():
                 error = _caught(followed.unique.narrow, masks[i], followed.matcher, self._compiler.endings)
-            if error:
-                errors.setdefault(request_ids[i], error)
+            if error or followed.matcher.is_error():
+                errors.setdefault(request_ids[i], error or explain(followed.matcher.get_error()))
         return late, errors
 
     def _fill_all(self, wanted: _Wanted, masks: np.ndarray) -> None:

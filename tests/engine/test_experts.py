@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention through the whole engine: the texts of transformers."""
+"""Mixtures of experts, latent attention and Gemma 4 through the whole engine: the texts of transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
 from engine.llm import LLM
+from engine.models.families import read_spec
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
 
 LENGTH = 30
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe_lite"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe_lite", "gemma4_moe", "gemma4_small"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """A random model, prompts of which two begin alike, and transformers' greedy answers."""
     folder = tmp_path_factory.mktemp("experts")
@@ -36,6 +37,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 )
 def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
     folder, prompts, answers = model
+    num_groups = len({layer.mixer.window for layer in read_spec(folder).layers})
+    settings = {name: value * num_groups if "blocks" in name else value for name, value in settings.items()}
     config = EngineConfig(
         model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, max_model_len=110, block_size=8,
         **settings,
@@ -75,13 +78,23 @@ def test_grammars_and_seeds_alone_and_in_a_crowd(tiny_experts: Path) -> None:
     llm.close()
 
 
-def test_a_latent_takes_little_of_the_cache(model: Any) -> None:
+def test_a_layer_takes_of_the_cache_what_it_needs(model: Any) -> None:
+    """A latent is small; two layers of small heads share the room of one with large ones; a layer may read another's."""
     folder = model[0]
     config = EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64, block_size=8)
     engine = Engine(config)
     runner: Any = engine.runner
-    mixer = runner.spec.layers[0].mixer
-    of_token = 40 + 16 if mixer.cached[0] == 1 else 2 * 2 * 32
-    assert runner.kv_layout.block_bytes == 3 * 8 * of_token * 4
-    assert runner.kv_cache_bytes == sum(kv.nbytes for kv in runner.kv_cache)
+    architecture, groups = runner.spec.architecture, len(runner.cache_groups)
+    of_token = {
+        "Qwen3MoeForCausalLM": 3 * 2 * 2 * 32,
+        "Glm4MoeLiteForCausalLM": 3 * (40 + 16),
+        "Gemma4ForCausalLM": 2 * 2 * 64,
+    }[architecture]
+    is_small = runner.spec.num_layers == 6
+    if is_small:
+        of_token = 2 * 64  # two layers with the window and one without have a cache of their own
+    assert runner.kv_layout.block_bytes == 8 * of_token * 4
+    assert groups == (2 if architecture.startswith("Gemma4") else 1)
+    storages = {kv.untyped_storage().data_ptr(): kv.untyped_storage().nbytes() for kv in runner.kv_cache}
+    assert runner.kv_cache_bytes == sum(storages.values())
     engine.close()

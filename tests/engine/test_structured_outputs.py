@@ -230,6 +230,10 @@ def test_what_cannot_be_compiled_or_followed_ends_in_an_error(tiny_model: Path) 
     loop.run()
     assert loop.ended("broken") == "error"
     assert loop.ended("complex") == "error"
+    for request_id in ("broken", "complex"):
+        output = loop.outputs[request_id][-1]
+        assert output.is_refused, "the request is to blame, not the server"
+        assert output.error.startswith("its grammar cannot be ")
     assert len(loop.run()["plain"]) == 20
 
 

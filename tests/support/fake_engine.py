@@ -88,6 +88,7 @@ class FakeEngine:
         self.pid = os.getpid()
         self.replicas = [self]
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
+        self.refuses = False  # the request is to blame for that
         self.time_out_after: int | None = None  # tokens after which a request with a deadline ends for that
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # answers and embeddings wait until they are aborted
@@ -250,6 +251,7 @@ class FakeEngine:
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
                 output.error = "it is broken" if finish == "error" else ""
+                output.is_refused = self.refuses and finish == "error"
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update
