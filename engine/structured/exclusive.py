@@ -12,6 +12,7 @@ from engine.structured.values import TYPES, listed, pattern_without, values_of, 
 Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[str], Any]  # what a `$ref` points to, or None
 
+MAX_NAMES = 8  # of which one tells two schemas apart
 MAX_BRANCHES = 32
 MAX_WORK = 100_000  # schemas, names and values that are looked at for all of one document
 MAX_LEVELS = 6  # of schemas inside schemas, when two are compared
@@ -37,8 +38,10 @@ def views(schema: Any, resolve: Resolve) -> list[Schema]:
 def exclusive(schema: Schema, judge: Judge) -> list[Any] | None:
     """The branches of the schema's `oneOf`, narrowed so that `anyOf` of them says the same; None: not known how."""
     branches = list(schema["oneOf"])
+    values = [value for branch in branches for value in values_of(branch) or ()]
     if len(branches) > MAX_BRANCHES:
-        return None
+        only_texts = all(map(values_of, branches)) and all(isinstance(value, str) for value in values)
+        return branches if only_texts and len(set(values)) == len(values) else None
     types = _types(schema)
     for i, j in combinations(range(len(branches)), 2):
         if judge.work_left < 0:
@@ -102,6 +105,9 @@ class Judge:
             least, most = limits
             if any(a.get(most, float("inf")) < b.get(least, float("-inf")) for a, b in ((one, other), (other, one))):
                 return True
+        if common == {"array"} and one.get("minItems") and other.get("minItems"):
+            items = [each.get("items", True) for each in (one, other) if "prefixItems" not in each]
+            return len(items) == 2 and self.disjoint(items[0], items[1], set(TYPES), levels)
         if common != {"object"}:
             return False
         for a, b in ((one, other), (other, one)):
@@ -139,8 +145,32 @@ def _parted(one: Any, other: Any, types: set[str], judge: Judge) -> tuple[Any, A
         kinds = [view["type"] for view in judge.views(each) if "type" in view]
         if (_types(each) & types) != {"object"} and (kinds or "object" not in types):
             return None
-    left, right = _without_a_name(one, other, judge), _without_a_name(other, one, judge)
+    left, right = _apart(one, other, judge), _apart(other, one, judge)
     return None if left is None or right is None else (left, right)
+
+
+def _apart(schema: Schema, other: Schema, judge: Judge) -> Any:
+    found = _without_a_name(schema, other, judge)
+    return _with_a_name(schema, other, judge) if found is None else found
+
+
+def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
+    """The schema's objects that have a name for which `other` allows nothing that the schema does. None: there is none."""
+    own, others = judge.views(schema), judge.views(other)
+    everything = set(TYPES)
+    found = [
+        name
+        for name in dict.fromkeys(name for view in own for name in view.get("properties", {}))
+        if all(_property(view, name) is not False for view in own)
+        and any(
+            _forbids(theirs, name) or judge.disjoint(_property(view, name), _property(theirs, name), everything)
+            for view, theirs in product(own, others)
+        )
+    ]
+    if not found:
+        return None
+    required = [{"required": [name]} for name in found[:MAX_NAMES]]
+    return {"allOf": [schema, {"type": "object", **(required[0] if len(required) == 1 else {"anyOf": required})}]}
 
 
 def _without_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
@@ -156,8 +186,9 @@ def _without_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
 
 
 def _apart_from(schema: Schema, values: list[Any], types: set[str]) -> Schema | None:
-    """The schema without these values, where they and it are texts."""
-    if _types(schema) & types != {"string"} or not all(isinstance(value, str) for value in values):
+    """The schema without these values, where they are texts."""
+    if not all(isinstance(value, str) for value in values) or (pattern := pattern_without(values)) is None:
         return None
-    pattern = pattern_without(values)
-    return None if pattern is None else {"allOf": [schema, {"type": "string", "pattern": pattern}]}
+    texts = {"type": "string", "pattern": pattern}
+    rest = sorted((_types(schema) & types) - {"string"})
+    return {"allOf": [schema, {"anyOf": [{"type": rest}, texts]} if rest else texts]}

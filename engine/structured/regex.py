@@ -18,6 +18,7 @@ _CLASSES = {  # the narrow and the wide reading, as members of a character class
     "w": ("0-9A-Za-z_", r"\p{L}\p{M}\p{N}\p{Pc}"),
     "s": (r" \t\n\r\f\v", r"\s\x1c-\x1f\x{feff}"),
 }
+_ANCHORS = {r"\A": "^", r"\Z": "$", r"\z": "$"}
 _COUNT = re.compile(r"\{(\d{1,9})?(,)?(\d{1,9})?\}")
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _GROUP = re.compile(r"\((?:\?(?:P?<\w+>|[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]))?")
@@ -104,7 +105,10 @@ def pieces(pattern: str) -> Iterator[tuple[str, str, int]]:
     at = 0
     while at < len(pattern):
         char = pattern[at]
-        if char == "\\":
+        if pattern[at : at + 2] in _ANCHORS:
+            yield _ANCHORS[pattern[at : at + 2]], "sign", 1
+            at += 2
+        elif char == "\\":
             piece, at = _escape(pattern, at, in_class=False, negated=False)
             yield piece, "atom", 1
         elif char == "[":

@@ -6,6 +6,7 @@ said so is left as it is, and the library refuses it by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -19,8 +20,13 @@ _OTHERS = frozenset(["anyOf", "oneOf", "if", "dependentSchemas", "dependencies",
 MAX_CONTAINED = 16  # elements that `minContains` asks for
 MAX_UNIQUE = 6  # values whose sets are written out
 
+_NOT_TEXTS = re.compile(r"\^\(\?!(?:([\w-]+)|\(([\w-]+(?:\|[\w-]+)*)\))\$\)")  # ^(?!this$), ^(?!(this|that)$)
+
 # Of widely used libraries that write look-ahead, each with a pattern of the same texts without.
 _PATTERNS = {
+    r"^(?=^[^./~])(^((?!\.{2}).)*$).*$": (  # Frictionless' paths
+        r"^[^./~\n\r\u2028\u2029](?:[^.\n\r\u2028\u2029]|\.[^.\n\r\u2028\u2029])*\.?$"
+    ),
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$",  # pydantic's Decimal
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (  # zod's email
         r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
@@ -38,13 +44,20 @@ def rewrite(schema: Schema, judge: Judge) -> None:
 
 
 def _pattern(schema: Schema) -> None:
-    """What looks ahead from the beginning is a pattern of its own."""
+    """What looks ahead from the beginning is a pattern of its own, also that a text is none of a few."""
     pattern = schema.get("pattern", "")
     if (known := _PATTERNS.get(pattern)) is not None:
         schema["pattern"] = known
         return
     if len(pattern) > MAX_LENGTH:
         return  # it will be refused
+    if (match := _NOT_TEXTS.match(pattern)) is not None:
+        texts = [
+            text + end for text in (match[1] or match[2]).split("|") for end in ("", "\n")
+        ]  # in Python $ is before a last newline
+        if (others := pattern_without(texts)) is not None:
+            also(schema, {"pattern": others})
+            pattern = schema["pattern"] = "^" + pattern[match.end() :]
     for _ in range(MAX_AHEAD):  # each is looked for in all of the rest
         if not pattern.startswith("^(?=") or (end := end_of_group(pattern, 1)) is None:
             return
@@ -145,6 +158,8 @@ def _opposites(schema: Schema, condition: Any) -> list[Schema] | None:
     """Schemas of which an instance of `schema` matches one if and only if it does not match `condition`; None: not known."""
     if isinstance(condition, bool):
         return [] if condition else [{}]
+    if condition.get("additionalProperties") is True:
+        condition = {name: value for name, value in condition.items() if name != "additionalProperties"}
     if condition.keys() == {"not"}:
         return [condition["not"]] if isinstance(condition["not"], dict) else None
     if condition.keys() <= {"const", "enum", "type"} and condition.keys() & {"const", "enum"}:

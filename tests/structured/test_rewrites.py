@@ -16,6 +16,7 @@ from tests.support.walks import walk
 STRING, INTEGER, BOOLEAN = {"type": "string", "maxLength": 8}, {"type": "integer"}, {"type": "boolean"}
 KIND = {"type": "string", "enum": ["card", "cash", "bank"]}
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+FRICTIONLESS = r"^(?=^[^./~])(^((?!\.{2}).)*$).*$"
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 
 
@@ -66,6 +67,26 @@ REWRITTEN: dict[str, Any] = {
     "set of an enumeration": {"type": "array", "items": KIND, "uniqueItems": True},
     "set of at least two": {"type": "array", "items": KIND, "uniqueItems": True, "minItems": 2},
     "set of booleans": {"type": "array", "items": BOOLEAN, "uniqueItems": True},
+    "one of closed objects": {
+        "oneOf": [{**closed([], a=BOOLEAN, b=STRING)}, {**closed([], a=BOOLEAN, c=STRING)}, closed(["d"], d=BOOLEAN)],
+    },
+    "one of objects by a value that may be missing": {
+        **closed([], type={"enum": ["a", "b", "c"]}, at=BOOLEAN),
+        "oneOf": [
+            {"properties": {"type": {"const": "a"}}},
+            {"properties": {"type": {"const": "b"}, "at": {"const": True}}},
+        ],
+    },
+    "one of lists": {
+        "oneOf": [{"type": "array", "items": kind, "minItems": 1, "maxItems": 2} for kind in (BOOLEAN, STRING)],
+    },
+    "one of many texts": {"oneOf": [{"const": f"x{i}"} for i in range(50)]},
+    "one of a text and an object or other texts": {
+        "oneOf": [{"anyOf": [closed(a=BOOLEAN), {"type": "string", "maxLength": 3}]}, {"enum": ["a", "abcd"]}],
+    },
+    "not one of a few texts": {"type": "string", "pattern": "^(?!(no|none)$)[n-o]{2,4}$"},
+    "a path": {"type": "string", "pattern": FRICTIONLESS},
+    "a line": {"type": "string", "pattern": r"\A[^\n]*\Z"},
     "if, then, else": {
         **closed(["kind"], kind=KIND, iban=STRING, number=INTEGER),
         "if": {"properties": {"kind": {"const": "bank"}}},
@@ -264,6 +285,19 @@ def test_instances_are_valid(name: str, compiler: Compiler) -> None:
         ("zod's email", "first..last@example.com", False),
         ("pydantic's Decimal", "-12.50", True),
         ("pydantic's Decimal", "-.", False),
+        ("one of closed objects", {"a": True}, False),
+        ("one of closed objects", {"a": True, "c": "x"}, True),
+        ("one of objects by a value that may be missing", {"at": True}, False),
+        ("one of objects by a value that may be missing", {"type": "b", "at": True}, True),
+        ("one of lists", [], False),
+        ("one of lists", ["x"], True),
+        ("one of a text and an object or other texts", "a", False),
+        ("one of a text and an object or other texts", {"a": True}, True),
+        ("not one of a few texts", "none", False),
+        ("not one of a few texts", "noon", True),
+        ("a path", "a.b/c.", True),
+        ("a path", "a..b", False),
+        ("a path", "/a", False),
         ("format klingon", "Qapla", True),
     ],
 )
