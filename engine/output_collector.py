@@ -198,8 +198,10 @@ class OutputCollector:
             pending.new_token_ids += output.new_token_ids
             pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
             pending.error = output.error
-            if output.logprobs is not None:
-                pending.logprobs = (pending.logprobs or []) + output.logprobs
+            if pending.logprobs is None:
+                pending.logprobs = output.logprobs
+            elif output.logprobs is not None:
+                pending.logprobs += output.logprobs
         if output.finish_reason is not None:
             self.finished = True
         if output.queued_time:
