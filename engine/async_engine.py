@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
-UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop: a millisecond or two
+UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop, at most
 UPDATES_PER_SECOND = (
     20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
 )

@@ -46,6 +46,7 @@ class RequestUpdate:
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, when asked: of the prompt from its second
     embedding: bytes | None = None  # float32 values, when that was asked for instead of an answer
     error: str = ""  # with "error": what went wrong
+    is_refused: bool = False  # with "error": the request is to blame for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class OutputCollector:
         else:
             pending.new_token_ids += output.new_token_ids
             pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
-            pending.error = output.error
+            pending.error, pending.is_refused = output.error, output.is_refused
             if pending.logprobs is None:
                 pending.logprobs = output.logprobs
             elif output.logprobs is not None:
@@ -242,7 +243,7 @@ class OutputCollector:
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
         return RequestUpdate(
             text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics,
-            pending.prompt_logprobs, pending.embedding, pending.error,
+            pending.prompt_logprobs, pending.embedding, pending.error, pending.is_refused,
         )  # fmt: skip
 
 
