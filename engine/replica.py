@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats
 from engine.engine_process import EngineProcess
+from engine.expert_tokens import ExpertTokens
 from engine.messages import Abort, Add, Ready, Start, Step
 from engine.output_collector import deliver
 from engine.start_times import expected_seconds
@@ -45,6 +46,7 @@ class Replica:
         self.streams: dict[str, Stream] = {}
         self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
         self.step_tokens = StepTokens()
+        self.expert_tokens = ExpertTokens()
         self.ready: Ready | None = None  # what the newest process said when it was
         self._is_draining = False
         environment = _own_environment(config, index)
@@ -110,6 +112,7 @@ class Replica:
         """A step's outputs, for those who wait for them."""
         self.stats = step.stats
         self.step_tokens.see(step.stats)
+        self.expert_tokens.add(step.expert_tokens)
         deliver(step.outputs, self.streams, time.monotonic())
         for output in step.outputs.outputs:
             if output.finish_reason is not None and (stream := self.streams.get(output.request_id)) is not None:
