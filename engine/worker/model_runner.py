@@ -347,7 +347,7 @@ class ModelRunner:
         self._sampler.sample_groups(plan, logits, tokens)
         self._defer(handle, packed, deferred)
         if plan.with_logprobs:
-            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens)
+            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens, self.device.upload)
         n = len(handle.output.batch)
         handle.tokens = tokens[:n]
         if self.device.is_accelerator:
