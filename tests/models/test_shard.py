@@ -100,6 +100,8 @@ def logits(decoded: Any) -> Tensor:
         ("granitemoeshared", 2),
         ("gpt_oss", 2),
         ("deepseek_v3", 2),
+        ("gemma4_moe", 2),
+        ("gemma4_small", 4),
     ],
 )
 def test_ranks_equal_one_rank(tmp_path: Path, name: str, size: int) -> None:
