@@ -1,4 +1,4 @@
-"""How long nobody is answered after the engine process was killed under load: `python -m tests.attack.recovery`.
+"""How long nothing is answered after the engine process was killed under load: `python -m tests.attack.recovery`.
 
     python -m tests.attack.recovery             three kills
     python -m tests.attack.recovery --kills 10
