@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -23,6 +24,7 @@ from engine.structured.json_schema import MAX_TEXT_LENGTH, prepare
 from engine.structured.lark import bounded
 from engine.structured.quoted_lark import object_with_text
 from engine.structured.regex import portable
+from engine.structured.unique import MARK, Endings
 
 MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
@@ -110,6 +112,8 @@ class Compiler:
         found = self.remembered(grammar)
         if found is None:
             matcher = self._build(grammar)
+            if f'"{MARK}"' in grammar:
+                self.endings  # noqa: B018  it takes a while, so not in the engine's loop
             found = matcher.deep_copy()
             self._remember(grammar, matcher)
         return found
@@ -172,6 +176,11 @@ class Compiler:
                 self._made = _make_tokenizer(self._vocabulary)
                 self._load = None
             return self._made
+
+    @cached_property
+    def endings(self) -> Endings:
+        self._tokenizer()
+        return Endings(self._vocabulary.tokens)
 
     @property
     def vocab_size(self) -> int:

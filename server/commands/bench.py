@@ -17,7 +17,7 @@ BENCHMARKS = {  # name → (module, what it is)
         "micro.server_path",
         "what a token costs between engine and socket, with an engine that has no model",
     ),
-    "kernels": ("micro.kernels", "the attention kernels alone, beside the device's limits (GPU)"),
+    "kernels": ("micro.kernels", "the attention kernels (GPU) or experts alone, beside the device's limits"),
     "compare": ("report.compare", "two result files: ratios, better or worse, significance"),
     "plot": ("report.plot", "result files as pictures (needs matplotlib: pip install 'quire[plot]')"),
 }
