@@ -82,7 +82,10 @@ class EngineConfig:
         metavar="FILE",
     )
     prefix_cache_file_size: int = flag(
-        16 << 30, "the most that file may grow to; blocks not used for longest give way", size=True, at_least=1
+        16 << 30,
+        "bytes that file may grow to, such as 16GiB, the default; blocks not used for longest give way",
+        size=True,
+        at_least=1,
     )
 
     tensor_parallel_size: int = flag(

@@ -31,7 +31,7 @@ MUST_BE = {
 
 
 def mpt(config: Config) -> ModelSpec:
-    """LayerNorm without biases, one tensor for q, k and v, an MLP that is not gated."""
+    """MPT: LayerNorm without biases, one tensor for query, key and value, and an MLP without a gate."""
     inner = config.get("attn_config") or {}
     for name, value in MUST_BE.items():
         if inner.get(name, value) != value:
