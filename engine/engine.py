@@ -30,6 +30,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
+from engine.expert_tokens import ExpertTokens
 from engine.input_processor import load_tokenizer, vocabulary_of
 from engine.isolation import Recovery, client_reason, failed_output, refused_output
 from engine.models.families import read_spec
@@ -145,6 +146,7 @@ class Engine:
             num_batches=min(self.options.num_stages, 2),
         )
         self.in_flight: Handle | None = None
+        self.expert_tokens = ExpertTokens()
         self._recovery = Recovery(self.scheduler, self.runner.reset)
         self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
         self._store: PrefixCacheStore | None = None
@@ -249,6 +251,7 @@ class Engine:
         """What a step gave, once the scheduler and the grammars know."""
         num_corrupted = self.scheduler.num_corrupted
         outputs = self.scheduler.update(*read)
+        self.expert_tokens.see(read[1].expert_tokens)
         if self.scheduler.num_corrupted > num_corrupted:
             _log_corrupted(outputs)
         if self._grammars.num_followed:

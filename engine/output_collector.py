@@ -199,8 +199,10 @@ class OutputCollector:
             pending.new_token_ids += output.new_token_ids
             pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
             pending.error, pending.is_refused = output.error, output.is_refused
-            if output.logprobs is not None:
-                pending.logprobs = (pending.logprobs or []) + output.logprobs
+            if pending.logprobs is None:
+                pending.logprobs = output.logprobs
+            elif output.logprobs is not None:
+                pending.logprobs += output.logprobs
         if output.finish_reason is not None:
             self.finished = True
         if output.queued_time:

@@ -22,6 +22,7 @@ from engine.core.batch import SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
+from engine.expert_tokens import ExpertTokens
 from engine.heartbeat import Heartbeat
 from engine.isolation import client_reason, failed_output, refused_output
 from engine.log import configure_logging, debugging
@@ -40,6 +41,8 @@ PROGRESS_SECONDS = 0.1  # between two messages about a phase of the start
 
 class Steppable(Protocol):
     """An engine, as the loop uses it."""
+
+    expert_tokens: ExpertTokens
 
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> bool: ...
@@ -110,7 +113,7 @@ class EngineLoop:
         stats = self._engine.stats()
         if outputs or stats != self._last_stats:
             self._last_stats = stats
-            self._events.send(encode(Step(outputs, stats)))
+            self._events.send(encode(Step(outputs, stats, self._engine.expert_tokens.take())))
 
 
 def main(build: Callable[..., Any] = Engine) -> None:

@@ -107,6 +107,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each of its tokens
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # index → of the tokens after its own
     embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; none: they are not finite
+    expert_tokens: dict[int, list[int]] = field(default_factory=dict)  # layer → tokens of each expert, if counted
 
 
 @dataclass(slots=True)

@@ -129,6 +129,7 @@ class Router(CheckpointModule):
         self.norm = RouterNorm(scope, spec.names.router_norm, hidden_size, eps) if eps else None
         self.expert_scale = empty(count, dtype=torch.float32, device=device) if spec.expert_scale else None
         self._scope, self._names = scope, spec.names
+        self.counts: Tensor | None = None  # [1 + E] int64: padding and each expert gain their tokens; None: not counted
 
     def forward(self, x: Tensor, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] → the normed x, the experts' ids [T, k] int32, -1 for padding, and their weights [T, k] float32."""
@@ -144,6 +145,9 @@ class Router(CheckpointModule):
             normed = x if residual.before is None else residual.before(x)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids.clamp(min=0)]
+        if self.counts is not None:
+            chosen = ids.flatten().long() + 1
+            self.counts.index_add_(0, chosen, torch.ones_like(chosen))
         return normed, ids, weights
 
     def tensors(self) -> Iterator[CheckpointTensor]:

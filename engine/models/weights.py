@@ -36,6 +36,7 @@ from engine.models.layers import (
 from engine.models.progress import Progress, silent
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
+from kernels import QuantizedWeight
 
 INDEX = "model.safetensors.index.json"
 BODY = "model."  # how names of all but the output head begin
@@ -112,6 +113,9 @@ def bytes_of_parts(model: Decoder) -> dict[str, int]:
     for name, module in model.named_modules():
         if isinstance(module, CheckpointModule):
             num_bytes = sum(tensor.memory.nbytes for tensor in module.tensors())
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, QuantizedWeight):  # rounded as it is loaded: what fills it gives the scales, too
+                num_bytes += weight.scale.nbytes
             found[_part_of(name, module)] += num_bytes
     if model.spec.tie_word_embeddings:
         found["head"] = 0

@@ -24,6 +24,7 @@ from engine.worker.block_copier import BlockCopier
 from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.device import Event
+from engine.worker.expert_load import ExpertCounts, ExpertLoad
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
@@ -48,6 +49,7 @@ class StepHandle:
     device_waited: bool = False  # the step before had guided requests, and ended before this one was launched
     wait_seconds: float = 0.0  # for which `read` waited for the device
     prompt_logprobs: PromptLogprobs | None = None
+    expert_counts: ExpertCounts | None = None
     embeddings: Embeddings | None = None
     logprobs: SampledLogprobs | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
@@ -86,6 +88,8 @@ class StepHandle:
             result.prompt_logprobs.update(self.prompt_logprobs.read())
         if self.embeddings is not None:
             result.embeddings.update(self.embeddings.read())
+        if self.expert_counts is not None:
+            result.expert_tokens.update(self.expert_counts.read())
         return self.output, result
 
 
@@ -141,6 +145,9 @@ class ModelRunner:
             self._sparse_plans = [allocate(n, *heads, sparse=sparse.sparse) for n in limits]
             alone = (sparse.num_heads, sparse.num_heads, sparse.head_dim)  # query heads have tiles of their own
             self._sparse_tile_queries = kernels.prefill_tile_queries(*alone, options.dtype)
+        self._expert_load: ExpertLoad | None = None
+        if options.expert_load_interval:
+            self._expert_load = ExpertLoad(model, options.expert_load_interval, self.device)
         self._num_launched = 0
         self._last_guided: Event | None = None  # end of the last step, if a graph of guided requests
 
@@ -243,7 +250,11 @@ class ModelRunner:
                 grid = torch.tensor(kernels.make_prefill_tiles(*lens, step), dtype=torch.int32)
                 tiles[step] = self.device.upload(grid)
         groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
+        load = self._expert_load if n < num_seqs else None
+        is_watched = load is not None and load.begin()
         hidden, to_device = self._forward(packed.num_tokens, groups), self.device.upload
+        if load is not None and is_watched:
+            handle.expert_counts = load.end()
         if not self.model.stage.is_last:
             assert self._link is not None
             self._link.send(hidden)
@@ -336,7 +347,7 @@ class ModelRunner:
         self._sampler.sample_groups(plan, logits, tokens)
         self._defer(handle, packed, deferred)
         if plan.with_logprobs:
-            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens)
+            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens, self.device.upload)
         n = len(handle.output.batch)
         handle.tokens = tokens[:n]
         if self.device.is_accelerator:

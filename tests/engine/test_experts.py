@@ -13,8 +13,10 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
+from engine.expert_tokens import ExpertTokens
 from engine.llm import LLM
 from engine.models.families import read_spec
+from engine.models.moe import Router
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
 
 LENGTH = 30
@@ -76,6 +78,43 @@ def test_grammars_and_seeds_alone_and_in_a_crowd(tiny_experts: Path) -> None:
     assert together == alone
     assert all(json.loads(text)["a"] in (1, 2) for text in together[1::2])
     llm.close()
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_tokens_of_each_expert_are_counted_in_steps_with_prompts(
+    tiny_experts: Path, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(tiny_experts), device="cpu", max_model_len=64, max_num_batched_tokens=8,
+            expert_load_interval=interval,
+        )
+    )  # fmt: skip
+    seen: list[list[int]] = []  # of each layer of each step: how many tokens its experts got
+    route = Router.forward
+
+    def watched(self: Router, *args: Any) -> Any:
+        normed, ids, weights = route(self, *args)
+        seen.append(ids[ids >= 0].bincount(minlength=len(self.weight)).tolist())
+        return normed, ids, weights
+
+    monkeypatch.setattr(Router, "forward", watched)
+    prompt = [5, 6, 7, 8, 9, 10, 11] * 8  # seven steps
+    engine.add_request(EngineRequest("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+    num_layers = engine.spec.num_layers
+    steps = [seen[at : at + num_layers] for at in range(0, len(seen), num_layers)]
+    expected = ExpertTokens()
+    for step in steps[interval - 1 : 7 : interval] if interval else ():
+        expected.see(dict(enumerate(step)))
+    assert len(steps) == 7 + 3
+    got = engine.expert_tokens.take()
+    assert got == expected.layers
+    assert engine.expert_tokens.take() == {}
+    if interval == 1:
+        assert got[0][-1] == engine.spec.layers[0].mlp.router.num_chosen * len(prompt)  # type: ignore[union-attr]
+    engine.close()
 
 
 def test_a_layer_takes_of_the_cache_what_it_needs(model: Any) -> None:

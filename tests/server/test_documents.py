@@ -108,6 +108,12 @@ def test_the_speeds_are_those_of_the_results() -> None:
         assert {work: row.split("|")[column].strip() for work, row in rows.items()} == dict.fromkeys(rows, "") | ratios
 
 
+def test_every_result_is_explained() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    explained = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text())
+    assert sorted({path.name for path in folder.iterdir()} - {"README.md", *explained}) == []
+
+
 def test_flags_of_the_readme_exist() -> None:
     options = {setting.option for cls in (EngineConfig, ServerConfig) for setting in settings_of(cls).values()}
     rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `--")]

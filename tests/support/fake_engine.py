@@ -19,6 +19,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
+from engine.expert_tokens import ExpertTokens
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
 from engine.outstanding import Outstanding
@@ -85,6 +86,7 @@ class FakeEngine:
         self.states = StateHolder()
         self.states.enter("ready")
         self.step_tokens = StepTokens()
+        self.expert_tokens = ExpertTokens()
         self.pid = os.getpid()
         self.replicas = [self]
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
