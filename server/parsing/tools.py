@@ -367,6 +367,7 @@ class _CallObject:
     def _read_whole(self) -> None:
         try:
             call = json.loads("".join(self._chars), strict=False)
+            json.dumps(call, ensure_ascii=False).encode()  # no answer can hold half of a surrogate pair
         except (ValueError, RecursionError):
             return
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
