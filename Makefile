@@ -26,7 +26,7 @@ serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://12
 	@exec $(BIN)/quire serve $(MODEL) $(ARGS)
 
 test: $(TESTS) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # What says most in the least time: no processes, no interpreter of kernels, no fuzz.
 QUICK := tests/core tests/text tests/structured tests/models tests/benchmarks/test_workloads.py tests/benchmarks/serving/test_metrics.py \

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,8 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.flags import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
+_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000, 32_000), 10_000))
 
 
 @contextlib.contextmanager
@@ -76,9 +80,12 @@ def wait_for_free_gpu(patience: float = 30.0) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Below the range that systems take ports from by themselves: no other process is given it before it is used."""
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], port: int, deadline: float) -> bool:
@@ -119,8 +126,8 @@ print(json.dumps(found))
 """
 
 
-def describe_machine(module: str, scratch: Path) -> dict[str, Any]:
-    """Versions and hardware, found in another process: this one never touches the GPU. `module`: the benchmark."""
+def describe_machine(scratch: Path) -> dict[str, Any]:
+    """Versions and hardware, found in another process: this one never touches the GPU."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     shown = subprocess.run(
         [sys.executable, "-P", "-c", _MACHINE],
@@ -132,7 +139,7 @@ def describe_machine(module: str, scratch: Path) -> dict[str, Any]:
     if shown.returncode:
         raise ConfigError(f"cannot look at this machine: {(shown.stderr.strip().splitlines() or ['no output'])[-1]}")
     found: dict[str, Any] = json.loads(shown.stdout.splitlines()[-1])
-    found["command"] = " ".join(["python", "-m", module, *sys.argv[1:]])
+    found["command"] = command_line()
     if shown_by_driver := nvidia_smi("power.limit,clocks.max.sm,clocks.max.mem"):
         keys = ("gpu_power_limit_W", "gpu_clock_MHz", "gpu_memory_clock_MHz")
         found |= dict(zip(keys, shown_by_driver, strict=True))

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 600.0  # in which restarts are counted
 MAX_DELAY_SECONDS = 30.0  # before a restart
-DRAIN_SECONDS = 0.2  # for what a dead process sent before it died to arrive
+DRAIN_SECONDS = 1.0  # for what a dead process sent before it died to arrive
 MAX_LOOK_SECONDS = 1.0  # between two looks at the heartbeat
 
 
@@ -125,10 +125,13 @@ class Supervisor:
             await asyncio.sleep(delay)
             self.process = self._make_process()
 
-    def restart(self, reason: str) -> None:
-        """Let the process, which takes commands, end in good order, and start another one."""
+    def restart(self, reason: str) -> bool:
+        """Let the process end in good order, and start another one; false, and nothing happens, while there is none that takes
+        commands.
+        """
         if self._takes_commands and not self._restart_asked.done():
             self._restart_asked.set_result(reason)
+        return self._takes_commands
 
     def close(self) -> None:
         """End the process, and wait for that."""

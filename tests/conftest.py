@@ -1,7 +1,9 @@
 """Fixtures that every test may use. Triton kernels run in its interpreter here, so a machine without a GPU tests them."""
 
 import os
+import random
 import signal
+import sys
 import tempfile
 from typing import Any
 
@@ -20,6 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # In the background Ctrl-C is ignored, also by what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on the tests before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

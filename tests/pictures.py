@@ -42,7 +42,7 @@ def stand_in(port: int) -> Iterator[str]:
         time.sleep(0.01)
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 def screenshot(tab: Any, url: str) -> None:

@@ -52,7 +52,7 @@ async def stream(client: httpx.AsyncClient, url: str, model: str, number: int, h
 
 
 def test_two_hundred_clients_and_half_of_them_hang_up(server: str) -> None:
-    model = httpx.get(f"{server}/v1/models").json()["data"][0]["id"]
+    model = httpx.get(f"{server}/v1/models", timeout=60).json()["data"][0]["id"]
 
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=NUM_CLIENTS)
@@ -84,7 +84,7 @@ def test_the_official_client_chats(server: str) -> None:
 
 def test_embeddings_among_chats(server: str) -> None:
     """Whatever else runs, a text's vector is the same; texts about the same thing are nearer than others."""
-    model = httpx.get(f"{server}/v1/models").json()["data"][0]["id"]
+    model = httpx.get(f"{server}/v1/models", timeout=60).json()["data"][0]["id"]
     texts = ["The cat sleeps on the mat.", "A cat is sleeping on a mat.", "What is 17 plus 25?"]
 
     async def embed(client: httpx.AsyncClient, **body: str) -> list[list[float]]:

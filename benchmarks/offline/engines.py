@@ -173,7 +173,7 @@ def compare(flags: EnginesFlags, path: Path) -> dict[str, Any]:
     deadline = time.time() + (flags.time_limit or float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
         pairs = plan(flags, has_gpu=nvidia_smi("name") is not None)
-        machine = describe_machine("benchmarks.offline.engines", Path(scratch))
+        machine = describe_machine(Path(scratch))
         results = Results()
         durations: dict[str, float] = {}  # of each job, the last time it ran
         for number, pair in schedule(pairs, flags.rounds):

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.served import ROOT, free_port
+from benchmarks.processes import free_port
+from tests.support.served import ROOT
 
 START_SECONDS = 240.0
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.processes import free_port
 from tests.clients.scripted import call, scripted
 from tests.clients.table import Client
-from tests.support.served import free_port
 
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".clients" / "litellm"  # it wants older packages than others do
 KEY = f"sk-{secrets.token_hex(32)}"

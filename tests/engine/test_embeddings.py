@@ -281,4 +281,4 @@ def test_in_a_process_of_its_own(tiny_model: Path, expected: list[torch.Tensor])
             await asyncio.sleep(0.01)
         engine.close()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 200))

@@ -75,7 +75,7 @@ def running_loop(
         ):
             bound.bind(f"inproc://{name}")
             connected.connect(f"inproc://{name}")
-        front_events.rcvtimeo = 10_000
+        front_events.rcvtimeo = 60_000
         caught: list[BaseException] = [] if errors is None else errors
 
         def loop() -> None:
@@ -90,7 +90,7 @@ def running_loop(
             yield Front(front_commands, front_events, engine.runner, thread)
         finally:
             front_commands.send(encode(Shutdown()))
-            thread.join(10)
+            thread.join(60)
             for socket in sockets:
                 socket.close(linger=0)
         assert not thread.is_alive()
@@ -169,7 +169,7 @@ def test_exception_that_is_of_no_request_ends_the_loop(tiny_model: Path) -> None
         assert stats.num_waiting == 2
         front.runner.launch_fault, front.runner.reset_fault = burn, RuntimeError("the fake device is on fire")
         steps.release()
-        front.thread.join(10)
+        front.thread.join(60)
     assert [str(error) for error in errors] == ["the fake device is on fire"]
 
 

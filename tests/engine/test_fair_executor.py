@@ -10,12 +10,12 @@ from engine.fair_executor import FairExecutor
 
 def test_one_of_each_owner_alternately() -> None:
     threads, gate, order = FairExecutor(ThreadPoolExecutor(1)), Event(), list[str]()
-    first = threads.submit("a", gate.wait, 20)
+    first = threads.submit("a", gate.wait, 60)
     futures = [threads.submit("a", order.append, f"a{i}") for i in range(5)]
     futures += [threads.submit(owner, order.append, f"{owner}{i}") for owner in "bc" for i in range(2)]
     gate.set()
     for each in futures:
-        each.result(20)
+        each.result(60)
     assert first.result()
     assert order == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "a3", "a4"]
     threads.shutdown()
@@ -23,25 +23,25 @@ def test_one_of_each_owner_alternately() -> None:
 
 def test_errors_and_cancelled_tasks() -> None:
     threads, gate, order = FairExecutor(ThreadPoolExecutor(1)), Event(), list[str]()
-    first = threads.submit("a", gate.wait, 20)
+    first = threads.submit("a", gate.wait, 60)
     failing = threads.submit("b", int, "no number")
     cancelled, last = threads.submit("b", order.append, "cancelled"), threads.submit("b", order.append, "last")
     assert cancelled.cancel()
     gate.set()
-    first.result(20)
+    first.result(60)
     with pytest.raises(ValueError, match="no number"):
-        failing.result(20)
-    last.result(20)
+        failing.result(60)
+    last.result(60)
     assert order == ["last"]
     threads.shutdown()
 
 
 def test_what_waits_when_it_is_shut_down_is_cancelled() -> None:
     threads, gate = FairExecutor(ThreadPoolExecutor(1)), Event()
-    threads.submit("a", gate.wait, 20)
+    threads.submit("a", gate.wait, 60)
     waiting = [threads.submit("b", int) for _ in range(3)]
     threads.shutdown()
     gate.set()
     for each in waiting:
         with pytest.raises(CancelledError):
-            each.result(20)
+            each.result(60)

@@ -31,9 +31,9 @@ pytest.importorskip("triton")
 
 R = TypeVar("R")
 REQUESTS = {
-    "greedy": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=12)),
+    "greedy": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=9)),
     "long prompt": (list(range(40)), SamplingParams(temperature=0, max_tokens=4)),
-    "sampled": ([9] * 13, SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1, max_tokens=10)),
+    "sampled": ([9] * 13, SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1, max_tokens=7)),
     "special": ([1, 2], SamplingParams(temperature=0.8, repetition_penalty=1.3, logprobs=2, seed=2, max_tokens=6)),
     "scored": ([8, 3, 8, 3, 8], SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2)),
     "word": ([3, 1], SamplingParams(seed=3, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-p]{4}"))),

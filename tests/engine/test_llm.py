@@ -1,10 +1,10 @@
 """The offline API, as scripts written for vLLM use it."""
 
+import itertools
 import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,16 +209,21 @@ def test_prefix_cache(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
-def test_interrupted_llm_can_be_used_on(llm: LLM) -> None:
+def test_interrupted_llm_can_be_used_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     long = SamplingParams(max_tokens=3000, ignore_eos=True, n=2)
     before = signal.getsignal(signal.SIGINT)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    start = time.monotonic()
+    step, num_steps = llm._engine.step, itertools.count(1)
+
+    def interrupted() -> Any:
+        if next(num_steps) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], long, use_tqdm=False)
-    timer.join()
-    assert time.monotonic() - start < 30
+    assert 20 <= next(num_steps) < 100
+    monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is before
     assert not llm._engine.has_work()
     assert len(llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12

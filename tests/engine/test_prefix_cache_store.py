@@ -355,4 +355,4 @@ def test_a_killed_engine_s_successor_finds_what_was_saved(tiny_model: Path, path
         finally:
             engine.close()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 200))

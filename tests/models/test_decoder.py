@@ -23,9 +23,7 @@ def test_family_equals_transformers(name: Any) -> None:
     assert result["max_error"] <= MAX_ERROR, result
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-gqa4-llama3", "mistral-window", "qwen2", "qwen3", "gemma3", "cohere2", "qwen3_moe", "glm4_moe"]
-)
+@pytest.mark.parametrize("name", ["llama-gqa4-llama3", "qwen3", "gemma3", "cohere2", "glm4_moe"])
 def test_bfloat16_is_as_exact_as_transformers(name: str) -> None:
     result = check_family(name, "cpu", torch.bfloat16)
     assert passes(result, torch.bfloat16), result

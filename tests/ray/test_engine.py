@@ -69,7 +69,9 @@ def test_ranks_on_two_nodes_and_a_lost_one(cluster: Any, demo_model: Path, size:
         os.kill(pid, signal.SIGKILL)
         assert any("error" in event for event in events), "it had begun"
         deadline = time.monotonic() + 240
-        while httpx.get(f"{url}/health").status_code != 200 or not metric(url, "quire:engine_restarts_total"):
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200 or not metric(
+            url, "quire:engine_restarts_total"
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.5)
         assert text_of(streamed(url)) == expected, "after the restart"

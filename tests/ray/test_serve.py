@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.processes import free_port
 from engine import LLM, SamplingParams
 from engine.engine_process import ENGINE_MODULE
-from tests.support.served import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PATIENCE = 240.0  # seconds that Ray may take for anything
@@ -95,9 +95,9 @@ def test_a_stream_is_the_models(url: str, demo_model: Path) -> None:
     events = list(streamed(url, 24))
     assert len(events) > 4
     assert "".join(event["choices"][0]["text"] for event in events) == expected
-    assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == ["demo"]
-    assert httpx.get(f"{url}/readyz").status_code == 200
-    assert "<title>" in httpx.get(url).text, "the chat page"
+    assert [each["id"] for each in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]] == ["demo"]
+    assert httpx.get(f"{url}/readyz", timeout=60).status_code == 200
+    assert "<title>" in httpx.get(url, timeout=60).text, "the chat page"
 
 
 def test_requests_that_wait_bring_a_second_replica(url: str) -> None:

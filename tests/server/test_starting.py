@@ -39,7 +39,7 @@ def run(check: Check, **settings: object) -> None:
     async def main() -> None:
         starting = Starting(**settings)
         transport = httpx.ASGITransport(starting.switch)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
             await check(http, starting)
 
     asyncio.run(main())

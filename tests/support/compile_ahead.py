@@ -233,7 +233,8 @@ def prepare() -> None:
 
 
 VARIANTS: list[Callable[[], None]] = [
-    *(functools.partial(f, dtype) for f in (norm, activation, sampling) for dtype in (F32, F16, BF16)),
+    *(functools.partial(f, dtype) for f in (norm, activation) for dtype in (F32, F16, BF16)),
+    functools.partial(sampling, BF16),
     functools.partial(rotary, 128, 128, True),
     functools.partial(rotary, 64, 64, False, F16),
     functools.partial(rotary, 80, 40, True, F32),
@@ -242,26 +243,16 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(kv_cache, BF16),
     functools.partial(attention, 128, 7, 16, few=False),
     functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi_slopes=True),
-    functools.partial(attention, 256, 4, 16),
-    functools.partial(attention, 128, 4, 16, F32),
     functools.partial(latent, 20, 3),
-    functools.partial(latent, 128, 40, F16, interleaved=False),
-    functools.partial(latent, 16, 3, F32),
     functools.partial(matmul, 1, F16),
     functools.partial(matmul, 5, BF16),
     functools.partial(matmul, 11, BF16),
     functools.partial(matmul, 16, F32),
     functools.partial(quantized, 5, "e4m3"),
-    functools.partial(quantized, 12, "e4m3", 128, 128),
     functools.partial(quantized, 1, "int8"),
     functools.partial(quantized, 1, "int4", 128, zeros=True),
-    functools.partial(quantized, 1, "int4", 32),
     functools.partial(quantized, 3, "e2m1", 16, e4m3_scales=True),
-    functools.partial(quantized, 3, "e2m1", 32),
-    functools.partial(quantized, 60, "e4m3"),
-    functools.partial(quantized, 60, "int8", 64, zeros=True, dtype=F16),
     functools.partial(quantized, 60, "int4", 128),
-    functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
     functools.partial(quantized, 300, "int8", rounds=True),
     functools.partial(all_reduce, BF16),
     functools.partial(all_reduce, F32),
@@ -284,13 +275,22 @@ E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from
     functools.partial(quantized, 300, "e4m3", 128, 128, rounds=True),
 ]
 
-# Attention takes most of the time, so that other devices compile no more than some of its forms.
+# Compilation takes long: other devices compile no more than some forms of these.
 HOPPER_VARIANTS: list[Callable[[], None]] = [
     parts_of_channels,
-    functools.partial(attention, 128, 2, 16),
+    functools.partial(attention, 256, 4, 16),
+    functools.partial(latent, 128, 40, F16, interleaved=False),
+    functools.partial(quantized, 12, "e4m3", 128, 128),
+    functools.partial(quantized, 60, "e4m3"),
+    functools.partial(quantized, 60, "int8", 64, zeros=True, dtype=F16),
+    functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
+    functools.partial(sampling, F32),
+    functools.partial(sampling, F16),
+    functools.partial(latent, 16, 3, F32),
+    functools.partial(quantized, 1, "int4", 32),
+    functools.partial(quantized, 3, "e2m1", 32),
     functools.partial(attention, 64, 8, 16, window=128, sinks=True),
     functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),
-    functools.partial(attention, 64, 8, 64, F16),
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
 ]

@@ -19,6 +19,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
+from engine.expert_tokens import ExpertTokens
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
 from engine.outstanding import Outstanding
@@ -85,13 +86,17 @@ class FakeEngine:
         self.states = StateHolder()
         self.states.enter("ready")
         self.step_tokens = StepTokens()
+        self.expert_tokens = ExpertTokens()
         self.pid = os.getpid()
         self.replicas = [self]
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
+        self.refuses = False  # the request is to blame for that
         self.time_out_after: int | None = None  # tokens after which a request with a deadline ends for that
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # answers and embeddings wait until they are aborted
+        self.holds_after: int | None = None  # tokens after which answers do: they are there however slow the test is
         self.active: dict[str, list[int]] = {}
+        self.begun: set[str] = set()  # perhaps before anything reads their answers
         self.aborted: set[str] = set()
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
@@ -138,6 +143,7 @@ class FakeEngine:
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
         self.outstanding.add(request_id, request.owner)
+        self.begun.add(request_id)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)
         return self._generate(request_id, prompt, request.sampling)
@@ -165,9 +171,10 @@ class FakeEngine:
             del self.active[request_id]
             self.ended[request_id] = 0
             self.outstanding.end(request_id)
+            self.begun.discard(request_id)
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self.active:
+        if request_id in self.active or request_id in self.begun:
             self.aborted.add(request_id)
 
     def tokens(self, sampling: SamplingParams) -> list[int]:
@@ -206,7 +213,7 @@ class FakeEngine:
         try:
             while True:
                 await asyncio.sleep(self.delay)
-                while self.holds and request_id not in self.aborted:
+                while (self.holds or len(generated) == self.holds_after) and request_id not in self.aborted:
                     await asyncio.sleep(0.005)
                 if self.die_after is not None and len(generated) >= self.die_after:
                     self.states.enter("dead", reason="the engine process was killed by SIGKILL")
@@ -246,6 +253,7 @@ class FakeEngine:
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
                 output.error = "it is broken" if finish == "error" else ""
+                output.is_refused = self.refuses and finish == "error"
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update
@@ -255,6 +263,7 @@ class FakeEngine:
             del self.active[request_id]
             self.ended[request_id] = len(generated)
             self.outstanding.end(request_id)
+            self.begun.discard(request_id)
 
 
 class GrammarEngine(FakeEngine):

@@ -60,7 +60,7 @@ class FakeRunner:
 
     def launch(self, output: SchedulerOutput) -> FakeHandle:
         if self.permits is not None:
-            assert self.permits.acquire(timeout=10), "the test does not let the runner go on"
+            assert self.permits.acquire(timeout=60), "the test does not let the runner go on"
         if self.launch_fault is not None:
             self.launch_fault(output)
         for request_id in output.removed:

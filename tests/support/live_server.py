@@ -38,12 +38,12 @@ class Live:
     def complete(self, prompt: Any = "Hi", **body: Any) -> httpx.Response:
         return self.post("/v1/completions", prompt=prompt, **body)
 
-    def wait_idle(self, seconds: float = 20.0) -> None:
+    def wait_idle(self, seconds: float = 60) -> None:
         """Until the engine works on nothing."""
         wait_until(lambda: not self.engine.active, seconds)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -56,6 +56,7 @@ def run_server(
 ) -> Iterator[Live]:
     """`send_buffer`: bytes that the kernel holds for a client that does not read."""
     settings = settings or ServerConfig()
+    options = {"log_stats": False} | options  # at any time, in the log of whichever test runs
     app = create_app(engine, settings, **options)
     connections = connections_of(settings)
     config = uvicorn.Config(
@@ -77,13 +78,13 @@ def run_server(
     port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.005)
     assert server.started
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
         yield Live(engine, http, port, connections)
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     listener.close()
     assert not thread.is_alive()

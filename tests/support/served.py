@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,13 +15,9 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.processes import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -51,14 +46,14 @@ def serve(model: Path, *flags: str) -> Iterator[str]:
 
         try:
             url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 400  # it may have to compile the kernels first
             while not _answers(url):
                 assert process.poll() is None, written()
                 assert time.monotonic() < deadline, written()
                 time.sleep(0.2)
             yield url
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0, written()
+            assert process.wait(timeout=60) == 0, written()
         finally:
             process.kill()
             process.wait()
@@ -66,19 +61,21 @@ def serve(model: Path, *flags: str) -> Iterator[str]:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 
 
 def metric(url: str, name: str) -> float:
     """The sum of a metric over its labels, from /metrics."""
-    found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    found = re.findall(
+        rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", httpx.get(f"{url}/metrics", timeout=60).text, re.MULTILINE
+    )
     assert found, name
     return sum(map(float, found))
 
 
-def blocks_in_use(url: str, patience: float = 30) -> float:
+def blocks_in_use(url: str, patience: float = 60) -> float:
     """The KV cache's use once it has fallen to nothing, or when `patience` seconds are over."""
     deadline = time.monotonic() + patience
     while (usage := metric(url, "vllm:kv_cache_usage_perc")) and time.monotonic() < deadline:

@@ -161,15 +161,6 @@ class Stub:
             return await self.as_ok(body, writer)
         return await (self.as_error_midway if len(self.requests) % 3 == 0 else self.as_overloaded)(body, writer)
 
-    async def as_queue(self, body: Any, writer: Any) -> bool:
-        """One request after the other, 4 ms each: 250 requests a second."""
-        async with self._turn:
-            await asyncio.sleep(0.004)
-        return await self.as_ok(body, writer)
-
-    async def prepare(self) -> None:
-        self._turn = asyncio.Lock()
-
 
 def events(body: dict[str, Any]) -> list[bytes]:
     """The events of an answer of the wanted length; the last but one is the usage."""
@@ -223,7 +214,6 @@ def run_stub() -> Iterator[Stub]:
     loop = asyncio.new_event_loop()
 
     async def main() -> None:
-        await stub.prepare()
         server = await asyncio.start_server(stub.serve_connection, "127.0.0.1", 0)
         stub.port = server.sockets[0].getsockname()[1]
         started.set()
@@ -236,11 +226,11 @@ def run_stub() -> Iterator[Stub]:
     stopped = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield stub
     finally:
         loop.call_soon_threadsafe(stopped.set)
-        thread.join(10)
+        thread.join(60)
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()

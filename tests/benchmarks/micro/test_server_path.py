@@ -8,11 +8,10 @@ import pytest
 from benchmarks.micro import server_path
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions"])
-def test_figures(endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     words = ["--streams", "4", "--tokens", "100", "--step-ms", "5", "--repeat", "1", "--model", "llama-100m"]
-    words += ["--endpoint", endpoint, "--models-dir", str(tmp_path), "--save-result", str(path)]
+    words += ["--endpoint", "/v1/chat/completions", "--models-dir", str(tmp_path), "--save-result", str(path)]
     assert server_path.main(words) == 0
     result = json.loads(path.read_text())
     assert result["api_us_per_event"] > 0

@@ -57,7 +57,9 @@ def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
     row = re.search(r"\| tiny · llama\.cpp Q8_0 \| 8 \(\*\*([\d.]+)\*\*\) \| 32 \(\*\*([\d.]+)\*\*\) \|", table)
     assert row is not None, table
     # The rows are rounded too.
-    assert [float(times) for times in row.groups()] == pytest.approx([best["quire", "1"] / 8, best["quire", "4"] / 32], abs=0.02)
+    assert [float(times) for times in row.groups()] == pytest.approx(
+        [best["quire", "1"] / 8, best["quire", "4"] / 32], abs=0.02
+    )
 
 
 def test_what_fails_is_told(programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

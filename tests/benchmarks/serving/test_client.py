@@ -89,7 +89,7 @@ def test_headers_are_sent(stub: Stub) -> None:
     ],
 )
 def test_every_failure_has_its_cause(stub: Stub, behaviour: str, cause: str, details: str) -> None:
-    failed, again = ask(stub.url(behaviour), COMPLETION, count=2, timeout=0.3)
+    failed, again = ask(stub.url(behaviour), COMPLETION, count=2, timeout=0.3 if behaviour == "hanging" else 60)
     assert failed.cause == again.cause == cause
     assert failed.error.startswith(cause)
     assert details in failed.error

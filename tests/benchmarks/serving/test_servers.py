@@ -75,7 +75,7 @@ def test_offline_speed_is_measured_once_for_the_engines_named(
 ) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr(servers, "describe_machine", lambda module, scratch: {"cpu_cores": 2})
+    monkeypatch.setattr(servers, "describe_machine", lambda scratch: {"cpu_cores": 2})
     monkeypatch.setattr(servers, "run_job", lambda job, *rest: jobs.append(job))
     monkeypatch.setattr(Comparison, "_serve", lambda self, job, number, scratch: None)
     words = [*words, "--models", str(model), "--rounds", "2", "--output-json", str(tmp_path / "result.json")]
@@ -113,7 +113,7 @@ def test_the_table() -> None:
 def test_a_real_server(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "describe_machine", lambda module, scratch: {"cpu_cores": 2})
+    monkeypatch.setattr(servers, "describe_machine", lambda scratch: {"cpu_cores": 2})
     path = tmp_path / "result.json"
     words = ["--models", str(model), "--num-prompts", "8", "--max-concurrency", "4", "--input-len", "5"]
     words += ["--output-len", "4", "--rounds", "1", "--repeat", "2", "--output-json", str(path)]
@@ -128,7 +128,7 @@ def test_a_real_server(
 
 def test_a_server_that_cannot_start(model: Path, tmp_path: Path) -> None:
     wanted = flags(models=(str(model),), num_prompts=2, rounds=1, engine_args={"quire": {"block_size": 3}})
-    comparison = Comparison(wanted, tmp_path / "r.json", time.time() + 60)
+    comparison = Comparison(wanted, tmp_path / "r.json", time.time() + 250)
     comparison._serve(comparison._job("quire", str(model), model, has_gpu=False), 0, tmp_path)
     (failure,) = comparison.results.failures
     assert failure.startswith("quire · tiny: the server ended with code 1: ")

@@ -142,8 +142,11 @@ def test_decode_options(kind: str) -> None:
 
 
 @pytest.mark.parametrize("max_seqs", [2, 9, 40], ids=["tiles of 32", "tiles of 64", "tiles of 64 or 128"])
-@pytest.mark.parametrize("window", [1, 37, 64, 200, 520])
-@pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=["float32", "e4m3"])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [*((window, torch.float32) for window in (1, 37, 64, 200, 520)), (200, E4M3)],
+    ids=["1", "37", "64", "200", "520", "200 of e4m3"],
+)
 def test_a_plan_with_a_window_needs_nothing_before_it(
     window: int, dtype: Any, max_seqs: int, request: pytest.FixtureRequest
 ) -> None:
@@ -181,7 +184,7 @@ def test_a_plan_with_a_window_is_for_that_window() -> None:
     ],
 )  # fmt: skip
 def test_decode_is_the_same_however_it_is_split(num_programs: int, fan_in: int, min_tiles: int) -> None:
-    lens = [1500, 1, 0, 64, 700, 250, 33, 90, 0]
+    lens = [1000, 1, 0, 64, 450, 150, 33, 90, 0]
     case = Case.make(lens, 2, 16, 16)
     cuts = {"fan_in": fan_in, "min_tiles": min_tiles}
     out, expected = case.decode(torch.randn(len(lens), 4, 16), num_programs, cuts=cuts, scale=0.25)
@@ -225,7 +228,7 @@ def test_prefill_shapes(group: int, head_dim: int, page: int) -> None:
 
 @pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "sinks", "all"])
 def test_prefill_options(kind: str) -> None:
-    lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 200, 2]
+    lens, query_lens = [1, 300, 64, 150, 150], [1, 70, 64, 150, 2]
     case = Case.make(lens, 2, 16, 32)
     start = chunks(lens, query_lens)
     out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **options(kind, 8))
@@ -281,7 +284,7 @@ def test_a_cache_may_be_a_layer_of_one_tensor(dtype: Any, request: pytest.Fixtur
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["window", "soft_cap", "alibi", "sinks", "all"])
+@pytest.mark.parametrize("kind", ["soft_cap", "all"])
 def test_options_with_an_e4m3_cache(kind: str, exact_float8: None) -> None:
     lens, query_lens = [1, 300, 64, 36, 200], [1, 130, 64, 1, 2]
     case = Case.make(lens, 2, 16, 32, E4M3)
@@ -313,7 +316,7 @@ def test_decode_of_some_blocks(sparse: BlockSparse, group: int) -> None:
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("sparse", SPARSE)
 def test_prefill_of_some_blocks(sparse: BlockSparse, group: int) -> None:
-    lens, query_lens = [1, 500, 64, 300, 150], [1, 130, 64, 300, 2]
+    lens, query_lens = [1, 400, 64, 150, 150], [1, 70, 64, 150, 2]
     case = Case.make(lens, 2, 16, 32)
     start = chunks(lens, query_lens)
     out, expected = case.prefill(torch.randn(int(start[-1]), 2 * group, 32), start, scale=0.2, sparse=sparse)

@@ -274,7 +274,7 @@ def test_the_official_client(serve: Serve) -> None:
 
 
 def test_leaving(live: Live) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     with connect(live) as client:
         messages: Any = [{"role": "user", "content": "Hi"}]
         with client.messages.stream(model="toy", max_tokens=400, messages=messages) as stream:

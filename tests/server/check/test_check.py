@@ -131,7 +131,7 @@ def test_a_server_that_does_wrong(odd: ThreadingHTTPServer, capsys: pytest.Captu
 )
 def test_streams_that_are_wrong(odd: ThreadingHTTPServer, events: str, note: str) -> None:
     odd.events = events  # type: ignore[attr-defined]
-    server = Server(f"http://127.0.0.1:{odd.server_port}", api_key=None, model="odd", timeout=5)
+    server = Server(f"http://127.0.0.1:{odd.server_port}", api_key=None, model="odd", timeout=60)
     (check,) = [each for each in openai_api.suite.checks if (each.group, each.name) == ("streams", "chat")]
     result = run(check, server)
     server.http.close()

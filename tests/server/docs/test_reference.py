@@ -15,7 +15,7 @@ from server.docs.endpoint import MODEL, Endpoint
 from server.http.auth import PROBES
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live, run_server
+from tests.support.live_server import Live, run_server, wait_until
 from tests.support.templates import HERMES
 
 ENDPOINTS = [endpoint for api in APIS for endpoint in api.endpoints]
@@ -130,7 +130,8 @@ def test_the_page(described: Live) -> None:
 
 
 def test_load(described: Live, serve: Callable[..., Live]) -> None:
-    live = serve(FakeEngine(delay=0.01), ServerConfig(api_key=("k",)))
+    live = serve(FakeEngine(), ServerConfig(api_key=("k",)))
+    live.engine.holds_after = 3
     assert live.http.get("/v1/load").status_code == 401
     headers = {"Authorization": "Bearer k"}
     idle = live.http.get("/load", headers=headers).json()
@@ -139,6 +140,7 @@ def test_load(described: Live, serve: Callable[..., Live]) -> None:
     with live.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         chunks = response.iter_raw()
         next(chunks)
+        wait_until(lambda: all(len(tokens) == 3 for tokens in live.engine.active.values()))
         busy = live.http.get("/v1/load", headers=headers).json()
         assert busy.keys() == idle.keys()
         assert (busy["server_load"], busy["num_requests_running"], busy["num_requests_waiting"]) == (1, 2, 0)

@@ -124,8 +124,8 @@ def test_they_stall_no_other_request(server: str) -> None:
     assert {"a deep schema", "doubled", "references", "a large automaton"}.isdisjoint(refused)
     assert num_events > 20, "a stream went on all the time"
     assert (
-        httpx.post(f"{server}{COMPLETIONS}", json={"prompt": "a", "guided_choice": ["yes"]}).json()["choices"][0][
-            "text"
-        ]
+        httpx.post(f"{server}{COMPLETIONS}", json={"prompt": "a", "guided_choice": ["yes"]}, timeout=60).json()[
+            "choices"
+        ][0]["text"]
         == "yes"
     )

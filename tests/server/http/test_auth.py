@@ -27,7 +27,7 @@ def shared(serve: Serve, tmp_path: Path) -> Live:
     """A server that two callers use."""
     file = tmp_path / "keys.yaml"
     file.write_text(f"a: {hashed('key of a')}\nb: {hashed('key of b')}\n")
-    return serve(FakeEngine(delay=0.01), ServerConfig(api_key_file=str(file)))
+    return serve(FakeEngine(), ServerConfig(api_key_file=str(file)))
 
 
 def test_everything_but_probes_and_the_chat_page_is_guarded(serve: Serve) -> None:
@@ -122,6 +122,7 @@ def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_belong_to_the_key_that_sent_them(shared: Live) -> None:
     body = {"prompt": "Hi", "stream": True, "ignore_eos": True, "max_tokens": 400, "request_id": "mine"}
     abort = "/v1/requests/cmpl-mine/abort"
+    shared.engine.holds_after = 3
     with shared.http.stream("POST", "/v1/completions", json=body, headers=A) as first:
         chunks = first.iter_raw()
         next(chunks)

@@ -20,7 +20,7 @@ Serve = Callable[..., Live]
 
 
 def connect(live: Live) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", live.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", live.port), timeout=60)
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -146,7 +146,8 @@ def test_idle_connections_make_room(serve: Serve) -> None:
 
 
 def test_connections_at_work_are_kept(serve: Serve) -> None:
-    live = serve(FakeEngine(delay=0.01), ServerConfig(max_connections=2))
+    live = serve(FakeEngine(), ServerConfig(max_connections=2))
+    live.engine.holds_after = 3
     live.http.close()
     body = b'{"prompt": "a", "max_tokens": 500, "ignore_eos": true}'
     with connect(live) as first, connect(live) as second:
@@ -174,7 +175,7 @@ def test_a_client_that_does_not_read_ends_its_request(serve: Serve, stream: bool
     )
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(20)
+        connection.settimeout(60)
         connection.connect(("127.0.0.1", live.port))
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: bool(engine.ended) and len(live.connections) == 0)

@@ -56,7 +56,7 @@ def test_default_size_of_bodies_follows_the_context(live: Live) -> None:
 def test_clients_that_send_all_before_they_read_get_the_answer(serve: Callable[..., Live]) -> None:
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=5000))
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
-    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(200):
             connection.sendall(chunk)
@@ -71,7 +71,7 @@ def test_clients_that_send_all_before_they_read_get_the_answer(serve: Callable[.
 
 def test_a_client_that_waits_to_be_asked_is_refused_at_once(serve: Callable[..., Live]) -> None:
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=5000))
-    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
             b"Content-Length: 6000\r\nExpect: 100-continue\r\n\r\n"
@@ -82,7 +82,7 @@ def test_a_client_that_waits_to_be_asked_is_refused_at_once(serve: Callable[...,
 
 def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
     live = serve(FakeEngine(), ServerConfig(body_timeout=0.05))
-    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 60\r\n\r\n{")
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -96,7 +96,7 @@ def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], mon
     body = b'{"prompt": "a"}'.ljust(1000)
     with contextlib.ExitStack() as stack:
         for _ in range(5):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=20))
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=60))
             connection.sendall(head + body[:900])
         wait_until(lambda: live.complete("x" * 400).status_code == 503)
         response = live.complete("x" * 400)
@@ -107,7 +107,13 @@ def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], mon
         assert live.http.post(COMPLETIONS, content=body, headers={"Content-Type": "text/plain"}).status_code == 400
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/responses", "/v1/embeddings", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (CHAT, "messages"), (COMPLETIONS, "prompt"), (TOKENIZE, "unknown"), ("/v1/responses", "input"),
+        ("/v1/embeddings", "input"), ("/v1/messages", "tools"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("field", "words"),
     [
@@ -117,9 +123,8 @@ def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], mon
         (json.loads("[" * limits.MAX_DEPTH + "]" * limits.MAX_DEPTH), "nested too deeply"),
     ],
 )
-def test_bodies_of_too_many_values(live: Live, path: str, field: Any, words: str) -> None:
-    for name in ("messages", "input", "prompt", "tools", "metadata", "unknown"):
-        assert words in live.post(path, **{name: field}).text
+def test_bodies_of_too_many_values(live: Live, path: str, name: str, field: Any, words: str) -> None:
+    assert words in live.post(path, **{name: field}).text
 
 
 def test_values_are_counted_before_anything_is_made_of_them() -> None:
@@ -256,7 +261,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
     for _ in clients:
         assert busy.acquire(timeout=60)
     with pytest.raises(httpx.ReadTimeout):
-        live.http.post(COMPLETIONS, json={"prompt": "gone", "user": large}, timeout=httpx.Timeout(20, read=0.2))
+        live.http.post(COMPLETIONS, json={"prompt": "gone", "user": large}, timeout=httpx.Timeout(60, read=0.2))
     while 'handler="/v1/completions",method="POST",status="4xx"' not in live.http.get("/metrics").text:
         assert live.complete("small").status_code == 200
     go_on.set()

@@ -66,7 +66,7 @@ def test_tokens_of_prompts_and_answers_count(live: Live, clock: list[float]) -> 
     assert live.complete(max_tokens=1).status_code == 200
 
 
-def test_other_keys_are_not_concerned(live: Live) -> None:
+def test_other_keys_are_not_concerned(live: Live, clock: list[float]) -> None:
     use(live, "few-key")
     assert [live.complete(max_tokens=1).status_code for _ in range(4)] == [200, 200, 200, 429]
     use(live, "free-key")

@@ -61,7 +61,8 @@ def test_each_answer_is_a_line_without_any_text(serve: Callable[..., Live], path
 
 
 def test_a_request_that_is_cut_off_is_a_line(serve: Callable[..., Live], path: Path) -> None:
-    live = serve(FakeEngine(delay=0.01), ServerConfig(record_trace=str(path)))
+    live = serve(FakeEngine(), ServerConfig(record_trace=str(path)))
+    live.engine.holds_after = 3
     with live.http.stream(
         "POST", "/v1/completions", json={"prompt": "Hi", "stream": True, "max_tokens": 400}
     ) as response:
@@ -136,12 +137,12 @@ def test_requests_do_not_wait_for_a_slow_disk(
 
     def slow(*_: Any) -> None:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     recorded = TrafficRecorder(path, 4)
     monkeypatch.setattr(recorded, "_write", slow)
     add(recorded, [1])
-    assert began.wait(20)
+    assert began.wait(60)
     for _ in range(4):
         add(recorded, [1])
     go_on.set()

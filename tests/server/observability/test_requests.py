@@ -77,7 +77,7 @@ def test_usage_of_keys_counts_running_requests_too() -> None:
     before = [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")]
     assert before == [[2, 1], [10, 0], [5, 0]]
     assert values("requests_running") == [2, 1]
-    assert registry.get_sample_value("quire:oldest_waiting_seconds") == pytest.approx(9, abs=5)
+    assert 9 <= (registry.get_sample_value("quire:oldest_waiting_seconds") or 0) < 100
     log.end(first)
     assert [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")] == before
     assert values("requests_running") == [1, 1]
@@ -116,12 +116,12 @@ def test_a_request_is_told_to_its_key_only(guarded: Live) -> None:
 
 
 def test_a_request_is_told_while_it_runs(serve: Callable[..., Live]) -> None:
-    live = serve(FakeEngine(delay=0.2))
+    live = serve(FakeEngine())
+    live.engine.holds_after = 3
     body = {"prompt": "Hi", "stream": True, "max_tokens": 200, "ignore_eos": True, "request_id": "mine"}
     with live.http.stream("POST", "/v1/completions", json=body) as response:
         chunks = response.iter_raw()  # without it the stream is closed
         next(chunks)
-        live.engine.delay = 1000  # from its next token on
         found = live.http.get("/requests/cmpl-mine").json()
         assert found["status"] == "running"
         (choice,) = found["choices"]

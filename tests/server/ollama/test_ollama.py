@@ -322,7 +322,7 @@ def test_an_error_ends_a_stream(live: Live, client: ollama.Client) -> None:
 
 
 def test_a_client_that_hangs_up_ends_its_request(live: Live, client: ollama.Client) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     stream = client.chat("toy", HELLO, stream=True)
     next(iter(stream))
     stream.close()  # type: ignore[attr-defined]

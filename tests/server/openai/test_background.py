@@ -50,7 +50,7 @@ def test_polling(client: openai.OpenAI, live: Live) -> None:
 
 
 def test_cancelling(client: openai.OpenAI, live: Live) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     begun = client.responses.create(model="toy", input="Hi", background=True)
     cancelled = client.responses.cancel(begun.id)
     assert cancelled.status == "cancelled"
@@ -58,6 +58,7 @@ def test_cancelling(client: openai.OpenAI, live: Live) -> None:
     assert not live.engine.active
     events = replay(live, begun.id)
     assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.incomplete", "cancelled")
+    live.engine.holds_after = None
     other = live.post(PATH, input="Hi").json()["id"]
     assert live.http.post(f"{PATH}/{other}/cancel").status_code == 400
     assert live.http.post(f"{PATH}/resp_x/cancel").status_code == 404
@@ -86,7 +87,7 @@ def test_failing_and_deleting(live: Live) -> None:
     failed = live.post(PATH, input="Hi", background=True).json()["id"]
     wait_until(lambda: status_of(live, failed) == "failed")
     assert replay(live, failed)[-1]["type"] == "response.failed"
-    live.engine.fail_after, live.engine.delay = None, 0.01
+    live.engine.fail_after, live.engine.holds_after = None, 3
     begun = live.post(PATH, input="Hi", background=True).json()["id"]
     assert live.http.delete(f"{PATH}/{begun}").json()["deleted"]
     assert live.http.get(f"{PATH}/{begun}").status_code == 404

@@ -134,7 +134,7 @@ def test_errors(client: OpenAI, live: Live) -> None:
 
 
 def test_leaving_a_stream(lenient_client: OpenAI, live: Live) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     stream = lenient_client.completions.create(
         model="toy", prompt="a", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
     )
@@ -168,7 +168,8 @@ def test_many_at_once_without_threads(live: Live) -> None:
 
 def test_a_full_server_is_asked_again(serve: Callable[..., Live]) -> None:
     """503 is an answer after which the client tries again by itself."""
-    live = serve(FakeEngine(delay=0.02, max_num_seqs=1), ServerConfig(max_num_queued_reqs=0))
+    live = serve(FakeEngine(max_num_seqs=1), ServerConfig(max_num_queued_reqs=0))
+    live.engine.holds_after = 3
     seen: list[int] = []
 
     def make_room(response: httpx.Response) -> None:
@@ -177,7 +178,7 @@ def test_a_full_server_is_asked_again(serve: Callable[..., Live]) -> None:
             first.close()
             live.wait_idle()
 
-    http = httpx.Client(event_hooks={"response": [make_room]})
+    http = httpx.Client(event_hooks={"response": [make_room]}, timeout=60)
     with OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none", http_client=http) as client:  # type: ignore[arg-type]
         endless = {"ignore_eos": True}
         first = client.completions.create(model="toy", prompt="a", max_tokens=500, stream=True, extra_body=endless)
@@ -187,7 +188,7 @@ def test_a_full_server_is_asked_again(serve: Callable[..., Live]) -> None:
 
 
 def test_a_client_that_waits_no_longer_ends_its_request(client: OpenAI, live: Live) -> None:
-    live.engine.delay = 0.05
+    live.engine.holds_after = 3
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).completions.create(
             model="toy", prompt="a", max_tokens=300, extra_body={"ignore_eos": True}

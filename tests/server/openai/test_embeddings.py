@@ -190,7 +190,7 @@ def test_abort_and_leaving(live: Live) -> None:
         assert "aborted" in waiting.result().json()["error"]["message"]
     live.wait_idle()
     with pytest.raises(httpx.ReadTimeout):
-        live.http.post("/v1/embeddings", json={"input": ["a"] * 20}, timeout=0.2)
+        live.http.post("/v1/embeddings", json={"input": ["a"] * 20}, timeout=httpx.Timeout(60, read=0.2))
     live.wait_idle()
     assert live.http.get("/load").json()["server_load"] == 0
 

@@ -255,7 +255,7 @@ def test_answers_share_their_prompt(http: httpx.Client, url: str) -> None:
             if line.startswith("data: {"):
                 begun |= {choice["index"] for choice in json.loads(line[6:])["choices"]}
             if len(begun) == 8 and not used:
-                load = httpx.get(f"{url}/load").json()
+                load = httpx.get(f"{url}/load", timeout=60).json()
                 used.append(load["num_blocks"] - load["num_free_blocks"])
     whole, rest = divmod(1000, 16)
     assert computed(url) - before == 1000 + 7 * rest

@@ -330,7 +330,7 @@ def test_the_official_clients_stream(serve: Serve) -> None:
 
 
 def test_leaving_and_aborting(live: Live) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     body = {"input": "Hi", "stream": True, "request_id": "mine"}
     with live.http.stream("POST", PATH, json=body) as response:
         next(response.iter_raw())

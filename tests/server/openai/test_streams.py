@@ -218,11 +218,18 @@ def test_bad_requests_are_no_streams(live: Live) -> None:
 
 
 def test_comments_while_nothing_comes(serve: Callable[..., Live]) -> None:
-    live = serve(FakeEngine(delay=0.3), ServerConfig(sse_keep_alive_interval=0.1))
-    data = raw_stream(live, CHAT, max_tokens=2)
-    assert b": keep-alive\n\n" in data
+    live = serve(FakeEngine(), ServerConfig(sse_keep_alive_interval=0.05))
+    live.engine.holds_after = 1
+    body = {"messages": MESSAGES, "stream": True, "max_tokens": 2}
+    with live.http.stream("POST", CHAT, json=body) as response:
+        data = b""
+        for part in response.iter_raw():
+            data += part
+            if data.endswith(b": keep-alive\n\n"):
+                live.engine.holds_after = None
+    assert data.count(b": keep-alive\n\n") >= 1
     assert len(chunks(data)) == 3
-    live = serve(FakeEngine(delay=0.3), ServerConfig(sse_keep_alive_interval=0))
+    live = serve(FakeEngine(delay=0.2), ServerConfig(sse_keep_alive_interval=0))
     assert b"keep-alive" not in raw_stream(live, CHAT, max_tokens=2)
 
 
@@ -231,7 +238,7 @@ def send_raw(live: Live, path: str, **body: Any) -> socket.socket:
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
-    connection = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
     connection.sendall(head.encode() + content)
     return connection
 
@@ -241,7 +248,7 @@ def send_raw(live: Live, path: str, **body: Any) -> socket.socket:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("n", [1, 3])
 def test_clients_that_hang_up_end_their_requests(live: Live, path: str, stream: bool, n: int, reset: bool) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     connection = send_raw(live, path, stream=stream, n=n, max_tokens=400, ignore_eos=True)
     if stream:
         assert b"200 OK" in connection.recv(4096)
@@ -282,7 +289,7 @@ def test_many_clients_half_of_which_hang_up(live: Live) -> None:
 
 
 def test_a_stream_that_waits_to_begin_can_be_left(live: Live) -> None:
-    live.engine.delay = 30
+    live.engine.holds = True
     connection = send_raw(live, CHAT, stream=True)
     while not live.engine.active:
         time.sleep(0.002)
@@ -293,7 +300,7 @@ def test_a_stream_that_waits_to_begin_can_be_left(live: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_requests_can_be_aborted_by_id(live: Live, path: str, stream: bool) -> None:
-    live.engine.delay = 0.01
+    live.engine.holds_after = 3
     body = {"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}
     request_id = ("chatcmpl-" if path == CHAT else "cmpl-") + "mine.1"
     found: list[Any] = []
@@ -319,7 +326,7 @@ def test_requests_can_be_aborted_by_id(live: Live, path: str, stream: bool) -> N
     assert all(tokens < 400 for tokens in live.engine.ended.values())
     response = live.http.post(f"/v1/requests/{request_id}/abort")
     assert (response.status_code, response.json()["error"]["type"]) == (404, "NotFoundError")
-    live.engine.delay = 0
+    live.engine.holds_after = None
     assert live.post(path, **body, request_id="mine.1").status_code == 200, "an id is free when its request has ended"
 
 

@@ -45,7 +45,7 @@ def server() -> Iterator[tuple[Stub, str]]:
     assert uvicorn_server.started
     yield stub, f"http://127.0.0.1:{listener.getsockname()[1]}/"
     uvicorn_server.should_exit = True
-    thread.join(30)
+    thread.join(60)
     listener.close()
 
 

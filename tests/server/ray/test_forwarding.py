@@ -131,7 +131,7 @@ def test_keys_are_asked_for() -> None:
 def test_a_reader_that_hangs_up_ends_the_request() -> None:
     async def test() -> None:
         engine = fake("x" * 400)
-        engine.delay = 0.001
+        engine.holds_after = 3
         body = json.dumps(completion(stream=True, max_tokens=400)).encode()
         scope = {
             "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",

@@ -122,7 +122,8 @@ def test_metrics(serve: Callable[..., Live]) -> None:
 
 
 def test_abandoned_requests_are_counted(serve: Callable[..., Live]) -> None:
-    live = serve(FakeEngine(delay=0.01))
+    live = serve(FakeEngine())
+    live.engine.holds_after = 3
     with live.http.stream(
         "POST", "/v1/completions", json={"prompt": "Hi", "stream": True, "max_tokens": 300}
     ) as response:

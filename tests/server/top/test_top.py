@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.processes import free_port
 from server import cli
 from server.settings import ServerConfig
 from server.top.metrics import KeyRow, Reading, busiest, compare, quantile
 from server.top.view import line, screen
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
-from tests.support.served import free_port
 
 READY = {"phase": "ready", "fraction": None, "seconds_left": None, "num_restarts": 0}
 BEFORE = """
