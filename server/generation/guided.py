@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs, Tag, Tags, Thoughts
+from engine.core.structured_outputs import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
 from engine.errors import TagsError
-from engine.structured.tags import MAX_TAGS
 from server.generation.conversation import Prompt
 from server.generation.request import GenerationRequest, Tool
 from server.generation.served_model import ServedModel
