@@ -216,6 +216,35 @@ SHAPES["gemma-3-12b"] = {
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
 }
+SHAPES["gemma-4-26b-a4b"] = {
+    **_COMMON,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 30,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "enable_moe_block": True,
+    "moe_intermediate_size": 704,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 262144,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 SHAPES |= {
     f"llama-3.1-8b-{name}": SHAPES["llama-3.1-8b"] | {"quantization_config": quantization}
     for name, quantization in {

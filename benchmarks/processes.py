@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.flags import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 _PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000, 32_000), 10_000))
@@ -125,8 +126,8 @@ print(json.dumps(found))
 """
 
 
-def describe_machine(module: str, scratch: Path) -> dict[str, Any]:
-    """Versions and hardware, found in another process: this one never touches the GPU. `module`: the benchmark."""
+def describe_machine(scratch: Path) -> dict[str, Any]:
+    """Versions and hardware, found in another process: this one never touches the GPU."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     shown = subprocess.run(
         [sys.executable, "-P", "-c", _MACHINE],
@@ -138,7 +139,7 @@ def describe_machine(module: str, scratch: Path) -> dict[str, Any]:
     if shown.returncode:
         raise ConfigError(f"cannot look at this machine: {(shown.stderr.strip().splitlines() or ['no output'])[-1]}")
     found: dict[str, Any] = json.loads(shown.stdout.splitlines()[-1])
-    found["command"] = " ".join(["python", "-m", module, *sys.argv[1:]])
+    found["command"] = command_line()
     if shown_by_driver := nvidia_smi("power.limit,clocks.max.sm,clocks.max.mem"):
         keys = ("gpu_power_limit_W", "gpu_clock_MHz", "gpu_memory_clock_MHz")
         found |= dict(zip(keys, shown_by_driver, strict=True))

@@ -15,13 +15,13 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.dispatcher import Dispatcher
 from engine.errors import EngineDeadError, EngineError
-from engine.messages import Ready, Start
+from engine.messages import Ready, Shutdown, Start
 from engine.models.classifier import Classifier
 from engine.models.progress import Progress
 from engine.models.spec import ModelSpec
 from engine.output_collector import OutputCollector, RequestUpdate
 from engine.outstanding import Outstanding
-from engine.replica import Listener, Replica
+from engine.replica import Listener, Replica, check_gpus
 from engine.start_times import remember
 from engine.state import EngineState, StateBoard, combined
 from engine.streams import Pace, Stream, Updates
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
-UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop: a millisecond or two
+UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop, at most
 UPDATES_PER_SECOND = (
     20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
 )
@@ -56,6 +56,7 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Use `start` or `launch`."""
+        check_gpus(config)
         self._config = config
         self._states = StateBoard()
         self._processor: InputProcessor | None = None  # None until it is loaded
@@ -253,7 +254,10 @@ class AsyncEngine:
         over. Meanwhile the other replicas take the requests; without another one they wait.
         """
         for replica in self._replicas:
-            await replica.restart(drain_seconds)
+            try:
+                await replica.restart(drain_seconds)
+            finally:
+                self._dispatcher.assign_waiting()
 
     def close(self) -> None:
         """End the processes; waits for them. Requests that still run get `EngineDeadError`."""
@@ -266,6 +270,8 @@ class AsyncEngine:
         if self.state.phase != "dead":
             self._end("the engine was closed")
         self._task.cancel()
+        for replica in self._replicas:  # each may take seconds to end: side by side
+            replica.supervisor.send(Shutdown())
         for replica in self._replicas:
             replica.supervisor.close()
 

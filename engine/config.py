@@ -82,7 +82,10 @@ class EngineConfig:
         metavar="FILE",
     )
     prefix_cache_file_size: int = flag(
-        16 << 30, "the most that file may grow to; blocks not used for longest give way", size=True, at_least=1
+        16 << 30,
+        "bytes that file may grow to, such as 16GiB, the default; blocks not used for longest give way",
+        size=True,
+        at_least=1,
     )
 
     tensor_parallel_size: int = flag(
@@ -152,6 +155,13 @@ class EngineConfig:
         "hang; 0: never",
         at_least=0,
     )
+    expert_load_interval: int = flag(
+        0,
+        "count the tokens of each expert in every N-th step that computes prompts, for /metrics; 0: never. Steps of decodes "
+        "alone, and with them CUDA graphs, stay as they are",
+        metavar="N",
+        at_least=0,
+    )
     disable_log_stats: bool = flag(False, "no statistics line every ten seconds, no timings with offline results")
     debug_checks: bool = flag(False, "verify the scheduler's bookkeeping after every step: slow, to find bugs")
 
@@ -170,6 +180,10 @@ class EngineConfig:
                 raise ConfigError("distributed_executor_backend ray needs tensor_parallel_size above 1, got 1")
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
+        if self.expert_load_interval and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "expert_load_interval needs pipeline_parallel_size 1: a stage counts its own layers alone"
+            )
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs kv_cache_dtype fp8, got 'auto'")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:

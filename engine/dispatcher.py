@@ -50,9 +50,13 @@ class Dispatcher:
         """The replica takes requests, and has nothing cached."""
         if self._router is not None:
             self._router.forget(replica.index)
-            waiting, self._waiting = self._waiting, {}
-            for stream in waiting.values():
-                self.assign(stream)
+            self.assign_waiting()
+
+    def assign_waiting(self) -> None:
+        """A replica takes requests that did not."""
+        waiting, self._waiting = self._waiting, {}
+        for stream in waiting.values():
+            self.assign(stream)
 
     def lost(self, replica: Replica, streams: Iterable[Stream]) -> None:
         """The replica has lost its process, and with it these requests."""

@@ -30,8 +30,9 @@ from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
+from engine.expert_tokens import ExpertTokens
 from engine.input_processor import load_tokenizer, vocabulary_of
-from engine.isolation import Recovery, client_reason, failed_output
+from engine.isolation import Recovery, client_reason, failed_output, refused_output
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.progress import Progress, silent
@@ -149,6 +150,7 @@ class Engine:
             num_batches=min(self.options.num_stages, 2),
         )
         self.in_flight: Handle | None = None
+        self.expert_tokens = ExpertTokens()
         self._recovery = Recovery(self.scheduler, self.runner.reset)
         self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
         self._store: PrefixCacheStore | None = None
@@ -253,6 +255,7 @@ class Engine:
         """What a step gave, once the scheduler and the grammars know."""
         num_corrupted = self.scheduler.num_corrupted
         outputs = self.scheduler.update(*read)
+        self.expert_tokens.see(read[1].expert_tokens)
         if self.scheduler.num_corrupted > num_corrupted:
             _log_corrupted(outputs)
         if self._grammars.num_followed:
@@ -271,7 +274,7 @@ class Engine:
         """Queue the requests whose grammars are compiled. Returns the outputs of those whose grammars cannot be."""
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
         outputs = [
-            failed_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
+            refused_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
         ]
         for request in ready:
             try:
@@ -295,7 +298,7 @@ class Engine:
         for request_id in errors:
             self.abort(request_id)
         return [
-            failed_output(request_id, "its grammar cannot be followed any further", error)
+            refused_output(request_id, "its grammar cannot be followed any further", error)
             for request_id, error in errors.items()
         ]
 

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import sys
 import types
 import typing
@@ -366,3 +367,21 @@ def load(
                 values[name] = setting.convert(layer[name], label(setting))
                 break
     return [cls(**{name: values[name] for name in settings_of(cls) if name in values}) for cls in classes]
+
+
+def command_line() -> str:
+    """How this process was called, to be called so again; what may hold a key is hidden."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or spec.name == "server.cli":
+        program = "quire" if spec is not None else os.path.basename(sys.argv[0])
+    else:
+        program = f"python -m {spec.name.removesuffix('.__main__')}"
+    words, hidden = [], False
+    for word in sys.argv[1:]:
+        name, is_assigned, _ = word.partition("=")
+        if word.startswith("-"):
+            hidden = name in ("--api-key", "--header")
+            words.append(f"{name}=HIDDEN" if hidden and is_assigned else word)
+        else:
+            words.append("HIDDEN" if hidden else word)
+    return f"{program} {shlex.join(words)}".strip()

@@ -33,6 +33,7 @@ from engine.structured.grammar import (
 )
 from engine.structured.harmony import compose_messages
 from engine.structured.tags import MAX_TAGS, MAX_TAGS_LENGTH, compose
+from engine.structured.unique import refuse_unique_items
 from engine.text.tokenizer import Tokenizer
 
 GRAMMARS: dict[str, Callable[..., str]] = {  # field of StructuredOutputs → the grammar of its value
@@ -205,7 +206,7 @@ class InputProcessor:
                 write = partial(write, notes=found) if name == "json" else write
                 content = self._checked(f"structured_outputs.{name}", write, value)
                 notes += [(None, note) for note in found]
-        schemas = self._tag_grammars(asked.tags, notes) if asked.tags is not None else []
+        schemas = self._tag_grammars(asked.tags, notes, asked.in_messages) if asked.tags is not None else []
         if asked.tags is not None or asked.thoughts is not None or asked.in_messages:
             ends = self.eos_token_ids
             special = {text: i for text, i in self._special_tokens.items() if i not in ends}
@@ -216,7 +217,7 @@ class InputProcessor:
             self._checked("structured_outputs", lambda _: content, None)
         return sampling.clone(structured_outputs=StructuredOutputs(compiled=content, notes=tuple(notes)))
 
-    def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]]) -> list[str]:
+    def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]], in_messages: bool) -> list[str]:
         if len(tags.tags) > MAX_TAGS:
             raise ValueError(f"structured_outputs.tags must be at most {MAX_TAGS}, got {len(tags.tags)}")
         grammars, reasons = [], {}
@@ -226,7 +227,7 @@ class InputProcessor:
                 raise ValueError("structured_outputs.tags: together, their schemas are too complex")
             try:
                 found: list[str] = []
-                grammars.append(self._tag_grammar(tag, found))
+                grammars.append(self._tag_grammar(tag, found, in_messages))
                 notes += [(place, note) for note in found]
             except ValueError as error:
                 reasons[place] = str(error)
@@ -236,7 +237,7 @@ class InputProcessor:
             raise TagsError(reasons)
         return grammars
 
-    def _tag_grammar(self, tag: Tag, notes: list[str]) -> str:
+    def _tag_grammar(self, tag: Tag, notes: list[str], in_messages: bool) -> str:
         if tag.grammar is not None:
             name, grammar = tag.grammar
             try:
@@ -245,7 +246,10 @@ class InputProcessor:
                 if not tag.lenient:
                     raise
                 notes.append(f"{name} may be any text, for its grammar: {error}")
-        return self._checked("", partial(json_grammar, notes=notes, lenient=tag.lenient), tag.schema)
+        found = self._checked("", partial(json_grammar, notes=notes, lenient=tag.lenient), tag.schema)
+        if in_messages or tag.head is not None:  # there is no one text after which its schema begins
+            refuse_unique_items(found)
+        return found
 
     def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
         """The grammar of a value. `ValueError` begins with its name."""

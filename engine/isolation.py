@@ -196,14 +196,20 @@ class Recovery:
         return True
 
 
-def failed_output(request_id: str, reason: str, details: str = "", *, exc_info: bool = False) -> EngineOutput:
-    """The final output of a request that failed, which is logged here. `details` may quote the request: its client gets
-    them, and the log only for debugging.
-    """
+def failed_output(request_id: str, reason: str, *, exc_info: bool = False) -> EngineOutput:
+    """The final output of a request that failed, which is logged here."""
     _log.error("request %s: %s", request_id, reason, exc_info=exc_info)
+    return EngineOutput(request_id, [], "error", error=reason)
+
+
+def refused_output(request_id: str, reason: str, details: str = "") -> EngineOutput:
+    """The final output of a request that asks for what cannot be done. `details` may quote it: its client gets them, and
+    the log only for debugging.
+    """
+    _log.warning("request %s: %s", request_id, reason)
     if details:
         _log.debug("request %s: %s", request_id, details)
-    return EngineOutput(request_id, [], "error", error=f"{reason}: {details}" if details else reason)
+    return EngineOutput(request_id, [], "error", error=f"{reason}: {details}" if details else reason, is_refused=True)
 
 
 def client_reason(error: Exception) -> str:

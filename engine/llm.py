@@ -28,7 +28,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.flags import nearest, settings_of
 from engine.input_processor import InputProcessor
 from engine.output_collector import (
@@ -152,7 +152,8 @@ class LLM:
         """The embeddings of one prompt or many, in their order: of the model's final hidden states.
 
         `pooling`: "last", the last token's, or "mean", of all; None: as the setting of that name says. `normalize`: to
-        length 1. `dimensions`: only so many first ones, for models that were trained for it. All else as `generate`.
+        length 1. `dimensions`: only so many first ones, for models that were trained for it. All else as `generate`;
+        `EngineError` when one fails.
         """
         params = PoolingParams(
             pooling=pooling or self._input_processor.default_pooling, normalize=normalize, dimensions=dimensions
@@ -160,6 +161,7 @@ class LLM:
         several = _as_list(prompts)
         jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params)
         self._run_all(jobs, use_tqdm, "Embedding")
+        _check_all(jobs)
         return [
             EmbeddingRequestOutput(
                 job.request_id,
@@ -181,7 +183,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to one prompt or many, in their order: `params.beam_width` of each, the best first.
 
-        `use_tqdm`: a progress bar for each step. All else as `generate`.
+        `use_tqdm`: a progress bar for each step. All else as `generate`; `EngineError` when one fails.
         """
         first = params.step_sampling()
         jobs = self._jobs(several := _as_list(prompts), [first] * len(several), True, None)
@@ -199,6 +201,7 @@ class LLM:
             ]
             steps = self._jobs(asked, [first] * len(asked), True, None)
             self._run_all(steps, use_tqdm, "Beam search")
+            _check_all(steps)
             found = iter([logprobs for step in steps for logprobs in step.answers[0].logprobs or ()])
             for index in unfinished:
                 searches[index].advance(list(itertools.islice(found, len(searches[index].beams))))
@@ -419,19 +422,22 @@ class _Answer:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes = b""
+    error: str = ""
 
     def take(self) -> bool:
         """Take what was collected; whether the answer is complete."""
         update = self.collector.take()
         self.text.append(update.text)
         self.token_ids += update.token_ids
-        if update.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + update.logprobs
+        if self.logprobs is None:
+            self.logprobs = update.logprobs
+        elif update.logprobs is not None:
+            self.logprobs += update.logprobs
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.num_cached_tokens = update.num_cached_tokens
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
-        self.embedding = update.embedding or b""
+        self.embedding, self.error = update.embedding or b"", update.error
         return update.finish_reason is not None
 
 
@@ -443,6 +449,12 @@ class _Job:
     text: str | None
     token_ids: list[int]
     answers: list[_Answer]
+
+
+def _check_all(jobs: Iterable[_Job]) -> None:
+    """EngineError where one of them has failed."""
+    for error in (answer.error for job in jobs for answer in job.answers if answer.finish_reason == "error"):
+        raise EngineError(error)
 
 
 def _work(job: _Job) -> int:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 import engine
+from engine.flags import command_line
 from engine.worker.device import CpuDevice, CudaDevice
+
+ROOT = Path(engine.__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, Any]:
@@ -23,9 +26,9 @@ def environment() -> dict[str, Any]:
         if (version := _version(name)) is not None:
             versions[name] = version
     found: dict[str, Any] = {
-        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": command_line(),
         "quire": engine.__version__,
-        "commit": _run("git", "rev-parse", "--short", "HEAD"),
+        "commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         **versions,
         "cpu_cores": os.cpu_count(),
@@ -47,10 +50,10 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in names of variables whose 
 
 def report() -> dict[str, str]:
     """All that a bug report needs to say of this machine and this installation, by title; no secrets."""
-    known, cpu, root = environment(), CpuDevice(), Path(engine.__file__).resolve().parents[1]
+    known, cpu = environment(), CpuDevice()
     memory, cores = cpu.memory(), len(os.sched_getaffinity(0))
     found = {
-        "quire": f"{engine.__version__} ({_run('git', '-C', str(root), 'rev-parse', '--short', 'HEAD') or 'no checkout'})",
+        "quire": f"{engine.__version__} ({known['commit'] or 'no checkout'})",
         "python": f"{platform.python_version()} in {sys.prefix}",
         "system": platform.platform(),
         "cpu": f"{_cpu_name()}, {cores} of {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()}",

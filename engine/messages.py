@@ -65,11 +65,12 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-class Step(msgspec.Struct, tag=True):
+class Step(msgspec.Struct, tag=True, omit_defaults=True):
     """What one step gave, for all requests."""
 
     outputs: StepOutputs
     stats: SchedulerStats
+    expert_tokens: dict[int, list[int]] = {}  # see `ExpertTokens`
 
 
 Event = Starting | Ready | Failed | Step

@@ -75,6 +75,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
+        expert_load_interval=config.expert_load_interval,
         num_ranks=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
     )

@@ -46,6 +46,7 @@ class RequestUpdate:
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, when asked: of the prompt from its second
     embedding: bytes | None = None  # float32 values, when that was asked for instead of an answer
     error: str = ""  # with "error": what went wrong
+    is_refused: bool = False  # with "error": the request is to blame for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +198,11 @@ class OutputCollector:
         else:
             pending.new_token_ids += output.new_token_ids
             pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
-            pending.error = output.error
-            if output.logprobs is not None:
-                pending.logprobs = (pending.logprobs or []) + output.logprobs
+            pending.error, pending.is_refused = output.error, output.is_refused
+            if pending.logprobs is None:
+                pending.logprobs = output.logprobs
+            elif output.logprobs is not None:
+                pending.logprobs += output.logprobs
         if output.finish_reason is not None:
             self.finished = True
         if output.queued_time:
@@ -240,7 +243,7 @@ class OutputCollector:
                 finish_reason, stop_reason = "stop", detokenizer.stopped_by
         return RequestUpdate(
             text, token_ids, logprobs, finish_reason, stop_reason, self._num_cached_tokens, self.metrics,
-            pending.prompt_logprobs, pending.embedding, pending.error,
+            pending.prompt_logprobs, pending.embedding, pending.error, pending.is_refused,
         )  # fmt: skip
 
 

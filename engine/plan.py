@@ -137,7 +137,7 @@ class Plan:
     def num_active(self) -> int:
         """Parameters that a token is multiplied by."""
         tied, experts = self.spec.tie_word_embeddings, self.parameters["experts"]
-        embedding = 0 if tied else self.parameters["embedding"]
+        embedding = self.parameters["tables"] + (0 if tied else self.parameters["embedding"])
         return self.num_parameters - embedding - experts + round(experts * self._used_experts(1))
 
     @property
@@ -175,7 +175,7 @@ class Plan:
         if not self.gpu.bandwidth:
             return 0.0
         idle = self.weights["experts"] * (1 - self._used_experts(num_requests))
-        idle += 0 if self.spec.tie_word_embeddings else self.weights["embedding"]
+        idle += self.weights["tables"] + (0 if self.spec.tie_word_embeddings else self.weights["embedding"])
         read = self.weight_bytes - idle + self.kv_bytes(context) * num_requests
         schemes = self.spec.quantization.schemes if self.spec.quantization else ()
         in_8_bits = self.gpu.has_fp8 and any(scheme.activations for _, scheme in schemes)

@@ -23,8 +23,9 @@ from engine.core.batch import SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
+from engine.expert_tokens import ExpertTokens
 from engine.heartbeat import Heartbeat
-from engine.isolation import client_reason, failed_output
+from engine.isolation import client_reason, failed_output, refused_output
 from engine.log import configure_logging, debugging
 from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Starting, Step, decode_command, encode
 from engine.models.errors import ModelError
@@ -41,6 +42,8 @@ PROGRESS_SECONDS = 0.1  # between two messages about a phase of the start
 
 class Steppable(Protocol):
     """An engine, as the loop uses it."""
+
+    expert_tokens: ExpertTokens
 
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> bool: ...
@@ -100,17 +103,18 @@ class EngineLoop:
             self._engine.add_request(request)
         except Exception as error:
             # The API process checks first, so a `ValueError` is about this engine's memory; others are bugs.
-            expected = isinstance(error, ValueError)
-            if not expected:
+            if isinstance(error, ValueError):
+                output = refused_output(request_id, str(error))
+            else:
                 self._engine.abort(request_id)
-            reason = str(error) if expected else client_reason(error)
-            self._publish(StepOutputs(outputs=[failed_output(request_id, reason, exc_info=not expected)]))
+                output = failed_output(request_id, client_reason(error), exc_info=True)
+            self._publish(StepOutputs(outputs=[output]))
 
     def _publish(self, outputs: StepOutputs) -> None:
         stats = self._engine.stats()
         if outputs or stats != self._last_stats:
             self._last_stats = stats
-            self._events.send(encode(Step(outputs, stats)))
+            self._events.send(encode(Step(outputs, stats, self._engine.expert_tokens.take())))
 
 
 def main(build: Callable[..., Any] = Engine) -> None:

@@ -7,10 +7,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats
 from engine.engine_process import EngineProcess
+from engine.errors import ConfigError
+from engine.expert_tokens import ExpertTokens
 from engine.messages import Abort, Add, Ready, Start, Step
 from engine.output_collector import deliver
 from engine.start_times import expected_seconds
@@ -21,6 +24,7 @@ from engine.supervisor import RestartPolicy, Supervisor
 from engine.worker.cores import num_cores
 
 DRAIN_LOOK_SECONDS = 0.05  # between two looks at the requests that are left
+GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each of this machine's
 MAX_LOSSES = 2  # of the engine process that a waiting request outlives: it may be what kills it
 
 
@@ -45,6 +49,7 @@ class Replica:
         self.streams: dict[str, Stream] = {}
         self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
         self.step_tokens = StepTokens()
+        self.expert_tokens = ExpertTokens()
         self.ready: Ready | None = None  # what the newest process said when it was
         self._is_draining = False
         environment = _own_environment(config, index)
@@ -87,15 +92,18 @@ class Replica:
             self.supervisor.send(Abort(request_id))
 
     async def restart(self, seconds: float) -> None:
-        """A new process in place of this one, once its requests have ended or `seconds` are over."""
+        """A new process in place of this one, once its requests have ended or `seconds` are over. Of no effect once no other
+        process may be started.
+        """
         self._is_draining = True
         try:
             end = time.monotonic() + seconds
             while any(not stream.output.finished for stream in self.streams.values()) and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_LOOK_SECONDS)
-            self.supervisor.restart("the replica was restarted")
-            await self.states.change(self.states.state)
-            while not (state := self.states.state).is_ready and state.phase != "dead":
+            num_restarts = self.states.state.num_restarts + self.supervisor.restart("the replica was restarted")
+            while (state := self.states.state).phase != "dead":
+                if state.is_ready and state.num_restarts >= num_restarts:
+                    break
                 await self.states.change(state)
         finally:
             self._is_draining = False
@@ -110,6 +118,7 @@ class Replica:
         """A step's outputs, for those who wait for them."""
         self.stats = step.stats
         self.step_tokens.see(step.stats)
+        self.expert_tokens.add(step.expert_tokens)
         deliver(step.outputs, self.streams, time.monotonic())
         for output in step.outputs.outputs:
             if output.finish_reason is not None and (stream := self.streams.get(output.request_id)) is not None:
@@ -131,6 +140,26 @@ class Replica:
         self._listener.freed(self, waiting)
 
 
+def check_gpus(config: EngineConfig) -> None:
+    """`ConfigError` when there are GPUs, but not enough for all replicas: one without would compute on the CPU."""
+    if config.data_parallel_size == 1 or config.device == "cpu" or config.distributed_executor_backend != "mp":
+        return
+    visible, num_needed = _visible_gpus(), config.data_parallel_size * config.num_ranks
+    count = len(list(GPUS.glob("*")) if visible is None else visible)
+    if 0 < count < num_needed:
+        each = f", each of {config.num_ranks}" if config.num_ranks > 1 else ""
+        raise ConfigError(
+            f"data_parallel_size must be at most {count // config.num_ranks} on {count} GPUs{each}, "
+            f"got {config.data_parallel_size}"
+        )
+
+
+def _visible_gpus() -> list[str] | None:
+    """As `CUDA_VISIBLE_DEVICES` names them; None: it is not set, and all are visible."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip() not in ("", "-1")]
+
+
 def _own_config(config: EngineConfig, index: int) -> EngineConfig:
     """Files that a process writes are its own."""
     if config.data_parallel_size == 1 or config.prefix_cache_file is None:
@@ -142,10 +171,9 @@ def _own_environment(config: EngineConfig, index: int) -> dict[str, str]:
     """Each replica sees the GPUs that are its own, unless Ray chooses them, and has its share of the cores."""
     if config.data_parallel_size == 1:
         return {}
-    size = config.num_ranks
-    listed = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    size, visible = config.num_ranks, _visible_gpus()
     first = index * size
-    mine = listed[first : first + size] if listed else [str(number) for number in range(first, first + size)]
+    mine = list(map(str, range(first, first + size))) if visible is None else visible[first : first + size]
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if config.distributed_executor_backend == "mp" else {}
     if "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(max(num_cores() // config.data_parallel_size, 1))

@@ -125,10 +125,13 @@ class Supervisor:
             await asyncio.sleep(delay)
             self.process = self._make_process()
 
-    def restart(self, reason: str) -> None:
-        """Let the process, which takes commands, end in good order, and start another one."""
+    def restart(self, reason: str) -> bool:
+        """Let the process end in good order, and start another one; false, and nothing happens, while there is none that takes
+        commands.
+        """
         if self._takes_commands and not self._restart_asked.done():
             self._restart_asked.set_result(reason)
+        return self._takes_commands
 
     def close(self) -> None:
         """End the process, and wait for that."""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from time import perf_counter
 
 Turn = asyncio.Future[None]
+
+LONG_SECONDS = 2e-3  # for an iteration of the event loop: others wait for several of them
 
 
 class Turns:
     """Lets a few tasks go on in each iteration of the event loop: one of each owner that waits, then each one's second.
 
-    All else that is ready, such as connections to be read, comes in between.
+    All else that is ready, such as connections to be read, comes in between. Fewer go on after an iteration that was long.
     """
 
-    def __init__(self, at_once: int) -> None:
-        """`at_once`: tasks that go on in one iteration."""
+    def __init__(self, at_once: int, clock: Callable[[], float] = perf_counter) -> None:
+        """`at_once`: tasks that go on in one iteration, at most."""
+        self._most, self._clock = at_once, clock
         self._at_once = self._num_left = at_once  # in this iteration
+        self._begin = 0.0  # of this iteration, about, by the clock
         self._waiting: OrderedDict[str, deque[Turn]] = OrderedDict()
         self._is_called = False  # `_next`, by the next iteration
 
@@ -42,10 +48,12 @@ class Turns:
 
     def _call(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_called:
-            self._is_called = True
+            self._is_called, self._begin = True, self._clock()
             loop.call_soon(self._next, loop)
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        is_long = self._clock() - self._begin > LONG_SECONDS
+        self._at_once = max(self._at_once // 2, 1) if is_long else min(self._at_once + 1, self._most)
         self._is_called, self._num_left = False, self._at_once
         while self._waiting and self._num_left:
             owner, turns = self._waiting.popitem(last=False)

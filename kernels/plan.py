@@ -116,6 +116,8 @@ def prefill_query_rows(group: int) -> int:
 
 def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:
     """Rows of a tile."""
+    if head_dim > 256:  # as many as shared memory has room for beside keys and values
+        return 32
     return 64 if dtype == torch.float32 or (head_dim > 128 and not _on_hopper()) else 128
 
 

@@ -23,6 +23,8 @@ from prometheus_client.utils import floatToGoString
 from engine.core.batch import SchedulerStats
 from engine.core.pooling_params import UNSAMPLED
 from engine.core.sampling_params import SamplingParams
+from engine.expert_tokens import BOUNDS as EXPERT_BOUNDS
+from engine.expert_tokens import ExpertTokens
 from engine.output_collector import RequestMetrics, RequestUpdate
 from engine.step_tokens import BOUNDS, StepTokens
 
@@ -48,6 +50,7 @@ class ReplicaClient(Protocol):
 
     stats: SchedulerStats | None  # the newest; None while it is not ready
     step_tokens: StepTokens
+    expert_tokens: ExpertTokens
 
     @property
     def pid(self) -> int: ...
@@ -263,8 +266,17 @@ class _EngineCollector(Collector):
             info.add_metric((str(engine), self._block_size, str(replica.num_blocks), self._cache_dtype), 1)
             seen = replica.step_tokens
             steps.add_metric((self._model_name, str(engine)), _buckets(BOUNDS, seen.counts), seen.total)
-        yield from (info, steps)
+        yield from (info, steps, self._of_experts())
         yield from self._of_stats()
+
+    def _of_experts(self) -> Metric:
+        help = "Tokens that an expert of a layer got in a step that was watched"
+        experts = HistogramMetricFamily("quire:expert_tokens", help, labels=(*_LABELS, "layer"))
+        for engine, replica in enumerate(self._replicas):
+            for layer, (*counts, total) in sorted(replica.expert_tokens.layers.items()):
+                labels = (self._model_name, str(engine), str(layer))
+                experts.add_metric(labels, _buckets(EXPERT_BOUNDS, counts), total)
+        return experts
 
     def _of_stats(self) -> Iterator[Metric]:
         """What the replicas that are ready have said last."""

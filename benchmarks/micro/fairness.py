@@ -96,7 +96,8 @@ class Simulation:
         while self._now < self._end:
             self._refill()
             while self._arrivals and self._arrivals[0] <= self._now:
-                self._sent[self._add(OTHER, 20, 8)] = self._arrivals.pop(0)
+                arrival = self._arrivals.pop(0)
+                self._sent[self._add(OTHER, 20, 8, arrival)] = arrival
             launched = self.scheduler.schedule() or None
             if launched and self.device.is_cpu:
                 in_flight, launched = launched, None
@@ -118,12 +119,12 @@ class Simulation:
                 self._add(FLOODER, flood.prompt, answer)
                 self._num_flooding += 1
 
-    def _add(self, owner: str, num_prompt: int, num_answer: int) -> str:
+    def _add(self, owner: str, num_prompt: int, num_answer: int, arrival: float = 0.0) -> str:
         self._num_requests += 1
         request_id = f"{owner} {self._num_requests}"
         prompt = [self._dice.randrange(1 << 30) for _ in range(num_prompt)]
         sampling = SamplingParams(max_tokens=num_answer, ignore_eos=True)
-        engine_request = EngineRequest(request_id, prompt, sampling, owner=owner if self._fair else "")
+        engine_request = EngineRequest(request_id, prompt, sampling, owner=owner if self._fair else "", arrival=arrival)
         self.scheduler.add(Request(engine_request, frozenset(), 0))
         return request_id
 

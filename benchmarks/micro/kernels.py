@@ -2,6 +2,7 @@
 
     quire bench kernels                      the standard cases
     quire bench kernels --sweep decode       context lengths, head sizes, batch sizes, dtypes and page sizes
+    quire bench kernels --sweep experts      a layer's mixture of experts instead, beside its floor; also on a CPU
     quire bench kernels --kv-cache-dtype fp8 the same over an fp8 cache, beside a wide one
 
 A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 · head_dim
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.gpu import need_gpus
+from benchmarks.micro import experts
 from benchmarks.report.result_files import save
 from engine.machine import environment
 
@@ -265,10 +267,17 @@ def limits() -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:2] == ["--sweep", "experts"]:
+        return experts.main(argv[2:])
     parser = argparse.ArgumentParser(
         prog="quire bench kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sweep", choices=("decode", "prefill"), help="a grid of shapes instead of the standard cases")
+    parser.add_argument(
+        "--sweep",
+        choices=("decode", "prefill", "experts"),
+        help="a grid of shapes instead of the standard cases; experts: see its own --help",
+    )
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: an e4m3 cache, beside the wide one"
     )

@@ -57,8 +57,9 @@ class Flags:
         check(self)
         if unknown := [name for name in self.formats if name not in FORMATS]:
             raise ConfigError(f"formats must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
-        if not Path(self.llama_cpp, "llama-bench").is_file():
-            raise ConfigError(f"llama_cpp must be the folder that holds llama-bench, got {self.llama_cpp!r}")
+        for program in ("llama-bench", "llama-batched-bench"):
+            if not Path(self.llama_cpp, program).is_file():
+                raise ConfigError(f"llama_cpp must be the folder that holds {program}, got {self.llama_cpp!r}")
 
 
 @dataclass
@@ -141,7 +142,8 @@ class Comparison:
                 command += ["-p", str(prompt), "-n", "0", "-r", "2"]
             else:
                 command = [str(programs / "llama-batched-bench"), "-m", str(file), "-t", threads, "-tb", threads]
-                command += ["-c", "2048", "-npp", str(prompt), "-ntg", str(answer), "-npl", f"{count},{count}"]
+                # The prompt's last logits give an answer's first token, so there is one step less than tokens.
+                command += ["-c", "2048", "-npp", str(prompt), "-ntg", str(answer - 1), "-npl", f"{count},{count}"]
                 command += ["--output-format", "jsonl"]
             environment = {**os.environ, "LD_LIBRARY_PATH": str(programs)}
             shown = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -167,7 +169,7 @@ def main(argv: list[str]) -> int:
     path = Path(flags.output_json or f"out/bench/cpu-peers-{time.strftime('%Y%m%d-%H%M%S')}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        machine = describe_machine("benchmarks.offline.cpu_peers", Path(scratch))
+        machine = describe_machine(Path(scratch))
         comparison = Comparison(flags, Path(scratch))
         compare(comparison)
     result = {**machine, "threads": flags.threads, "versions": comparison.versions, "failures": comparison.failures}

@@ -186,7 +186,7 @@ def measure_all(
     """Run these jobs. `report`: the result file, of what was measured and of the machine; `table`: the same as Markdown."""
     deadline = time.time() + (flags.time_limit or float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
-        machine = describe_machine("benchmarks.offline.engines", Path(scratch))
+        machine = describe_machine(Path(scratch))
         results = Results()
         durations: dict[str, float] = {}  # of each job, the last time it ran
         for number, pair in schedule(pairs, flags.rounds):

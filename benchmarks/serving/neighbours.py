@@ -29,7 +29,7 @@ from engine.flags import Parser, add_flags, check, flag, load
 
 NEIGHBOUR = [sys.executable, "-c", "while True: pass"]
 CONTEXT, PROMPT = 1024, 32
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 LEAST_SECONDS = 1.0  # of measuring, before and after a neighbour comes
 Measure = Callable[[], float]  # a run: tokens a second
 

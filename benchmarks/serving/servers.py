@@ -140,7 +140,7 @@ class Comparison:
         has_gpu = nvidia_smi("name") is not None
         durations: dict[tuple[str, str], float] = {}
         with tempfile.TemporaryDirectory() as scratch:
-            self.machine = describe_machine("benchmarks.serving.servers", Path(scratch))
+            self.machine = describe_machine(Path(scratch))
             for number in range(flags.rounds):
                 for model in flags.models:
                     engines = flags.engines[:: -1 if number % 2 else 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
     if not children.exists():
         return {}
     pids = {"API process": str(process.pid), "engine process": children.read_text().split()[0]}
-    return {name: sum(map(int, _stat(pid)[11:13])) / 100 for name, pid in pids.items()}
+    return {name: sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK") for name, pid in pids.items()}
 
 
 def _stat(pid: str) -> list[str]:

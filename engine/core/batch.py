@@ -107,6 +107,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each of its tokens
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # index → of the tokens after its own
     embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; none: they are not finite
+    expert_tokens: dict[int, list[int]] = field(default_factory=dict)  # layer → tokens of each expert, if counted
 
 
 @dataclass(slots=True)
@@ -128,6 +129,7 @@ class EngineOutput:
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
     prefix_miss: str = ""  # why no more of the prompt was in the prefix cache
     error: str = ""  # with "error": what went wrong, for the request's client
+    is_refused: bool = False  # with "error": the request is to blame for it
 
 
 @dataclass(slots=True)

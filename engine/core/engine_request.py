@@ -22,3 +22,4 @@ class EngineRequest:
     priority: int = 0  # lower values are scheduled first
     owner: str = ""  # requests of different owners get fair parts of the engine
     deadline: float = 0.0  # monotonic seconds, the same clock in all processes; 0: none
+    arrival: float = 0.0  # when it came to the server, by that clock; 0: when it comes to the engine

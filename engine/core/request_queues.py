@@ -6,11 +6,13 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from engine.core.request import Request
 from engine.core.visits import Visits
 
 FAVOURED_STEPS = 32  # of its own, for which an owner is favoured at most
+FAVOURED_REQUESTS = 8  # that a favoured owner may have at a time
 OUTPUT_WEIGHT = 2  # how many prompt tokens one token of an answer counts as
 
 _Key = tuple[int, bool, int, int, int, str]
@@ -37,7 +39,8 @@ class RequestQueues:
     older than every waiting one. Between owners a virtual token counter decides (Sheng et al., 2024): the next request
     to run is of the best priority that waits and, among those, of the owner that had the least service. An owner that
     comes begins with the service of the others, so it can neither save up nor lag behind, and for a few tokens and steps it
-    is favoured: a short request of an owner that asks seldom is hardly delayed by those that ask much.
+    is favoured, unless it has many requests: a short request of an owner that asks seldom is hardly delayed by those that
+    ask much.
 
     `running` has favoured owners first, then each owner's oldest request, then each one's second, and so on. The last one
     is therefore the youngest of the owner that has most, and the first one stays first until it ends or a favoured owner
@@ -85,14 +88,15 @@ class RequestQueues:
         """A new request waits."""
         self._num_arrivals += 1
         request.order = (request.engine_request.priority, self._num_arrivals)
+        owner = self._owners.get(request.engine_request.owner) or self._new_owner(request)
         self._by_id[request.request_id] = request
-        name = request.engine_request.owner
-        owner = self._owners.get(name) or self._new_owner(name)
         last = next(reversed(owner.waiting.values()), request)
         owner.waiting[request.request_id] = request
         self.num_waiting += 1
         if request.order < last.order:
             _sort(owner)
+        if len(owner.waiting) + owner.num_running > FAVOURED_REQUESTS:
+            self._stop_favouring(owner)
         self._place(owner)
 
     def first_waiting(self) -> Request:
@@ -201,18 +205,21 @@ class RequestQueues:
             ranks[owner.name] += 1
         return keys
 
-    def _new_owner(self, name: str) -> Owner:
+    def _new_owner(self, request: Request) -> Owner:
+        """The owner of its first request."""
+        name = request.engine_request.owner
         service = self._heads[0][2] if self._heads else self._newest_service
         if len(self._owners) == 1:  # nothing was counted while it was alone
             (other,) = self._owners.values()
             service = other.service
-            self._stop_favouring(other)
-            self._place(other)
-            for request in self.running:
-                request.num_charged = max(request.num_charged, request.num_computed_tokens)
+            if sum(map(_to_do, islice(self, FAVOURED_REQUESTS))) > 2 * _to_do(request):
+                self._stop_favouring(other)  # else neither pauses for the other
+                self._place(other)
+            for each in self.running:
+                each.num_charged = max(each.num_charged, each.num_computed_tokens)
         owner = self._owners[name] = Owner(name, service, service + self._favour)
         self._favoured[name] = owner
-        self._visits.came(name)
+        self._visits.came(name, request.engine_request.arrival)
         self.is_shared = len(self._owners) > 1
         return owner
 
@@ -259,6 +266,13 @@ class RequestQueues:
                 keys.append((not owner.is_favoured, ranks[owner.name], request.order))
                 ranks[owner.name] += 1
             assert keys == sorted(keys), "the running requests are out of order"
+
+
+def _to_do(request: Request) -> int:
+    """Tokens that are to be computed for it at most, weighted."""
+    num_prompt = request.num_prompt_tokens
+    prompt = max(num_prompt - request.num_computed_tokens, 0)
+    return prompt + OUTPUT_WEIGHT * (request.max_num_tokens - max(request.num_tokens, num_prompt))
 
 
 def _sort(owner: Owner) -> None:

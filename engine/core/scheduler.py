@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from time import monotonic
 
 from engine.core.batch import (
@@ -139,15 +140,14 @@ class Scheduler(LaunchedSteps):
 
     def _budget(self, now: float) -> int:
         """How many tokens the next step may have."""
-        most = self.max_num_batched_tokens
+        most, short = self.max_num_batched_tokens, self._pace.short
         num_waited = 1 + len(self._in_flight)  # steps, for which one that comes waits
-        if self._visits.expects(now, num_waited * self._pace.longest):
-            steps, seconds = COMING_STEPS, COMING_SECONDS
-        elif self.queues.is_shared:
-            steps, seconds = SHARED_STEPS, SHARED_SECONDS
-        else:
+        seconds = self._visits.seconds_to_next(now) + max(COMING_STEPS * short, COMING_SECONDS)
+        if self.queues.is_shared:
+            seconds = min(seconds, max(SHARED_STEPS * short, SHARED_SECONDS))
+        if seconds == inf:
             return most
-        return min(self._pace.num_tokens(steps / num_waited, seconds / num_waited) or most, most)
+        return min(self._pace.num_tokens(seconds / num_waited) or most, most)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
         """Schedule those that run, `num_first` favoured ones first, then admit those that wait."""

@@ -30,13 +30,13 @@ class Visits:
         self._clock = clock
         self._owners: OrderedDict[str, _Owner] = OrderedDict()  # the one that came last is last
 
-    def came(self, name: str) -> None:
-        """It has a request, and had none."""
+    def came(self, name: str, arrival: float = 0.0) -> None:
+        """It has a request, and had none. `arrival`: of the request, which may have waited for a step to end since; 0: now."""
         owner = self._owners.setdefault(name, _Owner())
         self._owners.move_to_end(name)
-        pause = self._clock() - owner.left
+        pause = (arrival or self._clock()) - owner.left
         if pause < AWAY_SECONDS:
-            owner.pauses.append(pause)
+            owner.pauses.append(max(pause, 0.0))
         owner.expected_from = math.inf
         if len(self._owners) > REMEMBERED:
             self._owners.popitem(last=False)
@@ -47,7 +47,7 @@ class Visits:
             owner.left = self._clock()
             owner.expected_from = owner.left + EARLY * min(owner.pauses, default=0.0)
 
-    def expects(self, now: float, seconds: float) -> bool:
-        """Whether an owner that is away is likely to come within so many seconds."""
-        end = now + seconds
-        return any(owner.expected_from <= end and now < owner.left + AWAY_SECONDS for owner in self._owners.values())
+    def seconds_to_next(self, now: float) -> float:
+        """From when on an owner that is away is expected: 0 if one is already, infinite if none is."""
+        times = (owner.expected_from for owner in self._owners.values() if now < owner.left + AWAY_SECONDS)
+        return max(min(times, default=math.inf) - now, 0.0)

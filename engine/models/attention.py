@@ -9,6 +9,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import kernels
 from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, empty
@@ -51,6 +52,7 @@ class Attention(CheckpointModule):
     kv_scale: Tensor
     sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
+    v_norm: Tensor | None
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
@@ -59,20 +61,24 @@ class Attention(CheckpointModule):
         super().__init__()
         self.spec = spec.for_rank(scope.shard)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {"q_proj": query_size}
+        if spec.kv_of is None:
+            parts |= {"k_proj": kv_size} if spec.key_is_value else {"k_proj": kv_size, "v_proj": kv_size}
         fused = "qkv_proj" if spec.fused else ""
         self.qkv = Linear(
             scope, hidden_size, parts, bias=spec.qkv_bias, shard="column", width=spec.head_dim, fused=fused
         )
         over = (query_size, kv_size) if spec.qk_norm_over_heads else (spec.head_dim,) * 2
         self.q_norm = make_norm(scope / "q_norm", over[0]) if spec.qk_norm else None
-        self.k_norm = make_norm(scope / "k_norm", over[1]) if spec.qk_norm else None
+        self.k_norm = make_norm(scope / "k_norm", over[1]) if spec.qk_norm and spec.kv_of is None else None
         self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
         # What the keys and the values of each head are divided by where the cache is e4m3: [2, Hkv].
         scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
         self.register_buffer("kv_scale", scale, persistent=False)
         self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
+        ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
+        self.register_buffer("v_norm", ones, persistent=False)  # [D]
         slopes = torch.tensor(self.spec.alibi, dtype=torch.float32, device=scope.device) if spec.alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)  # [H]
         self._heads = scope.shard.span("num_attention_heads", spec.num_heads)
@@ -96,13 +102,18 @@ class Attention(CheckpointModule):
             query.copy_(q_norm(query))
             key.copy_(k_norm(key))
             q_norm = k_norm = None
+        slots = metadata.slot_mapping
+        if spec.kv_of is not None:
+            qkv, slots = F.pad(qkv, (0, 2 * spec.num_kv_heads * spec.head_dim)), torch.full_like(slots, -1)
+        elif self.v_norm is not None and k_norm is not None:
+            qkv = self._with_normed_values(qkv, self.v_norm, k_norm.eps)
         query = kernels.rope_and_store(
             qkv,
             positions,
             self.cos_sin,
             kv[0],
             kv[1],
-            metadata.slot_mapping,
+            slots,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             q_norm=q_norm.weight if q_norm else None,
@@ -113,6 +124,14 @@ class Attention(CheckpointModule):
         )  # [T, H, D]
         out = attend(query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         return residual.add(self.o, hidden, out.flatten(1))
+
+    def _with_normed_values(self, qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[T, (H + 2 Hkv) D], from that or, where keys are values, from [T, (H + Hkv) D]."""
+        spec = self.spec
+        before = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        values = qkv[:, -spec.num_kv_heads * spec.head_dim :]
+        normed = kernels.rms_norm(values.reshape(-1, spec.head_dim), weight, eps)
+        return torch.cat((qkv[:, :before], normed.view(values.shape)), 1)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         if self.sinks is not None:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 import kernels
 from engine.models.attention import Attention, AttentionMetadata, MakeNorm
+from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
 from engine.models.latent import LatentAttention
 from engine.models.layers import Embedding, LayerNorm, LMHead, Matrix, Norm, Residual, RMSNorm, Scope
 from engine.models.mlp import MLP
-from engine.models.moe import MoE
+from engine.models.moe import DenseAndExperts, MoE
+from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.rope import rope_table
-from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec
+from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 
 
 class Decoder(nn.Module):
@@ -44,6 +47,12 @@ class Decoder(nn.Module):
         is_first, is_last = self.stage.is_first, self.stage.is_last
         has_embedding = is_first or (is_last and spec.tie_word_embeddings)
         self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", spec.vocab_size, spec.hidden_size)
+        per_layer = spec.per_layer
+        if self.stage.count > 1 and (per_layer or any(layer.mixer.kv_of is not None for layer in spec.layers)):
+            raise ModelError("layers that share keys and values, or have embeddings of their own, must be in one stage")
+        self.per_layer: PerLayerEmbedding | None = None
+        if per_layer:
+            self.per_layer = PerLayerEmbedding(per_layer, spec.hidden_size, len(spec.layers), make_norm, body)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 layer,
@@ -51,9 +60,16 @@ class Decoder(nn.Module):
                 tables[layer.mixer.rope],
                 make_norm,
                 body.only_if(i in self.own_layers) / "layers" / i,
+                per_layer,
             )
             for i, layer in enumerate(spec.layers)
         )
+        for i, layer in enumerate(spec.layers):
+            if (source := layer.mixer.kv_of) is not None:  # what the source has stored is to be read as it was
+                reader, owner = (cast(DecoderLayer, self.layers[at]).attention for at in (i, source))
+                assert isinstance(reader, Attention)
+                assert isinstance(owner, Attention)
+                reader.kv_scale = owner.kv_scale
         body, scope = body.only_if(is_last), scope.only_if(is_last)
         self.norm = make_norm(body / "norm", spec.hidden_size)
         if spec.tie_word_embeddings:
@@ -69,7 +85,7 @@ class Decoder(nn.Module):
     def pack_weights(self) -> None:
         """Repack all filled weights for the products of their device. They can no longer be filled."""
         for module in self.modules():
-            if isinstance(module, Matrix) and not any(parameter.is_meta for parameter in module.parameters()):
+            if isinstance(module, Matrix) and module.is_here:
                 module.pack()
 
     def forward(
@@ -91,8 +107,9 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(input_ids)
             if self._embedding_multiplier != 1:
                 hidden = kernels.scale(hidden, self._embedding_multiplier)
-        for layer, kv, metadata in zip(self._here, kv_cache, attention, strict=True):
-            hidden = layer(hidden, positions, kv, metadata)
+        vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
+        for layer, kv, metadata, vector in zip(self._here, kv_cache, attention, vectors, strict=True):
+            hidden = layer(hidden, positions, kv, metadata, vector)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -105,7 +122,13 @@ class DecoderLayer(nn.Module):
     """Attention, then MLP: each reads the residual stream and adds to it, in place."""
 
     def __init__(
-        self, layer: LayerSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
+        self,
+        layer: LayerSpec,
+        hidden_size: int,
+        cos_sin: Tensor | None,
+        make_norm: MakeNorm,
+        scope: Scope,
+        per_layer: PerLayerSpec | None = None,
     ) -> None:
         super().__init__()
         names, multiplier = layer.norms, layer.residual_multiplier
@@ -124,19 +147,41 @@ class DecoderLayer(nn.Module):
             self.attention = LatentAttention(layer.mixer, hidden_size, cos_sin, scope / "self_attn")
         else:
             self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
-        self.mlp: MLP | MoE
-        if isinstance(layer.mlp, MoESpec):
+        self.mlp: MLP | MoE | DenseAndExperts
+        if isinstance(layer.mlp, MoESpec) and layer.mlp.apart:
+            self.mlp = DenseAndExperts(layer.mlp, hidden_size, before_mlp, make_norm, scope)
+        elif isinstance(layer.mlp, MoESpec):
             self.mlp = MoE(layer.mlp, hidden_size, scope)
         else:
             self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
+        self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
+        self.output_scale = OutputScale(scope) if layer.output_scale else None
 
-    def forward(self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
+    ) -> Tensor:
+        """`vector` [T, P]: the tokens' per-layer embeddings, where the model has them."""
         x = hidden if self.shared_norm is None else self.shared_norm(hidden)
         hidden = self.attention(x, hidden, self.around_attention, positions, kv, metadata)
         x = hidden if self.shared_norm is None else x
-        if isinstance(self.mlp, MoE):
-            return self.mlp(x, hidden, self.around_mlp, metadata.slot_mapping)
-        return self.mlp(x, hidden, self.around_mlp)
+        if isinstance(self.mlp, MLP):
+            hidden = self.mlp(x, hidden, self.around_mlp)
+        else:
+            hidden = self.mlp(x, hidden, self.around_mlp, metadata.slot_mapping)
+        if self.per_layer is not None:
+            hidden = self.per_layer(hidden, vector)
+        return hidden if self.output_scale is None else self.output_scale(hidden)
+
+
+class OutputScale(Norm):
+    """hidden times a learnt number, in hidden's memory."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope, 1, eps=0.0)
+        self._name = scope.name("layer_scalar")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.mul_(self.weight)
 
 
 def norm_maker(spec: ModelSpec) -> MakeNorm:

@@ -186,6 +186,7 @@ class Matrix(CheckpointModule):
         super().__init__()
         self.parts, self.columns, self.bias_parts, self.num_stacked = parts, columns, bias_parts, num_stacked
         self.dtype = scope.dtype  # of products
+        self.is_here = scope.device.type != "meta"  # else another stage has it
         self.num_rows = num_rows or sum(len(part.rows) for part in parts)
         self.format = scope.weight_formats.of(list(dict.fromkeys(part.name for part in parts)))
         self.format.create(self, scope.dtype, scope.device)

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from engine.models.layers import CheckpointModule, CheckpointTensor, Matrix, Part, Residual, RMSNorm, Scope, empty
+from engine.models.attention import MakeNorm
+from engine.models.layers import (
+    CheckpointModule,
+    CheckpointTensor,
+    Matrix,
+    Norm,
+    Part,
+    Residual,
+    RMSNorm,
+    Scope,
+    empty,
+)
 from engine.models.mlp import MLP
 from engine.models.shard import Span
 from engine.models.spec import MoESpec
@@ -52,6 +63,29 @@ class MoE(nn.Module):
         return residual.add_output(hidden, self.communicator.all_reduce(total) if self.num_ranks > 1 else total)
 
 
+class DenseAndExperts(nn.Module):
+    """A dense MLP and experts side by side (Gemma 4): both read the residual stream, each between norms of its own."""
+
+    def __init__(
+        self, spec: MoESpec, hidden_size: int, before_shared: Norm | None, make_norm: MakeNorm, scope: Scope
+    ) -> None:
+        super().__init__()
+        assert spec.shared is not None
+        assert spec.apart is not None
+        before, *after = (
+            make_norm(scope / name, hidden_size)
+            for name in (spec.apart.before_experts, spec.apart.after_shared, spec.apart.after_experts)
+        )
+        self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared)
+        self.experts = MoE(replace(spec, shared=None, apart=None), hidden_size, scope)
+        self.around_shared, self.around_experts = Residual(before_shared, after[0], 1), Residual(before, after[1], 1)
+
+    def forward(self, x: Tensor, hidden: Tensor, residual: Residual, slots: Tensor) -> Tensor:
+        """As `MoE.forward`; `residual` norms the sum of both."""
+        total = self.shared(x, torch.zeros_like(x), self.around_shared)
+        return residual.add_output(hidden, self.experts(x, total, self.around_experts, slots))
+
+
 def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
     """The rows of all experts' gate and up (of each the gate's first) and down. Of others than the `own` there are none."""
     inner, names = spec.intermediate_size, spec.names
@@ -91,23 +125,53 @@ class Router(CheckpointModule):
         self.weight = empty(count, hidden_size, dtype=dtype, device=device)
         self.bias = empty(count, dtype=dtype, device=device) if spec.router_bias else None
         self.correction = empty(count, dtype=torch.float32, device=device) if spec.correction else None
-        self._name, self._correction_name = scope.name(spec.names.router), scope.name(spec.names.correction)
+        eps = spec.router_norm_eps
+        self.norm = RouterNorm(scope, spec.names.router_norm, hidden_size, eps) if eps else None
+        self.expert_scale = empty(count, dtype=torch.float32, device=device) if spec.expert_scale else None
+        self._scope, self._names = scope, spec.names
+        self.counts: Tensor | None = None  # [1 + E] int64: padding and each expert gain their tokens; None: not counted
 
     def forward(self, x: Tensor, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] → the normed x, the experts' ids [T, k] int32, -1 for padding, and their weights [T, k] float32."""
-        norm = residual.before
+        norm = self.norm or residual.before
         if isinstance(norm, RMSNorm):
-            return kernels.norm_route(
+            normed, ids, weights = kernels.norm_route(
                 x, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots
             )
-        x = x if norm is None else norm(x)
-        return x, *kernels.route(x, self.weight, self.bias, self.correction, self.rule, slots)
+        else:
+            normed = x if norm is None else norm(x)
+            ids, weights = kernels.route(normed, self.weight, self.bias, self.correction, self.rule, slots)
+        if self.norm is not None:
+            normed = x if residual.before is None else residual.before(x)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids.clamp(min=0)]
+        if self.counts is not None:
+            chosen = ids.flatten().long() + 1
+            self.counts.index_add_(0, chosen, torch.ones_like(chosen))
+        return normed, ids, weights
 
     def tensors(self) -> Iterator[CheckpointTensor]:
-        named = {f"{self._name}.weight": self.weight, f"{self._name}.bias": self.bias}
-        for name, memory in (named | {self._correction_name: self.correction}).items():
+        names = self._names
+        named = {f"{names.router}.weight": self.weight, f"{names.router}.bias": self.bias}
+        for name, memory in (
+            named | {names.correction: self.correction, names.expert_scale: self.expert_scale}
+        ).items():
             if memory is not None:
-                yield CheckpointTensor(name, tuple(map(Span.whole, memory.shape)), memory)
+                yield CheckpointTensor(self._scope.name(name), tuple(map(Span.whole, memory.shape)), memory)
+
+
+class RouterNorm(RMSNorm):
+    """RMSNorm, over √hidden, times a stored weight."""
+
+    def __init__(self, scope: Scope, name: str, hidden_size: int, eps: float) -> None:
+        super().__init__(replace(scope, dtype=torch.float32), hidden_size, eps)
+        self._name = scope.name(name)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(self._name, (Span.whole(len(self.weight)),), self.weight, take=self._take)
+
+    def _take(self, stored: Tensor) -> None:
+        self.weight.copy_(stored.float() * len(stored) ** -0.5)
 
 
 class Gate(CheckpointModule):

@@ -41,6 +41,9 @@ def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
     if rope.scaling == "longrope":
         is_long = len(positions) > rope.original_max_position_embeddings
         return plain / torch.tensor(rope.long_factors if is_long else rope.short_factors)
+    if rope.scaling == "proportional":
+        plain[rope.turning_dim // 2 :] = 0
+        return plain / rope.factor
     assert rope.scaling == "default", rope.scaling
     return plain
 

@@ -20,7 +20,8 @@ class RopeSpec:
     rotary_dim: int  # the first rotary_dim of each head are rotated
     theta: float
     interleaved: bool = False  # channels 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2
-    scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope | proportional
+    turning_dim: int = 0  # proportional: only the first turning_dim / 2 pairs turn, by angles as if all did
     factor: float = 1.0  # how many times the context is stretched
     original_max_position_embeddings: int = 0  # dynamic, llama3, yarn, longrope: the context before stretching
     low_freq_factor: float = 1.0  # llama3
@@ -52,6 +53,9 @@ class AttentionSpec:
     qk_norm: bool = False  # RMSNorm of each query and key head
     qk_norm_over_heads: bool = False  # RMSNorm of all query heads together, and of all key heads
     fused: bool = False  # the checkpoint keeps q, k and v in one tensor, qkv_proj
+    v_norm: bool = False  # RMSNorm of each value head, without a weight
+    key_is_value: bool = False  # there is no v_proj: values are the projected keys, before their norm and rotation
+    kv_of: int | None = None  # an earlier layer, whose cached keys and values it reads; None: it has its own
 
     @property
     def cached(self) -> tuple[int, int, int]:
@@ -94,6 +98,10 @@ class LatentSpec:
     def cached(self) -> tuple[int, int, int]:
         """The latent, and the channels that carry the position."""
         return 1, self.num_kv_heads, self.head_dim
+
+    @property
+    def kv_of(self) -> None:
+        return None
 
     @property
     def num_kv_heads(self) -> int:
@@ -148,6 +156,8 @@ class ExpertNames:
 
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
+    router_norm: str = "router.scale"  # the norm's weight, times √hidden
+    expert_scale: str = "router.per_expert_scale"
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
@@ -160,6 +170,15 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """The names of norms by which a dense MLP and experts stand side by side. What comes before the MLP is the layer's."""
+
+    after_shared: str
+    before_experts: str
+    after_experts: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
     """A mixture of experts: gated MLPs of which each token's router chooses some, and maybe one that all tokens share."""
 
@@ -169,9 +188,12 @@ class MoESpec:
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     bias: bool = False  # of the experts
     router_bias: bool = False
+    router_norm_eps: float = 0.0  # of a norm that the router alone reads tokens by; 0: it reads what the experts do
+    expert_scale: bool = False  # what the router weighs an expert by is multiplied by a learnt number of that expert
     correction: bool = False  # a bias of the scores to choose by, not to weigh by
     shared: DenseSpec | None = None
     shared_gate: bool = False  # the shared expert is scaled by the sigmoid of a projection to one number
+    apart: Apart | None = None  # norms of the shared expert's and the chosen experts' sum, each; None: they have none
     names: ExpertNames = ExpertNames()
 
     def for_rank(self, shard: Shard) -> MoESpec:
@@ -199,9 +221,18 @@ class LayerSpec:
     norms: Norms = Norms()
     parallel: bool = False  # both read the norm before the mixer, and add to the same residual stream
     residual_multiplier: float = 1.0  # of what each adds to it
+    output_scale: bool = False  # the layer's output is multiplied by a learnt number
 
     def for_rank(self, shard: Shard) -> LayerSpec:
         return replace(self, mixer=self.mixer.for_rank(shard), mlp=self.mlp.for_rank(shard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerSpec:
+    """Per-layer embeddings (Gemma 3n and 4): each layer adds what it makes of a short vector of its own for each token."""
+
+    size: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +256,8 @@ class ModelSpec:
     logits_multiplier: float = 1.0
     logits_soft_cap: float = 0.0  # 0: none
     names: tuple[tuple[str, str], ...] = ()  # parts of tensors' names in the checkpoint, and what we call them
+    unused: tuple[str, ...] = ()  # how names, as we call them, of tensors begin that are not loaded
+    per_layer: PerLayerSpec | None = None
     num_draft_layers: int = 0  # multi-token prediction: stored after the decoder's layers, and not loaded
     has_head: bool = True  # False: it is published for embeddings, and generates nothing
 

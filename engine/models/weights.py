@@ -23,10 +23,20 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import listing, read_json
 from engine.models.formats import weight_formats
-from engine.models.layers import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Linear, Matrix, Norm, Scope
+from engine.models.layers import (
+    FLOAT_DTYPES,
+    CheckpointModule,
+    CheckpointTensor,
+    Embedding,
+    Linear,
+    Matrix,
+    Norm,
+    Scope,
+)
 from engine.models.progress import Progress, silent
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
+from kernels import QuantizedWeight
 
 INDEX = "model.safetensors.index.json"
 BODY = "model."  # how names of all but the output head begin
@@ -72,7 +82,7 @@ def load_model(
         model = Decoder(spec, scope, max_model_len=max_model_len)
         with torch.no_grad():
             if load_format == "dummy":
-                _fill_randomly(model, seed)
+                _fill_randomly(model, scope.device, seed)
             else:
                 _fill(model, folder, stored, progress)
     except torch.OutOfMemoryError as error:
@@ -96,11 +106,16 @@ def decoder_of_shapes(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: 
 
 
 def bytes_of_parts(model: Decoder) -> dict[str, int]:
-    """Bytes of the weights as they are loaded: embedding, attention, mlp, experts, norms, head (0: it is the embedding)."""
-    found = dict.fromkeys(("embedding", "attention", "mlp", "experts", "norms", "head"), 0)
+    """Bytes of the weights as they are loaded: embedding, tables (of which a step reads its tokens' rows alone), attention,
+    mlp, experts, norms, head (0: it is the embedding).
+    """
+    found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head"), 0)
     for name, module in model.named_modules():
         if isinstance(module, CheckpointModule):
             num_bytes = sum(tensor.memory.nbytes for tensor in module.tensors())
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, QuantizedWeight):  # rounded as it is loaded: what fills it gives the scales, too
+                num_bytes += weight.scale.nbytes
             found[_part_of(name, module)] += num_bytes
     if model.spec.tie_word_embeddings:
         found["head"] = 0
@@ -112,7 +127,10 @@ def _part_of(name: str, module: CheckpointModule) -> str:
         return "norms"
     if isinstance(module, Matrix) and not isinstance(module, Linear):
         return "experts"
-    names = {"embed_tokens": "embedding", "lm_head": "head", "attention": "attention", "mlp": "mlp"}
+    if isinstance(module, Embedding) and "per_layer" in name:
+        return "tables"
+    names = {"embed_tokens": "embedding", "lm_head": "head", "attention": "attention"}
+    names |= {"mlp": "mlp", "per_layer": "mlp"}
     return next(names[each] for each in name.split(".") if each in names)
 
 
@@ -226,7 +244,7 @@ def _matched(model: Decoder, stored: dict[str, _Stored], folder: Path) -> _Match
     stored = {
         name: tensor
         for name, tensor in ((_renamed(name, spec), tensor) for name, tensor in stored.items())
-        if not name.endswith(IGNORED) and not name.removeprefix(BODY).startswith(drafts)
+        if not name.endswith(IGNORED) and not name.removeprefix(BODY).startswith((*drafts, *spec.unused))
     }
     if not spec.has_head:
         del declared[LM_HEAD]
@@ -329,11 +347,11 @@ def _names(names: set[str]) -> str:
     return ", ".join(map(repr, first)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _fill_randomly(model: Decoder, seed: int) -> None:
-    """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on its device."""
-    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
+def _fill_randomly(model: Decoder, device: torch.device, seed: int) -> None:
+    """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, Matrix):
+        if isinstance(module, Matrix) and module.is_here:
             module.format.fill_randomly(module, generator)
     norms = {id(module.weight) for module in model.modules() if isinstance(module, Norm)}
     for parameter in model.parameters():

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -23,6 +24,7 @@ from engine.structured.json_schema import MAX_TEXT_LENGTH, prepare
 from engine.structured.lark import bounded
 from engine.structured.quoted_lark import object_with_text
 from engine.structured.regex import portable
+from engine.structured.unique import MARK, Endings
 
 MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
@@ -110,6 +112,8 @@ class Compiler:
         found = self.remembered(grammar)
         if found is None:
             matcher = self._build(grammar)
+            if f'"{MARK}"' in grammar:
+                self.endings  # noqa: B018  it takes a while, so not in the engine's loop
             found = matcher.deep_copy()
             self._remember(grammar, matcher)
         return found
@@ -119,7 +123,7 @@ class Compiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask takes longest: a request that begins finds it computed
         if matcher.is_error():
-            raise ValueError(_explain(matcher.get_error()))
+            raise ValueError(explain(matcher.get_error()))
         return matcher
 
     def remembered(self, grammar: str) -> LLMatcher | None:
@@ -143,7 +147,12 @@ class Compiler:
         digest = hashlib.blake2b(grammar.encode(errors="surrogatepass")).digest()
         if digest in self._sound:
             return
-        self._try(self._build(grammar))
+        try:
+            self._try(self._build(grammar))
+        except BaseException as error:  # a panic of the library in Rust is no `Exception`
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError("the grammar is beyond what the library can follow") from None
         if len(self._sound) >= MAX_REMEMBERED:
             self._sound.clear()
         self._sound.add(digest)
@@ -156,7 +165,7 @@ class Compiler:
             if allowed:
                 matcher.consume_token(_pick(allowed, dice))
             if matcher.is_error():
-                raise ValueError(_explain(matcher.get_error()))
+                raise ValueError(explain(matcher.get_error()))
             if matcher.is_stopped() or time.monotonic() > until:
                 break
 
@@ -167,6 +176,11 @@ class Compiler:
                 self._made = _make_tokenizer(self._vocabulary)
                 self._load = None
             return self._made
+
+    @cached_property
+    def endings(self) -> Endings:
+        self._tokenizer()
+        return Endings(self._vocabulary.tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -212,7 +226,7 @@ def _pick(bits: int, dice: random.Random) -> int:
     return start + (above & -above).bit_length() - 1
 
 
-def _explain(error: str) -> str:
+def explain(error: str) -> str:
     """The library's message without what only its authors can read."""
     if "oneOf constraints" in error:
         return "oneOf is supported where at most one of its schemas can match; anyOf takes any"
@@ -220,7 +234,7 @@ def _explain(error: str) -> str:
         return "it is too large"
     if error.startswith(("NoExtension", "panic")):
         return "the grammar matches nothing"
-    if "items; max is" in error:
+    if "items; max is" in error or "Too many items" in error:
         return "too many things may come next at one place: fewer alternatives, or optional properties, would do"
     if "is not present in a registry" in error or error.startswith("Pointer"):
         return f"$ref leads nowhere: {error.partition(' and retrieving')[0]}"

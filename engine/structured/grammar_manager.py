@@ -18,7 +18,8 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.structured.compile_threads import CompileThreads
-from engine.structured.grammar import Compiler
+from engine.structured.grammar import Compiler, explain
+from engine.structured.unique import UniqueItems, of_grammar
 
 MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
 IDLE_SECONDS = 0.02  # to wait for a grammar when there is nothing else to do
@@ -47,6 +48,7 @@ class _Followed:
     """A running request's grammar."""
 
     matcher: LLMatcher
+    unique: UniqueItems | None = None
     forced: list[int] = field(default_factory=list)  # the only tokens that may come next, the last one first
 
 
@@ -197,7 +199,7 @@ class GrammarManager(Generic[T]):
                 continue
             if (error := held.matcher.exception()) is None:
                 del self._held[request_id]
-                self._followed[request_id] = _Followed(held.matcher.result())
+                self._followed[request_id] = _Followed(held.matcher.result(), of_grammar(held.grammar))
                 ready.append(held.request)
             else:
                 errors[request_id] = str(error) or type(error).__name__
@@ -227,6 +229,8 @@ class GrammarManager(Generic[T]):
     def _advance(self, followed: _Followed, token_ids: Sequence[int]) -> None:
         if not followed.matcher.is_stopped():
             followed.matcher.consume_tokens(list(token_ids))
+            if followed.unique is not None:
+                followed.unique.advance(b"".join(self._compiler.endings.tokens[i] for i in token_ids))
             del followed.forced[-len(token_ids) :]
 
     def fill(
@@ -256,9 +260,11 @@ class GrammarManager(Generic[T]):
                     masks[i] = -1
                     errors[request_ids[i]] = error
         for followed, i in wanted:
-            error = followed.matcher.get_error() if followed.matcher.is_error() else _caught(self._look_ahead, followed)
-            if error:
-                errors.setdefault(request_ids[i], error)
+            error = "" if followed.matcher.is_error() else _caught(self._look_ahead, followed)
+            if followed.unique is not None and not error and not followed.matcher.is_error():
+                error = _caught(followed.unique.narrow, masks[i], followed.matcher, self._compiler.endings)
+            if error or followed.matcher.is_error():
+                errors.setdefault(request_ids[i], error or explain(followed.matcher.get_error()))
         return late, errors
 
     def _fill_all(self, wanted: _Wanted, masks: np.ndarray) -> None:

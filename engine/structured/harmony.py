@@ -30,6 +30,9 @@ class _Messages(Composition):
     def marks(self) -> list[str]:
         return [_CHANNEL, _MESSAGE, _NEXT, "<|constrain|>"]
 
+    def begins(self) -> dict[str, list[str]]:
+        return {"content": [f"{_CHANNEL}final{_MESSAGE}"]}
+
     def answer(self) -> str:
         self.rule("end", self.reached("ended", "<|end|>"))
         start = self.literal(_NEXT.removeprefix("<|end|>"))

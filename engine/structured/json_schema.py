@@ -7,6 +7,7 @@ made stricter what readers check more strictly than it does.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,10 +15,13 @@ from typing import Any, TypeAlias
 from engine.structured.exclusive import Judge
 from engine.structured.regex import portable
 from engine.structured.rewrites import also, rewrite
+from engine.structured.unique import MARK, has_mark
+from engine.structured.values import pointed_to
 
 Schema: TypeAlias = dict[str, Any]
 
-MAX_LENGTH = 100_000  # characters of its JSON
+MAX_LENGTH = 100_000  # characters of its JSON without annotations
+MAX_ANNOTATED_LENGTH = 1_000_000  # with them
 MAX_DEPTH = 64
 MAX_REFERENCES = 400
 MAX_PROPERTIES = 1000  # of one object: the library's time grows with their square
@@ -55,6 +59,9 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("pattern", "format", "$ref"), ("a text", lambda value: isinstance(value, str))),
 }
 
+# What says nothing of instances, and is often most of a schema.
+_ANNOTATIONS = ("title", "description", "markdownDescription", "enumDescriptions", "$comment", "default", "examples")
+_DIALECT = re.compile(r"https?(://json-schema\.org/(?:draft-0[467]|draft/2019-09|draft/2020-12)/schema)#?")
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DATE = (
@@ -82,8 +89,7 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
     `lenient`: what cannot be enforced is left out. `notes` gets a line on everything that is, unknown formats among it.
     """
     text = schema if isinstance(schema, str) else _dump(schema)
-    if len(text) > MAX_LENGTH:
-        raise ValueError(f"a JSON Schema may have at most {MAX_LENGTH} characters, this one has {len(text)}")
+    _check_length(text, MAX_ANNOTATED_LENGTH)
     try:
         parsed = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -98,6 +104,7 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
         parsed = {}
     _check_depth(parsed, MAX_DEPTH)
     parsed.pop("x-guidance", None)  # the library's own switches
+    _know_dialect(parsed)
     preparation = _Preparation(parsed, lenient)
     preparation.run()
     _check_written(parsed)
@@ -105,6 +112,18 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
     if notes is not None:
         notes += dict.fromkeys(preparation.notes)
     return _dump(parsed)
+
+
+def _check_length(text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ValueError(f"a JSON Schema may have at most {limit} characters, this one has {len(text)}")
+
+
+def _know_dialect(root: Schema) -> None:
+    """Of dialects that the library does not know, the keywords are those of 2020-12."""
+    match = _DIALECT.fullmatch(str(root.pop("$schema", "")))
+    if match is not None:
+        root["$schema"] = ("https" if "/20" in match[1] else "http") + match[1]
 
 
 def _dump(schema: Any) -> str:
@@ -168,14 +187,19 @@ class _Preparation:
     notes: list[str] = field(default_factory=list)  # of what is not enforced
     num_references: int = 0
     num_enum_values: int = 0
+    leads_elsewhere: bool = False  # a `$ref` is no path in this schema
+    has_resources: bool = False  # a schema inside has an `$id`
 
     def __post_init__(self) -> None:
-        self.judge = Judge(lambda reference: _resolve(self.root, reference))
+        self.judge = Judge(lambda reference: pointed_to(self.root, reference))
 
     def run(self) -> None:
         self._apply(self.shapes)
+        _check_length(_dump(self.root), MAX_LENGTH)
         of_kinds = (self.values, self.objects, self.arrays, self.numbers, self.strings)
         self._apply(self.rewrites, self.references, *of_kinds, *([self.leftovers] if self.is_lenient else []))
+        if (self.leads_elsewhere or self.has_resources) and has_mark(self.root):
+            raise ValueError("uniqueItems is supported where every $ref is a path in this schema")
 
     def _apply(self, *rules: Callable[[Schema], None]) -> None:
         stack: list[Any] = [self.root]
@@ -189,12 +213,17 @@ class _Preparation:
                 for rule in rules:
                     rule(schema)
                 stack += _subschemas(schema)
-                if isinstance(target := _resolve(self.root, schema.get("$ref", "")), dict):
+                if isinstance(target := pointed_to(self.root, schema.get("$ref", "")), dict):
                     stack.append(target)  # which may stand where no schema is looked for
             elif not isinstance(schema, bool):
                 raise ValueError(f"a schema must be an object or a boolean, got {_dump(schema)[:80]}")
 
     def shapes(self, schema: Schema) -> None:
+        for name in _ANNOTATIONS:
+            schema.pop(name, None)
+        if schema is not self.root:
+            schema.pop("$schema", None)
+            self.has_resources |= "$id" in schema
         for name in schema.keys() & set(_COUNTS):
             if isinstance(schema[name], float) and schema[name].is_integer():
                 schema[name] = int(schema[name])
@@ -207,7 +236,12 @@ class _Preparation:
         rewrite(schema, self.judge)
 
     def references(self, schema: Schema) -> None:
-        self.num_references += "$ref" in schema
+        if "$ref" in schema:
+            self.num_references += 1
+            own, hash, path = schema["$ref"].partition("#")
+            if own and own == str(self.root.get("$id", self.root.get("id"))).removesuffix("#"):
+                schema["$ref"] = hash + path or "#"
+            self.leads_elsewhere |= pointed_to(self.root, schema["$ref"]) is None
         if self.num_references > MAX_REFERENCES:
             raise ValueError(f"$ref: a JSON Schema may have at most {MAX_REFERENCES} of them")
 
@@ -235,8 +269,11 @@ class _Preparation:
             }
 
     def arrays(self, schema: Schema) -> None:
+        schema.pop(MARK, None)
         if schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1:
             schema.pop("uniqueItems", None)
+        if schema.get("uniqueItems") is True and not self.is_lenient:
+            schema[MARK] = schema.pop("uniqueItems")  # `UniqueItems` sees to it
 
     def numbers(self, schema: Schema) -> None:
         for name in _BOUNDS:
@@ -327,7 +364,7 @@ def _check_recursion(root: Schema) -> None:
             stack += _subschemas(schema)
             reference = schema.get("$ref")
             if isinstance(reference, str) and reference not in targets:
-                targets[reference] = _resolve(root, reference)
+                targets[reference] = pointed_to(root, reference)
     finite = {reference: False for reference, target in targets.items() if isinstance(target, dict)}
     unknown = list(finite)
     for _ in range(MAX_ROUNDS):
@@ -339,22 +376,6 @@ def _check_recursion(root: Schema) -> None:
             return
         if len(unknown) == before:
             raise ValueError(f"$ref: {unknown[0]!r} refers to itself without end, nothing can match it")
-
-
-def _resolve(root: Schema, reference: str) -> Any:
-    """What a pointer into this document points to; None for other references, and for those that lead nowhere."""
-    if reference != "#" and not reference.startswith("#/"):
-        return None
-    target: Any = root
-    for part in reference.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, dict) and name in target:
-            target = target[name]
-        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-            target = target[int(name)]
-        else:
-            return None
-    return target
 
 
 def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:

@@ -207,11 +207,15 @@ def _contains(schema: Schema) -> None:
 
 
 def _unique(schema: Schema) -> None:
-    """Of a few named values all sets are written out, in one order each."""
+    """Of a few named values all sets are written out, in one order each; of more there are at most as many elements."""
     if schema.get("uniqueItems") is not True or schema.keys() & {"prefixItems", "additionalItems", "contains"}:
         return
     values = values_of(schema.get("items"))
-    if values is None or len(values) > MAX_UNIQUE or schema.get("type") != "array":
+    if values is None:
+        return
+    values = [value for i, value in enumerate(values) if without([value], values[:i])]
+    if len(values) > MAX_UNIQUE or schema.get("type") != "array":
+        schema["maxItems"] = min(schema.get("maxItems", len(values)), len(values))
         return
     least, most = schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values))
     sets = [chosen for count in range(least, most + 1) for chosen in combinations(values, count)]

@@ -73,7 +73,14 @@ class Composition:
         if self.content is not None:
             grammars.append(_named("content", self.content))
         grammars += [_named(f"schema_{i}", schema) for i, schema in enumerate(self.schemas)]
-        return json.dumps({"grammars": grammars})
+        return json.dumps({"grammars": grammars, "begins": self.begins()})
+
+    def begins(self) -> dict[str, list[str]]:
+        """The texts after which the content and the schemas begin; "": as the answer does. For `UniqueItems`."""
+        tags, thoughts = self.tags, self.thoughts
+        content = [thoughts.end] if thoughts is not None else [""]
+        content += [""] if thoughts is not None and not thoughts.opened else []
+        return {"content": content} | {f"schema_{i}": [tag.begin] for i, tag in enumerate(tags.tags if tags else ())}
 
     def rule(self, name: str, *options: str) -> None:
         self.rules.append(f"{name}: " + " | ".join(options))

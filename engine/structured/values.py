@@ -69,3 +69,19 @@ def _other_than(texts: list[str]) -> str:
     options = [f"[^{firsts}]{anything}*" if firsts else f"{anything}+"]
     options += [escaped(char) + _other_than(rests) for char, rests in longer.items()]
     return f"(?:{'|'.join(options)}){'' if ends else '?'}"
+
+
+def pointed_to(root: Any, reference: str) -> Any:
+    """What a pointer into this document points to; None for other references, and for those that lead nowhere."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    target: Any = root
+    for part in reference.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict) and name in target:
+            target = target[name]
+        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            return None
+    return target

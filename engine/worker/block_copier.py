@@ -18,8 +18,7 @@ class BlockCopier:
         """`kv_cache`: of each layer, as `layout` allocates it. At most `max_blocks` are copied at a time."""
         self.layout, self.block_bytes, self.max_blocks = layout, layout.block_bytes, max_blocks
         self._device = device
-        slots = [kv_cache[layout.slot_of.index(slot)] for slot in range(layout.num_slots)]
-        self._slots = [kv.view(torch.uint8).flatten(2) for kv in slots]  # each [num_parts, num_blocks, bytes]
+        self._slots = layout.slots(kv_cache)
         self._on_device = None  # [max_blocks, block_bytes]: where blocks are gathered before they cross the bus
         if device.is_accelerator:
             self._on_device = torch.empty(max_blocks, self.block_bytes, dtype=torch.uint8, device=device.torch_device)

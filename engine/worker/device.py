@@ -11,6 +11,7 @@ import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -110,6 +111,27 @@ class _Done:
         pass
 
 
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # a container's
+
+
+def _available() -> int:
+    """Bytes that processes may still take of the CPU's memory: what holds copies of files, which are given up, counts as free.
+    In a container, at most what is left of its limit.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, ValueError, LookupError):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit, held = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        of_kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return max(min(free, limit - held + int(of_kinds["inactive_file"])), 0)
+    except (OSError, ValueError, LookupError):  # it has no limit
+        return free
+
+
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
     """The CPU: every call returns when its work is done."""
@@ -133,12 +155,10 @@ class CpuDevice:
         return cls()
 
     def memory(self) -> Memory:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total, free = (os.sysconf(name) * page for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return Memory(
-            total, free, used=peak, peak=peak
-        )  # Linux tells the peak for free, what is used now only in /proc
+        # Linux tells the peak for free, what is used now only in /proc.
+        return Memory(total, _available(), used=peak, peak=peak)
 
     def reset_peak_memory(self) -> None:
         pass

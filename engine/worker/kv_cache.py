@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,21 +39,35 @@ MAX_PADDING = 1.15  # how much larger than its layers a block may be made, to ha
 
 
 @dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """What a layer keeps of the past."""
+
+    window: int  # 0: all of it
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token, in each part."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheLayout:
     """How layers share the KV cache's blocks. All blocks have the same size, so that every group can use any of them.
 
-    A block holds K and V, or what stands for both, of `block_size` tokens in `num_slots` layers of one group. Layers that keep
-    the same part of the past are divided into groups of at most `num_slots`; layer l is in group `group_of[l]`, at `slot_of[l]`
-    of its blocks.
+    A block holds K and V, or what stands for both, of `block_size` tokens in the layers of one group, in `num_slots` slots. A
+    slot has room for the widest layer, or for several that are narrower. Layers that are alike are divided into groups of at
+    most what fits; layer l is in group `group_of[l]`, at `slot_of[l]` of its blocks, `offset_of[l]` numbers of a token into it.
     """
 
+    layers: tuple[CachedLayer, ...]
     groups: tuple[CacheGroup, ...]
     group_of: tuple[int, ...]
     slot_of: tuple[int, ...]
+    offset_of: tuple[int, ...]
     num_slots: int
-    num_kv_heads: int
     block_size: int
-    head_dim: int
     dtype: torch.dtype
     num_parts: int  # 2: K and V; 1: latents
     own_layers: range  # of this stage; the groups are those of the whole model
@@ -67,35 +82,63 @@ class KVCacheLayout:
         dtype: torch.dtype,
         num_parts: int = 2,
     ) -> KVCacheLayout:
-        """`windows`: of each layer, 0 for full attention."""
-        num_slots = _slots_of_a_block(list(Counter(windows).values()))
+        """Of layers that differ in their windows alone; 0: full attention."""
+        layers = [CachedLayer(window, num_kv_heads, head_dim) for window in windows]
+        return cls.of_layers(layers, [None] * len(layers), block_size, dtype, num_parts)
+
+    @classmethod
+    def of_layers(
+        cls,
+        layers: Sequence[CachedLayer],
+        sources: Sequence[int | None],
+        block_size: int,
+        dtype: torch.dtype,
+        num_parts: int = 2,
+    ) -> KVCacheLayout:
+        """`sources`: of each layer, an earlier one whose part of the cache it reads; None: it has its own."""
+        counts = Counter(layer for layer, source in zip(layers, sources, strict=True) if source is None)
+        widest = max(layer.width for layer in counts)
+        num_slots = _slots_of_a_block([-(-count // (widest // layer.width)) for layer, count in counts.items()])
         groups: list[CacheGroup] = []
-        group_of, slot_of = [], []
-        open_groups: dict[int, tuple[int, int]] = {}  # window → the group that is being filled, its layers so far
-        for window in windows:
-            group, slot = open_groups.get(window, (-1, num_slots))
-            if slot == num_slots:
-                group, slot = len(groups), 0
-                groups.append(CacheGroup(window))
-            open_groups[window] = group, slot + 1
-            group_of.append(group)
-            slot_of.append(slot)
-        layers = tuple(groups), tuple(group_of), tuple(slot_of), num_slots
-        return cls(*layers, num_kv_heads, block_size, head_dim, dtype, num_parts, range(len(windows)))
+        found: list[tuple[int, int, int]] = []  # of each layer: group, slot, offset
+        open_groups: dict[CachedLayer, tuple[int, int]] = {}  # the group that is being filled, its layers so far
+        for layer, source in zip(layers, sources, strict=True):
+            if source is not None:
+                assert layers[source] == layer, "they keep different parts of the past"
+                found.append(found[source])
+                continue
+            in_slot = widest // layer.width
+            group, index = open_groups.get(layer, (-1, num_slots * in_slot))
+            if index == num_slots * in_slot:
+                group, index = len(groups), 0
+                groups.append(CacheGroup(layer.window))
+            open_groups[layer] = group, index + 1
+            found.append((group, index // in_slot, index % in_slot * layer.width))
+        group_of, slot_of, offset_of = zip(*found, strict=True)
+        return cls(
+            tuple(layers), tuple(groups), group_of, slot_of, offset_of, num_slots, block_size, dtype, num_parts,
+            range(len(layers)),
+        )  # fmt: skip
 
     @classmethod
     def of_model(cls, spec: ModelSpec, options: RunnerOptions, stage: Stage = WHOLE) -> KVCacheLayout:
         """`spec`: of one rank's part. `stage`: whose layers it holds."""
-        num_parts, num_kv_heads, head_dim = spec.layers[0].mixer.cached
         # A window that holds the longest context is none.
         windows = [window if window < options.max_model_len else 0 for window in spec.windows]
-        whole = cls.of(windows, num_kv_heads, head_dim, options.block_size, options.kv_dtype, num_parts)
-        return replace(whole, own_layers=stage.layers(len(windows)))
+        mixers = [layer.mixer for layer in spec.layers]
+        layers = [CachedLayer(window, *mixer.cached[1:]) for window, mixer in zip(windows, mixers, strict=True)]
+        sources = [mixer.kv_of for mixer in mixers]
+        whole = cls.of_layers(layers, sources, options.block_size, options.kv_dtype, mixers[0].cached[0])
+        return replace(whole, own_layers=stage.layers(len(layers)))
 
     @property
     def block_bytes(self) -> int:
-        of_layer = self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
-        return len(self._own_slots) * of_layer
+        return len(self._own_slots) * self.num_parts * self._slot_size * self.dtype.itemsize
+
+    @property
+    def _slot_size(self) -> int:
+        """Numbers of a slot in each part of a block."""
+        return self.block_size * max(layer.width for layer in self.layers)
 
     @property
     def _own_slots(self) -> list[int]:
@@ -103,14 +146,27 @@ class KVCacheLayout:
         return sorted({self.slot_of[layer] for layer in self.own_layers})
 
     def allocate(self, num_blocks: int, device: Device) -> list[Tensor]:
-        """For each layer [num_parts, num_blocks, num_kv_heads, block_size, head_dim], K then V. Layers at the same slot of
-        different groups have the same memory, and never the same block.
+        """For each layer [num_parts, num_blocks, num_kv_heads, block_size, head_dim], K then V; blocks of a narrow layer have
+        gaps between them. Layers at the same slot of different groups have the same memory, and never the same block.
 
         Zeroed: a slot never written must not read as NaN.
         """
-        shape = (self.num_parts, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = self.num_parts, num_blocks, self._slot_size
         slots = {slot: device.zeros(*shape, dtype=self.dtype) for slot in self._own_slots}
-        return [slots[self.slot_of[layer]] for layer in self.own_layers]
+
+        @functools.cache
+        def view(slot: int, offset: int, num_kv_heads: int, head_dim: int) -> Tensor:
+            start, size = offset * self.block_size, num_kv_heads * self.block_size * head_dim
+            return slots[slot][:, :, start : start + size].unflatten(2, (num_kv_heads, self.block_size, head_dim))
+
+        own = ((self.slot_of[i], self.offset_of[i], self.layers[i]) for i in self.own_layers)
+        return [view(slot, offset, layer.num_kv_heads, layer.head_dim) for slot, offset, layer in own]
+
+    def slots(self, kv_cache: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of all slots, whichever layers have it, as bytes: each [num_parts, num_blocks, bytes]."""
+        first = [kv_cache[self.slot_of.index(slot)] for slot in range(self.num_slots)]
+        shape = self.num_parts, first[0].shape[1], self._slot_size
+        return [kv.as_strided(shape, (shape[1] * shape[2], shape[2], 1), 0).view(torch.uint8) for kv in first]
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """The most blocks that a request of so many tokens holds at a time; a step computes up to `max_chunk` of them."""

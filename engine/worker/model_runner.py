@@ -24,6 +24,7 @@ from engine.worker.block_copier import BlockCopier
 from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.worker.device import Event
+from engine.worker.expert_load import ExpertCounts, ExpertLoad
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
@@ -48,6 +49,7 @@ class StepHandle:
     device_waited: bool = False  # the step before had guided requests, and ended before this one was launched
     wait_seconds: float = 0.0  # for which `read` waited for the device
     prompt_logprobs: PromptLogprobs | None = None
+    expert_counts: ExpertCounts | None = None
     embeddings: Embeddings | None = None
     logprobs: SampledLogprobs | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
@@ -86,6 +88,8 @@ class StepHandle:
             result.prompt_logprobs.update(self.prompt_logprobs.read())
         if self.embeddings is not None:
             result.embeddings.update(self.embeddings.read())
+        if self.expert_counts is not None:
+            result.expert_tokens.update(self.expert_counts.read())
         return self.output, result
 
 
@@ -106,7 +110,7 @@ class ModelRunner:
         self.model, self.spec, self.options, self._link = model, spec, options, link
         self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
         max_seqs, max_blocks = options.max_num_seqs, -(-options.max_model_len // options.block_size)
-        device, mixer = options.device.torch_device, model.spec.layers[0].mixer
+        device = options.device.torch_device
         self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
         num_groups, max_tokens = len(self.cache_groups), max(options.max_num_batched_tokens, max_seqs)
@@ -118,25 +122,32 @@ class ModelRunner:
         # For each cache group, plans for up to max_seqs sequences each, the smallest first.
         self._plans: list[list[kernels.DecodePlan]] = [[] for _ in self.cache_groups]
         self._sparse_plans: list[kernels.DecodePlan] = []  # likewise, for block-sparse layers
-        self._tile_queries = self._sparse_tile_queries = 0
+        self._tile_queries, self._sparse_tile_queries = [0] * num_groups, 0  # of each group
         if self.device.is_accelerator:
             self._logits = torch.empty(
                 graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
             )  # of all graphs: each is read before the next one runs
             self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
-        if isinstance(mixer, LatentSpec):
-            self._tile_queries = kernels.latent_tile_queries(mixer.num_heads, options.dtype)
-        elif self.device.is_accelerator:
-            heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
-            limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
-            allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
-            self._plans = [[allocate(n, *heads, window=group.window) for n in limits] for group in self.cache_groups]
-            self._tile_queries = kernels.prefill_tile_queries(*heads, options.dtype)
-            mixers = (layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec))
-            if sparse := next((each.sparse for each in mixers if each.sparse), None):
-                self._sparse_plans = [allocate(n, *heads, sparse=sparse) for n in limits]
-                alone = (mixer.num_heads, mixer.num_heads, mixer.head_dim)  # query heads have tiles of their own
-                self._sparse_tile_queries = kernels.prefill_tile_queries(*alone, options.dtype)
+        limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
+        allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
+        mixers = dict(zip(self.kv_layout.group_of, (layer.mixer for layer in model.spec.layers), strict=True))
+        for group, mixer in mixers.items():
+            if isinstance(mixer, LatentSpec):
+                self._tile_queries[group] = kernels.latent_tile_queries(mixer.num_heads, options.dtype)
+            elif self.device.is_accelerator:
+                heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+                window = self.cache_groups[group].window
+                self._plans[group] = [allocate(n, *heads, window=window) for n in limits]
+                self._tile_queries[group] = kernels.prefill_tile_queries(*heads, options.dtype)
+        attentions = (layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec))
+        if self.device.is_accelerator and (sparse := next((each for each in attentions if each.sparse), None)):
+            heads = (sparse.num_heads, sparse.num_kv_heads, sparse.head_dim)
+            self._sparse_plans = [allocate(n, *heads, sparse=sparse.sparse) for n in limits]
+            alone = (sparse.num_heads, sparse.num_heads, sparse.head_dim)  # query heads have tiles of their own
+            self._sparse_tile_queries = kernels.prefill_tile_queries(*alone, options.dtype)
+        self._expert_load: ExpertLoad | None = None
+        if options.expert_load_interval:
+            self._expert_load = ExpertLoad(model, options.expert_load_interval, self.device)
         self._num_launched = 0
         self._last_guided: Event | None = None  # end of the last step, if a graph of guided requests
 
@@ -232,16 +243,18 @@ class ModelRunner:
             logits = self.recorded.run(packed.packed, n)
             return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
         on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
-        tiles: list[Tensor | None] = [None, None]
+        tiles: dict[int, Tensor] = {}  # by the queries in each
         if self.device.is_accelerator and n < num_seqs:
             lens = packed.members.batch.num_tokens[n:], packed.context_lens[n:].tolist()
-            steps = (self._tile_queries, self._sparse_tile_queries)
-            grids = [
-                torch.tensor(kernels.make_prefill_tiles(*lens, n), dtype=torch.int32) if n else None for n in steps
-            ]
-            tiles = [None if grid is None else self.device.upload(grid) for grid in grids]
-        groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, *tiles)
+            for step in {*self._tile_queries, self._sparse_tile_queries} - {0}:
+                grid = torch.tensor(kernels.make_prefill_tiles(*lens, step), dtype=torch.int32)
+                tiles[step] = self.device.upload(grid)
+        groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
+        load = self._expert_load if n < num_seqs else None
+        is_watched = load is not None and load.begin()
         hidden, to_device = self._forward(packed.num_tokens, groups), self.device.upload
+        if load is not None and is_watched:
+            handle.expert_counts = load.end()
         if not self.model.stage.is_last:
             assert self._link is not None
             self._link.send(hidden)
@@ -268,7 +281,7 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
         """Logits [size, V] of a packed decode step of `size` sequences, in `out` where that is given."""
-        groups = self._prepare(packed, segment_of(size), size, size, size)
+        groups = self._prepare(packed, segment_of(size), size, size, size, {})
         return self.model.logits(self._forward(size, groups), out)
 
     @torch.inference_mode()
@@ -283,10 +296,9 @@ class ModelRunner:
         num_seqs: int,
         num_tokens: int,
         num_decodes: int,
-        tiles: Tensor | None = None,
-        sparse_tiles: Tensor | None = None,
+        tiles: Mapping[int, Tensor],
     ) -> list[AttentionMetadata]:
-        """Unpack a step; what the attention of each cache group reads."""
+        """Unpack a step; what the attention of each cache group reads. `tiles`: of prefill, by the queries in each."""
         step, state = self._step, self.batch.state
         kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, state, step)
         context_lens, rows = step.context_lens[:num_seqs], packed[:num_seqs]
@@ -309,9 +321,9 @@ class ModelRunner:
                     context_lens=context_lens,
                     slot_mapping=step.slot_mapping[group, :num_tokens],
                     decode_plan=planned(plans),
-                    prefill_tiles=tiles,
+                    prefill_tiles=tiles.get(self._tile_queries[group]),
                     sparse_plan=sparse_plan,
-                    sparse_tiles=sparse_tiles,
+                    sparse_tiles=tiles.get(self._sparse_tile_queries),
                 )
             )
         return groups
@@ -335,7 +347,7 @@ class ModelRunner:
         self._sampler.sample_groups(plan, logits, tokens)
         self._defer(handle, packed, deferred)
         if plan.with_logprobs:
-            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens)
+            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens, self.device.upload)
         n = len(handle.output.batch)
         handle.tokens = tokens[:n]
         if self.device.is_accelerator:

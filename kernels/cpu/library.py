@@ -14,7 +14,10 @@ import logging
 import mmap
 import os
 import platform
+import re
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -27,7 +30,7 @@ from torch import Tensor
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("c++", "g++", "clang++")  # `CXX` comes first
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
 TIMEOUT = 300.0  # seconds
 LANES = 16  # of a vector in the sources
 
@@ -114,17 +117,26 @@ def library() -> Native | None:
     """The compiled kernels; None: there are none here. The first call may compile for some seconds."""
     compiler = find_compiler()
     if compiler is None or platform.system() != "Linux":
-        logger.info("no C++ compiler is installed: PyTorch computes on the CPU, which is slower")
+        missing = "no C++ compiler is installed" if compiler is None else "the kernels in C++ need Linux"
+        logger.info("%s: PyTorch computes on the CPU, which is slower", missing)
         return None
     try:
-        native = Native(ctypes.CDLL(str(build(compiler, cache_folder()))))
+        native = Native(load(compiler, cache_folder()))
     except (OSError, subprocess.SubprocessError) as error:
-        lines = (getattr(error, "stderr", None) or str(error)).strip().split("\n")
-        said = next((line for line in lines if "error" in line), lines[0])
-        logger.warning("the CPU's kernels cannot be compiled, PyTorch computes instead: %s", said)
+        logger.warning(
+            "the CPU's kernels cannot be compiled by %s, PyTorch computes instead, which is slower: %s",
+            " ".join(compiler), _reason(error),
+        )  # fmt: skip
         return None
     native.set_threads(torch.get_num_threads())
     return native
+
+
+def _reason(error: Exception) -> str:
+    """The line with which a compiler, assembler or linker first says what is wrong."""
+    said = getattr(error, "stderr", None) or str(error)
+    lines = (said if isinstance(said, str) else said.decode(errors="replace")).strip().split("\n")
+    return next((line for line in lines if re.search("error|cannot find|undefined", line, re.IGNORECASE)), lines[0])
 
 
 def tile_rows() -> int:
@@ -134,10 +146,13 @@ def tile_rows() -> int:
     return LANES * native.functions.quire_blocks()
 
 
-def find_compiler() -> str | None:
-    named = os.environ.get("CXX")
-    found = (shutil.which(name) for name in ((named,) if named else COMPILERS))
-    return next((path for path in found if path), None)
+def find_compiler() -> list[str] | None:
+    """A command: `CXX`, which may have arguments, else what is installed."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name, *arguments in [named] if named else [[name] for name in COMPILERS]:
+        if (path := shutil.which(name)) is not None:
+            return [path, *arguments]
+    return None
 
 
 def cache_folder() -> Path:
@@ -146,26 +161,48 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QUIRE_CACHE_DIR") or Path(cache) / "quire") / "kernels"
 
 
-def build(compiler: str, folder: Path) -> Path:
-    """The compiled library in `folder`, which is made now unless it is there: its name stands for sources, options and CPU.
+def load(compiler: Sequence[str], folder: Path) -> ctypes.CDLL:
+    """The compiled library: the one kept in `folder`, else it is made now, and kept there unless others may write to it.
 
-    OSError or SubprocessError when that fails. Loading a file runs what it holds: `folder` must be the user's alone.
+    Its name stands for sources, options and CPU. OSError or SubprocessError when it cannot be made or loaded.
     """
     sources = sorted(SOURCES.iterdir())
-    target = folder / f"cpu-{_fingerprint(sources)}.so"
-    if target.exists():
-        return target
+    kept = folder / f"cpu-{_fingerprint(sources)}.so"
+    with contextlib.suppress(OSError):  # a file system without room, or one that is only read
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = _is_own(folder)
+    if own and kept.exists() and _is_own(kept):
+        with contextlib.suppress(OSError):  # it is damaged, or of a system with other libraries
+            return ctypes.CDLL(str(kept))
+    keep = own and os.access(folder, os.W_OK)
+    if not keep:
+        logger.warning("compiled kernels are not kept in %s: others may write to it, or this user may not", folder)
+    with tempfile.TemporaryDirectory(dir=folder if keep else None) as scratch:
+        made = Path(scratch) / kept.name
+        build(compiler, [source for source in sources if source.suffix == ".cpp"], made)
+        compiled = ctypes.CDLL(str(made))
+        if keep:
+            made.replace(kept)  # whole, or not at all: several processes may be here
+    return compiled
+
+
+def build(compiler: Sequence[str], sources: Sequence[Path], made: Path) -> None:
+    """Compile `sources` into the library `made`; OSError or SubprocessError when that fails."""
     logger.info("compiling kernels for this CPU, once")
     start = time.monotonic()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "cpu.so"
-        files = [str(source) for source in sources if source.suffix == ".cpp"]
-        command = [compiler, *OPTIONS, "-o", str(made), *files]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)
-        made.replace(target)  # whole, or not at all: several processes may be here
+    command = [*compiler, *OPTIONS, "-o", str(made), *map(str, sources)]
+    english = os.environ | {"LC_ALL": "C"}
+    subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=english)
     logger.info("compiled kernels for this CPU in %.1f s", time.monotonic() - start)
-    return target
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user and root can change a file or folder: loading a library runs what it holds."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _fingerprint(sources: Sequence[Path]) -> str:

@@ -122,6 +122,7 @@ def _product(
     is_bf16 = x.dtype == torch.bfloat16
     assert is_bf16 or x.dtype == torch.float32
     assert bias is None or bias.dtype == x.dtype
+    assert norm is None or norm.dtype in (x.dtype, torch.float32)
     others = (x, norm, bias, out)
     struct = _Struct(
         ctypes.addressof(weight.struct), *(None if tensor is None else tensor.data_ptr() for tensor in others),

@@ -10,7 +10,7 @@ BENCHMARKS = {  # name → (module, what it is)
     "serve": ("serving.serve", "a running OpenAI-compatible server under load: latencies and throughput"),
     "throughput": ("offline.throughput", "tokens a second offline, all requests given at once"),
     "latency": ("offline.latency", "one batch offline, from prompts to the last token"),
-    "engines": ("offline.engines", "the same work on every engine installed: quire, vllm, transformers"),
+    "engines": ("offline.engines", "the same work on every engine installed: quire, vllm, transformers, llama.cpp"),
     "servers": ("serving.servers", "the servers of several engines under the same client, beside their offline speed"),
     "scale": ("offline.scale", "one model on 1, 2, 4 GPUs: speed-up and efficiency, tensor and data parallel"),
     "startup": ("serving.startup", "from the command `quire serve` to the first token"),
@@ -18,7 +18,7 @@ BENCHMARKS = {  # name → (module, what it is)
         "micro.server_path",
         "what a token costs between engine and socket, with an engine that has no model",
     ),
-    "kernels": ("micro.kernels", "the attention kernels alone, beside the device's limits (GPU)"),
+    "kernels": ("micro.kernels", "the attention kernels (GPU) or experts alone, beside the device's limits"),
     "compare": ("report.compare", "two result files: ratios, better or worse, significance"),
     "plot": ("report.plot", "result files as pictures (needs matplotlib: pip install 'quire[plot]')"),
 }

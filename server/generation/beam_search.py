@@ -139,7 +139,7 @@ class _Search:
         if ended and beam.token_ids[-1] in (sampling.stop_token_ids or ()):
             output.stop_reason = beam.token_ids[-1]
         if last is not None and not ended:
-            output.finish_reason, output.error = last.finish_reason, last.error
+            output.finish_reason, output.error, output.is_refused = last.finish_reason, last.error, last.is_refused
         if sampling.logprobs is not None:
             most = sampling.logprobs
             output.logprobs = [

@@ -139,6 +139,8 @@ class Generation:
         if sample.index % self.n == 0:  # the other samples share the first one's prompt
             self.usage.cached_tokens += update.num_cached_tokens
         if update.finish_reason == "error":
+            if update.is_refused:
+                raise APIError(400, f"the answer cannot be completed: {update.error}")
             raise APIError(500, f"the engine failed at this request: {update.error}")
         if update.finish_reason == TIMEOUT:
             if not self.usage.completion_tokens:

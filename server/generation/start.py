@@ -289,7 +289,7 @@ async def _begin(
             watch = model.metrics.watch(len(prompt), sampling)
             one = EngineRequest(
                 sample_id, prompt, sampling, pooling,
-                request.cache_salt, request.priority, request.owner, request.deadline,
+                request.cache_salt, request.priority, request.owner, request.deadline, request.arrival,
             )  # fmt: skip
             reader = new_reader() if new_reader is not None else None
             updates = begin_one(one)

@@ -40,13 +40,27 @@ class Waits:
         return max(self.health, default=math.inf)
 
     @property
-    def typical_request(self) -> float:
+    def median_request(self) -> float:
         return statistics.median(self.requests) if self.requests else math.inf
 
     @property
     def slow_request(self) -> float:
         """The 95th percentile; of few, the longest."""
         return sorted(self.requests)[int(0.95 * len(self.requests))] if self.requests else math.inf
+
+    @property
+    def longest_request(self) -> float:
+        return max(self.requests, default=math.inf)
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """One core is busy while the block runs, as it is with an attack's own client."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

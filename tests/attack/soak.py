@@ -63,16 +63,8 @@ class Record:
     left: dict[str, float] = field(default_factory=dict)  # what remained in the end
 
 
-def _engine_pid(target: Target) -> int:
-    """The process that holds the model."""
-    for pid in target.pids()[1:]:
-        if b"ipc:" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise ProcessLookupError("there is no engine process")
-
-
 def _signal(number: int) -> Callable[[Target, Path], None]:
-    return lambda target, _: os.kill(_engine_pid(target), number)
+    return lambda target, _: os.kill(target.engine_pid(), number)
 
 
 def _armed(name: str) -> Callable[[Target, Path], None]:

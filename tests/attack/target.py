@@ -40,6 +40,7 @@ class Target:
     process: subprocess.Popen[bytes]
     log: Path
     keys: Mapping[str, str] = field(default_factory=dict)  # of each client, by its name; none: the server is open
+    start_seconds: float = 0.0  # until it was ready
 
     @property
     def url(self) -> str:
@@ -59,6 +60,13 @@ class Target:
         for pid in found:
             found += parents.get(pid, [])
         return found
+
+    def engine_pid(self) -> int:
+        """Of the process that holds the model."""
+        for pid in self.pids()[1:]:
+            if b"ipc:" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise ProcessLookupError("there is no engine process")
 
     def resident_bytes(self) -> int:
         """Of all its processes."""
@@ -164,9 +172,10 @@ def serving(
         with log.open("wb") as file:
             env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
             process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env)
-        target = Target(port, process, log, keys or {})
+        target, start = Target(port, process, log, keys or {}), time.monotonic()
         try:
             _wait_until_ready(target)
+            target.start_seconds = time.monotonic() - start
             yield target
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -10,7 +10,7 @@ from benchmarks.micro.fairness import DEVICES, FLOODS, Flood, Simulation
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
-from engine.core.request_queues import FAVOURED_STEPS
+from engine.core.request_queues import FAVOURED_REQUESTS, FAVOURED_STEPS
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import COMING_STEPS, PAUSED_STEPS, SHARED_STEPS, Scheduler
 from engine.core.visits import AWAY_SECONDS
@@ -145,6 +145,27 @@ def test_others_pause_while_a_newcomer_is_served() -> None:
     assert step(s).batch.total_num_tokens == 128
 
 
+def test_who_comes_does_not_hold_up_one_that_is_there_with_less_to_do() -> None:
+    s = make(max_num_batched_tokens=128)
+    add(s, ["b0"], prompt=5, max_tokens=8)
+    for _ in range(3):
+        step(s)
+    add(s, ["a0"], prompt=400)
+    for _ in range(5):
+        assert "b0" in step(s).batch.request_ids
+    assert s.queues.find("b0") is None
+
+
+def test_a_crowd_is_not_favoured() -> None:
+    s = make(max_num_batched_tokens=128, max_num_seqs=64)
+    add(s, ["b0"], prompt=5, max_tokens=8)
+    step(s)
+    add(s, names("a", FAVOURED_REQUESTS), prompt=3, max_tokens=4)
+    assert len(step(s).batch) == FAVOURED_REQUESTS + 1
+    add(s, ["a99"], prompt=3, max_tokens=4)
+    assert step(s).batch.request_ids == ["b0"]
+
+
 def test_others_go_on_while_the_last_token_is_in_flight() -> None:
     s = make(max_num_batched_tokens=128)
     add(s, names("a", 20), prompt=400)
@@ -256,6 +277,19 @@ def test_steps_are_long_while_a_regular_visitor_is_not_expected() -> None:
             if number and clock.now < left + 1:
                 assert num_tokens == 1024
         assert num_tokens < 100
+
+
+def test_no_step_is_longer_than_until_a_regular_visitor_comes() -> None:
+    """It asks a tenth of a second after each answer; without it a step takes a second."""
+    s, clock = flooded()
+    for number in range(3):
+        add(s, [f"b{number}"], prompt=20, max_tokens=8)
+        while s.queues.find(f"b{number}"):
+            clock.step(s)
+        left = clock.now
+        clock.step(s)
+        assert number == 0 or 0.05 < clock.now - left < 0.13
+        clock.now = max(clock.now, left + 0.1)
 
 
 def test_a_step_has_the_same_time_where_one_is_always_in_flight() -> None:

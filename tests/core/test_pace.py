@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.engine_request import EngineRequest
-from engine.core.pace import SHORT_CONTEXT, StepPace
+from engine.core.pace import SHORT_CONTEXT, SHORT_TOKENS, StepPace
 from engine.core.request import Request
 from engine.core.sampling_params import SamplingParams
 
@@ -27,23 +27,18 @@ def taught(short: float, token: float, *sizes: int) -> StepPace:
 
 
 def test_nothing_is_known_before_a_short_step() -> None:
-    assert StepPace().num_tokens(8) == 0
-    assert taught(0.004, 1e-4, 500, 500).num_tokens(8) == 0
+    assert StepPace().num_tokens(0.032) == 0
+    assert taught(0.004, 1e-4, 500, 500).num_tokens(0.032) == 0
 
 
-def test_before_the_first_longer_step_there_is_a_careful_guess() -> None:
-    assert 50 < taught(0.004, 1e-4, 1, 1, 1).num_tokens(8) < 200
+def test_the_first_longer_step_is_one_to_learn_from() -> None:
+    assert SHORT_TOKENS < taught(0.004, 1e-4, 1, 1, 1).num_tokens(60) < 100
 
 
 @pytest.mark.parametrize("sizes", [(1, 500, 1, 2, 200), (500, 500, *[2] * 40, *[500] * 40)])
 def test_steps_of_the_length_that_was_asked_for(sizes: tuple[int, ...]) -> None:
-    num_tokens = taught(0.004, 1e-4, *sizes).num_tokens(8)
-    assert 0.004 + 1e-4 * num_tokens == pytest.approx(8 * 0.004, rel=0.1)
-
-
-def test_a_step_need_not_be_shorter_than_the_least() -> None:
-    num_tokens = taught(0.001, 1e-5, 1, 500, 500).num_tokens(8, least=0.02)
-    assert 0.001 + 1e-5 * num_tokens == pytest.approx(0.02, rel=0.1)
+    num_tokens = taught(0.004, 1e-4, *sizes).num_tokens(0.032)
+    assert 0.004 + 1e-4 * num_tokens == pytest.approx(0.032, rel=0.1)
 
 
 def test_one_step_that_was_held_up_is_forgotten() -> None:
@@ -53,26 +48,17 @@ def test_one_step_that_was_held_up_is_forgotten() -> None:
     for _ in range(60):
         pace.learn(500, 0.054, SHORT)
         pace.learn(1, 0.0041, SHORT)
-    assert 0.004 + 1e-4 * pace.num_tokens(8) == pytest.approx(8 * 0.004, rel=0.1)
+    assert 0.004 + 1e-4 * pace.num_tokens(0.032) == pytest.approx(0.032, rel=0.1)
 
 
 def test_what_long_contexts_take_is_not_taken_for_the_short_steps_time() -> None:
     pace = taught(0.004, 1e-4, *[1, 500] * 10)
     for _ in range(100):
         pace.learn(2, 0.03, [request(SHORT_CONTEXT), *SHORT])
-    assert 0.004 + 1e-4 * pace.num_tokens(8) == pytest.approx(8 * 0.004, rel=0.1)
+    assert 0.004 + 1e-4 * pace.num_tokens(0.032) == pytest.approx(0.032, rel=0.1)
 
 
 def test_steps_that_cost_nothing_are_not_bounded() -> None:
-    assert taught(0.0, 0.0, 1, 500).num_tokens(8) == 0
-    assert taught(0.004, 0.0, 1, 500).num_tokens(8) == 0
-    assert taught(1e-9, 100.0, 1, 500).num_tokens(8) >= 1
-
-
-def test_the_longest_step_is_forgotten_little_by_little() -> None:
-    pace = taught(0.01, 0.001, 500)
-    longest = pace.longest
-    assert longest == pytest.approx(0.51)
-    for _ in range(20):
-        pace.learn(1, 0.01, [])
-    assert 0.01 < pace.longest < longest / 10
+    assert taught(0.0, 0.0, 1, 500).num_tokens(0.032) == 0
+    assert taught(0.004, 0.0, 1, 500).num_tokens(0.032) == 0
+    assert taught(1e-9, 100.0, 1, 500).num_tokens(0.032) >= 1

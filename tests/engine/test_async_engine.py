@@ -278,6 +278,20 @@ def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
     run(test)
 
 
+def test_a_restart_is_called_off_and_requests_that_waited_for_it_run(run: Run) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        async with aclosing(engine.generate(EngineRequest("a", [1], LONG))) as running:
+            await anext(running)
+            restart = asyncio.create_task(engine.restart(60))
+            await asyncio.sleep(0)
+            waiting = engine.generate(EngineRequest("b", [1], SamplingParams(max_tokens=2)))
+            assert not engine.replicas[0].takes_requests
+            restart.cancel()
+            assert (await collect(waiting))[-1].finish_reason is not None
+
+    run(test)
+
+
 def test_killed_process_fails_every_request(tiny_model: Path) -> None:
     async def test() -> None:
         async with running(tiny_model, engine_restarts=0) as engine:

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import kernels
+from engine import LLM, BeamSearchParams
 from engine.core.batch import FAULTS, NOT_FINITE, NOTHING_ALLOWED
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
+from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.worker.model_runner import ModelRunner
 from tests.engine.test_special_sampling import SPECIAL
@@ -122,6 +124,15 @@ def test_embeddings(tiny_model: Path, poisoned: None) -> None:
         assert loop.outputs[name][-1].error == FAULTS[NOT_FINITE]
         assert loop.outputs[name][-1].embedding is None
     assert loop.engine.stats().num_corrupted == 2
+
+
+def test_an_embedding_that_failed_is_not_taken_for_an_empty_one(tiny_model: Path, poisoned: None) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_gpu_blocks_override=64)
+    with pytest.raises(EngineError, match="not finite"):
+        llm.embed([[1, 2], [1, POISON]], use_tqdm=False)
+    with pytest.raises(EngineError, match="not finite"):
+        llm.beam_search([[1, POISON]], BeamSearchParams(beam_width=2, max_tokens=2))
+    llm.close()
 
 
 def test_a_request_that_excludes_all_tokens_says_so(tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention through the whole engine: the texts of transformers."""
+"""Mixtures of experts, latent attention and Gemma 4 through the whole engine: the texts of transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
+from engine.expert_tokens import ExpertTokens
 from engine.llm import LLM
+from engine.models.families import read_spec
+from engine.models.moe import Router
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
 
 LENGTH = 30
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe_lite"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe_lite", "gemma4_moe", "gemma4_small"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """A random model, prompts of which two begin alike, and transformers' greedy answers."""
     folder = tmp_path_factory.mktemp("experts")
@@ -36,6 +39,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 )
 def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
     folder, prompts, answers = model
+    num_groups = len({layer.mixer.window for layer in read_spec(folder).layers})
+    settings = {name: value * num_groups if "blocks" in name else value for name, value in settings.items()}
     config = EngineConfig(
         model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, max_model_len=110, block_size=8,
         **settings,
@@ -75,13 +80,60 @@ def test_grammars_and_seeds_alone_and_in_a_crowd(tiny_experts: Path) -> None:
     llm.close()
 
 
-def test_a_latent_takes_little_of_the_cache(model: Any) -> None:
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_tokens_of_each_expert_are_counted_in_steps_with_prompts(
+    tiny_experts: Path, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(tiny_experts), device="cpu", max_model_len=64, max_num_batched_tokens=8,
+            expert_load_interval=interval,
+        )
+    )  # fmt: skip
+    seen: list[list[int]] = []  # of each layer of each step: how many tokens its experts got
+    route = Router.forward
+
+    def watched(self: Router, *args: Any) -> Any:
+        normed, ids, weights = route(self, *args)
+        seen.append(ids[ids >= 0].bincount(minlength=len(self.weight)).tolist())
+        return normed, ids, weights
+
+    monkeypatch.setattr(Router, "forward", watched)
+    prompt = [5, 6, 7, 8, 9, 10, 11] * 8  # seven steps
+    engine.add_request(EngineRequest("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+    num_layers = engine.spec.num_layers
+    steps = [seen[at : at + num_layers] for at in range(0, len(seen), num_layers)]
+    expected = ExpertTokens()
+    for step in steps[interval - 1 : 7 : interval] if interval else ():
+        expected.see(dict(enumerate(step)))
+    assert len(steps) == 7 + 3
+    got = engine.expert_tokens.take()
+    assert got == expected.layers
+    assert engine.expert_tokens.take() == {}
+    if interval == 1:
+        assert got[0][-1] == engine.spec.layers[0].mlp.router.num_chosen * len(prompt)  # type: ignore[union-attr]
+    engine.close()
+
+
+def test_a_layer_takes_of_the_cache_what_it_needs(model: Any) -> None:
+    """A latent is small; two layers of small heads share the room of one with large ones; a layer may read another's."""
     folder = model[0]
     config = EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64, block_size=8)
     engine = Engine(config)
     runner: Any = engine.runner
-    mixer = runner.spec.layers[0].mixer
-    of_token = 40 + 16 if mixer.cached[0] == 1 else 2 * 2 * 32
-    assert runner.kv_layout.block_bytes == 3 * 8 * of_token * 4
-    assert runner.kv_cache_bytes == sum(kv.nbytes for kv in runner.kv_cache)
+    architecture, groups = runner.spec.architecture, len(runner.cache_groups)
+    of_token = {
+        "Qwen3MoeForCausalLM": 3 * 2 * 2 * 32,
+        "Glm4MoeLiteForCausalLM": 3 * (40 + 16),
+        "Gemma4ForCausalLM": 2 * 2 * 64,
+    }[architecture]
+    is_small = runner.spec.num_layers == 6
+    if is_small:
+        of_token = 2 * 64  # two layers with the window and one without have a cache of their own
+    assert runner.kv_layout.block_bytes == 8 * of_token * 4
+    assert groups == (2 if architecture.startswith("Gemma4") else 1)
+    storages = {kv.untyped_storage().data_ptr(): kv.untyped_storage().nbytes() for kv in runner.kv_cache}
+    assert runner.kv_cache_bytes == sum(storages.values())
     engine.close()

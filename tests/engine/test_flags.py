@@ -1,6 +1,8 @@
 """Settings from the command line, the environment and YAML."""
 
 import argparse
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load, parse_size, settings_of
+from engine.flags import Parser, add_flags, check, command_line, flag, load, parse_size, settings_of
 
 
 @dataclass(frozen=True)
@@ -189,3 +191,11 @@ def test_every_flag_has_help_and_a_valid_default() -> None:
         assert setting.flag.help
         if setting.name != "model":
             assert setting.convert(setting.default, setting.name) == setting.default
+
+
+def test_the_command_line_hides_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["bench", "serve", "--api-key", "k1", "k2", "--header", "A=b", "--header=A=c", "--extra-body", '{"a": 1}']
+    monkeypatch.setattr("sys.argv", ["/usr/bin/quire", *words])
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    hidden = "--api-key HIDDEN HIDDEN --header HIDDEN --header=HIDDEN"
+    assert command_line() == f"quire bench serve {hidden} --extra-body '{{\"a\": 1}}'"

@@ -41,6 +41,11 @@ def test_weights_are_counted_as_they_are_loaded(tiny_model: Path) -> None:
     assert min(counted[part] for part in ("embedding", "attention", "mlp", "norms")) > 0
 
 
+def test_scales_of_rounded_weights_are_counted(plan_of: Any) -> None:
+    floats, rounded = (plan_of("llama-3.1-8b", quantization=method).weights for method in (None, "int4"))
+    assert rounded["mlp"] == floats["mlp"] / 2 * (4 + 16 / 32) / 8
+
+
 def test_the_cache_is_laid_out_as_the_runner_does(demo_model: Path) -> None:
     config = EngineConfig(model=str(demo_model), device="cpu", num_gpu_blocks_override=200, dtype="bfloat16")
     spec = read_spec(demo_model)

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.output_collector import RequestUpdate
-from engine.replica import Replica, _own_config, _own_environment
+from engine.replica import Replica, _own_config, _own_environment, check_gpus
 from engine.state import EngineState, combined
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
@@ -113,6 +114,8 @@ def test_no_replica_is_left(tiny_model: Path) -> None:
             assert "SIGKILL" in engine.state.reason
             with pytest.raises(EngineDeadError):
                 engine.generate(EngineRequest("a", [1], SHORT))
+            await asyncio.wait_for(engine.restart(0), 60)
+            assert engine.state.phase == "dead", "no other process may be started"
 
     asyncio.run(test())
 
@@ -136,13 +139,37 @@ def test_replicas_are_the_servers(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [("", ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a, GPU-b,GPU-c", ["GPU-a,GPU-b", "GPU-c"])],
+    [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a, GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"])],
 )
-def test_each_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_each_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]) -> None:
+    show_gpus(monkeypatch, visible)
     config = EngineConfig(model="m", data_parallel_size=2, tensor_parallel_size=2)
+    check_gpus(config)
     assert [_own_environment(config, index)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == expected
     assert _own_environment(EngineConfig(model="m", tensor_parallel_size=2), 0) == {}
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize("visible", [None, "0,1,2"])
+def test_no_replica_is_left_without_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    for index in range(3):
+        (tmp_path / str(index)).mkdir()
+    monkeypatch.setattr("engine.replica.GPUS", tmp_path)
+    show_gpus(monkeypatch, visible)
+    config = EngineConfig(model="m", data_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size must be at most 1 on 3 GPUs, each of 2, got 2"):
+        check_gpus(config)
+    check_gpus(replace(config, device="cpu"))
+    show_gpus(monkeypatch, "")
+    check_gpus(config)
+    assert _own_environment(config, 1)["CUDA_VISIBLE_DEVICES"] == "", "GPUs that are hidden stay so"
 
 
 def test_each_has_a_prefix_cache_file_of_its_own() -> None:

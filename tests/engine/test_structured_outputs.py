@@ -230,6 +230,10 @@ def test_what_cannot_be_compiled_or_followed_ends_in_an_error(tiny_model: Path) 
     loop.run()
     assert loop.ended("broken") == "error"
     assert loop.ended("complex") == "error"
+    for request_id in ("broken", "complex"):
+        output = loop.outputs[request_id][-1]
+        assert output.is_refused, "the request is to blame, not the server"
+        assert output.error.startswith("its grammar cannot be ")
     assert len(loop.run()["plain"]) == 20
 
 
@@ -246,7 +250,7 @@ def test_requests_that_can_never_run_are_refused_at_once(tiny_model: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"json": {"uniqueItems": True}}, r"structured_outputs.json: Unimplemented keys: \[\"uniqueItems\"\]"),
+        ({"json": {"not": {"minLength": 3}}}, r"structured_outputs.json: Unimplemented keys: \[\"not\"\]"),
         ({"json": "{"}, "structured_outputs.json: the JSON Schema is not valid JSON"),
         ({"regex": "(?=a)"}, "structured_outputs.regex: look-ahead and look-behind are not supported"),
         ({"regex": "("}, "structured_outputs.regex: .*unclosed group"),

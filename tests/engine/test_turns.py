@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.sampling_params import SamplingParams
 from engine.output_collector import OutputCollector
 from engine.streams import Pace, Stream
-from engine.turns import Turns
+from engine.turns import LONG_SECONDS, Turns
 
 AT_ONCE = 4
 
@@ -21,7 +22,7 @@ async def _begin(turns: Turns, owner: str, begun: list[str]) -> None:
 
 def test_one_request_does_not_wait() -> None:
     async def run() -> None:
-        turns, begun = Turns(AT_ONCE), list[str]()
+        turns, begun = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
         for _ in range(3):
             waiting = _begin(turns, "a", begun)
             try:
@@ -36,7 +37,7 @@ def test_one_request_does_not_wait() -> None:
 
 def test_a_burst_begins_a_few_at_a_time_and_another_owner_among_the_first() -> None:
     async def run() -> None:
-        turns, begun = Turns(AT_ONCE), list[str]()
+        turns, begun = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
         burst = [asyncio.create_task(_begin(turns, "a", begun)) for _ in range(100)]
         await asyncio.sleep(0)
         assert begun == ["a"] * AT_ONCE
@@ -52,9 +53,32 @@ def test_a_burst_begins_a_few_at_a_time_and_another_owner_among_the_first() -> N
     asyncio.run(run())
 
 
+def test_fewer_go_on_at_once_where_each_takes_long() -> None:
+    async def run() -> None:
+        now = 0.0
+        turns = Turns(AT_ONCE, clock=lambda: now)
+
+        async def work(seconds: float) -> None:
+            nonlocal now
+            await turns.wait("a")
+            now += seconds
+
+        async def most_at_once(seconds: float) -> int:
+            tasks, numbers = [asyncio.create_task(work(seconds)) for _ in range(40)], [0]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0)
+                numbers.append(sum(task.done() for task in tasks))
+            return max(after - before for before, after in itertools.pairwise(numbers[-20:]))
+
+        assert await most_at_once(LONG_SECONDS) == 1
+        assert await most_at_once(LONG_SECONDS / AT_ONCE / 2) == AT_ONCE
+
+    asyncio.run(run())
+
+
 def test_requests_whose_clients_have_gone_take_no_turn() -> None:
     async def run() -> None:
-        turns, begun = Turns(AT_ONCE), list[str]()
+        turns, begun = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
         burst = [asyncio.create_task(_begin(turns, "a", begun)) for _ in range(100)]
         await asyncio.sleep(0)
         for task in burst[AT_ONCE:99]:
@@ -67,7 +91,7 @@ def test_requests_whose_clients_have_gone_take_no_turn() -> None:
 
 def test_a_crowd_of_streams_lets_another_owners_update_through() -> None:
     async def run() -> None:
-        turns, read = Turns(AT_ONCE), list[str]()
+        turns, read = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
         sampling = SamplingParams(max_tokens=5)
 
         def stream(owner: str, number: int) -> Stream:

@@ -20,7 +20,7 @@ def check_blocks(checks: Checks) -> None:
     for windows, dtype in (([0] * 28, BF16), ([0, 0, 512, 512] * 7, BF16), ([0] * 28, E4M3)):
         layout = KVCacheLayout.of(windows, num_kv_heads=8, head_dim=128, block_size=16, dtype=dtype)
         kv_cache = layout.allocate(NUM_BLOCKS, device)
-        slots = [kv_cache[layout.slot_of.index(slot)].view(torch.uint8) for slot in range(layout.num_slots)]
+        slots = layout.slots(kv_cache)
         for kv in slots:
             kv.copy_(torch.randint(256, kv.shape, dtype=torch.uint8, device=device.torch_device))
         want = [kv.clone() for kv in slots]

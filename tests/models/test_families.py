@@ -257,6 +257,7 @@ def test_what_mpt_may_not_have(read: Any) -> None:
     """Configurations whose attention or MLP is another one."""
     mpt = {**family("Mpt"), "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
     assert read(**mpt, attn_config={"alibi": True}).layers[0].mixer.alibi == (1 / 4, 1 / 16, 1 / 64, 1 / 256)
+    assert read(**mpt).norm_eps == 1e-5, "PyTorch's own, which published configurations leave out"
     for changes, message in (
         ({"attn_config": {"alibi": False}}, "'attn_config': 'alibi' must be true, got False"),
         ({"attn_config": {"clip_qkv": 6}}, "'attn_config': 'clip_qkv' must be null, got 6"),

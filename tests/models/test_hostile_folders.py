@@ -28,7 +28,6 @@ from tests.support.tiny_model import CONFIG, write_model
 ERRORS = (ModelError, TokenizerError, ChatTemplateError, ConfigError)
 MEMORY = 1 << 30  # bytes of address space that reading a folder may take
 
-pytestmark = pytest.mark.timeout(120)
 
 Harm = Callable[[Path], object]
 

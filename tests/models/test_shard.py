@@ -76,7 +76,7 @@ def on_ranks(size: Any, work: Any) -> Any:
 
 def load(folder: Path, **options: Any) -> Any:
     options = {"dtype": torch.float32, "device": "cpu", "max_model_len": 256, **options}
-    return load_model(folder, read_spec(folder), **options)
+    return load_model(folder, options.pop("spec", None) or read_spec(folder), **options)
 
 
 def logits(decoded: Any) -> Tensor:
@@ -101,6 +101,8 @@ def logits(decoded: Any) -> Tensor:
         ("granitemoeshared", 2),
         ("gpt_oss", 2),
         ("deepseek_v3", 2),
+        ("gemma4_moe", 2),
+        ("gemma4_small", 4),
     ],
 )
 def test_ranks_equal_one_rank(tmp_path: Path, name: str, size: int) -> None:

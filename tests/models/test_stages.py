@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.families import read_spec
+from engine.models.quantization import choose_quantization
 from engine.models.shard import Shard, Stage
 from engine.models.weights import checkpoint_tensors
 from tests.models.test_shard import NUM_TOKENS, load, logits, on_ranks
@@ -45,7 +48,7 @@ def chain(folder: Path, count: int, **options: Any) -> Any:
     return Chain(stages)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gemma4_small"}))
 def test_two_stages_equal_the_model(tmp_path: Path, name: str) -> None:
     make_checkpoint(name, tmp_path)
     whole = load(tmp_path)
@@ -54,6 +57,15 @@ def test_two_stages_equal_the_model(tmp_path: Path, name: str) -> None:
     expected, got = (decode(model, prompts, 3, chunk=11) for model in (whole, chain(tmp_path, 2)))
     assert [each.token_ids for each in got] == [each.token_ids for each in expected]
     assert torch.equal(logits(got), logits(expected))
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama-biases", None), ("qwen2", "int4")])
+def test_each_stage_has_random_weights(tmp_path: Path, name: str, method: str | None) -> None:
+    make_checkpoint(name, tmp_path)
+    spec = read_spec(tmp_path)
+    spec = replace(spec, quantization=choose_quantization(spec.quantization, method, rounds_head=True))
+    stages = chain(tmp_path, 2, spec=spec, load_format="dummy")
+    assert logits(decode(stages, make_prompts()[:1], 1)).std() > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v3"])

@@ -48,6 +48,17 @@ LATENT = {
     "v_head_dim": 20,
     "pad_token_id": None,
 }
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 MPT = {"max_seq_len": 256, "eos_token_id": None, "bos_token_id": None}
 # name → (transformers' model class without "ForCausalLM", what its configuration adds to SHAPE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,6 +126,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": (  # as 31B: heads of two sizes, values that are keys
+        "Gemma4",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4_moe": (  # as 26B-A4B
+        "Gemma4",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "gemma4_small": (  # as E2B
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
         },
     ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None}),
@@ -265,7 +305,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 MAX_ERROR, MAX_RATIO = 1e-4, 1.5
 
 
@@ -286,11 +326,15 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.normal_(1.0, 0.2)
+                if family == "Gemma4" and "q_norm" in parameter_name:
+                    parameter.mul_(len(parameter) ** -0.5)  # it has learnt the scale of its scores
             else:
                 parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
         for buffer_name, buffer in model.named_buffers():
             if "correction" in buffer_name:
                 buffer.normal_(0.0, 0.2)
+            if "layer_scalar" in buffer_name:
+                buffer.normal_(0.8, 0.2)
     model.save_pretrained(folder, **save_options)
     return model
 

@@ -35,6 +35,9 @@ class PagedRunner:
         cached = [layer.mixer.cached for layer in spec.layers]
         shapes = [(parts, num_blocks, num_heads, block_size, size) for parts, num_heads, size in cached]
         self.kv_cache = [torch.full(s, torch.nan, dtype=weight.dtype, device=self.device) for s in shapes]
+        for i, layer in enumerate(spec.layers):
+            if (source := layer.mixer.kv_of) is not None:
+                self.kv_cache[i] = self.kv_cache[source]
         shuffle = random.Random(0)
         self.free = shuffle.sample(range(num_blocks), num_blocks)
         self.rows = shuffle.sample(range(num_sequences + 2), num_sequences)

@@ -407,7 +407,7 @@ def test_the_port_answers_from_the_first_moment_on(model: Path) -> None:
     server = Server(str(model), "--host", "127.0.0.1", "--port", str(port), *SMALL)
     try:
         phases: list[str] = []
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=250) as client:
             deadline = time.monotonic() + 120
             while not phases and time.monotonic() < deadline:
                 time.sleep(0.01)

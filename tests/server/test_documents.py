@@ -81,7 +81,9 @@ def test_messages_to_look_up_are_written_somewhere() -> None:
         .splitlines()
     )
     messages = re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in rows if row.startswith("| `")))
-    source = "".join(path.read_text() for folder in ("engine", "server") for path in (ROOT / folder).rglob("*.py"))
+    source = "".join(
+        path.read_text() for folder in ("engine", "kernels", "server") for path in (ROOT / folder).rglob("*.py")
+    )
     plain = re.sub(r"[\"']\s+f?[\"']", "", re.sub(r"\{[^{}]*\}", "{}", source))  # texts that go on in the next line
     parts = {part.strip(" :{}") for message in messages for part in re.split("…|[0-9]+|SIGKILL", message)}
     assert len(messages) > 12
@@ -104,6 +106,12 @@ def test_the_speeds_are_those_of_the_results() -> None:
         ratios = {run.get("work", "start-up"): f"{run['ratio']:.{2 if 'work' in run else 1}f}" for run in runs}
         assert len(ratios) > 6
         assert {work: row.split("|")[column].strip() for work, row in rows.items()} == dict.fromkeys(rows, "") | ratios
+
+
+def test_every_result_is_explained() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    explained = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text())
+    assert sorted({path.name for path in folder.iterdir()} - {"README.md", *explained}) == []
 
 
 def test_flags_of_the_readme_exist() -> None:

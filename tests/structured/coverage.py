@@ -31,6 +31,7 @@ import pydantic
 import referencing.exceptions
 
 from engine.structured.grammar import Compiler, Vocabulary, json_grammar
+from engine.structured.unique import of_grammar
 from tests.support.walks import END, TOKENS, walk
 
 # Said of instances; all others are annotations, or only say how to read these.
@@ -135,7 +136,7 @@ def tried(name: str, schema: Any, tests: list[Any], compiler: Compiler, num_inst
     matcher = compiler.compile(grammar)
     judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
     for seed in range(num_instances):
-        if (text := walk(matcher, random.Random(seed))) is not None:
+        if (text := walk(matcher, random.Random(seed), of_grammar(grammar))) is not None:
             outcome.num_instances += 1
             with contextlib.suppress(re.error, referencing.exceptions.Unresolvable):  # what the judge does not know
                 outcome.invalid += [error.message[:200] for error in judge.iter_errors(json.loads(text))][:1]

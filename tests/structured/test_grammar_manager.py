@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
-from engine.structured import grammar_manager
-from engine.structured.grammar import Compiler, regex_grammar
+from engine.structured import grammar, grammar_manager
+from engine.structured.grammar import Compiler, Vocabulary, lark_grammar, regex_grammar
 from engine.structured.grammar_manager import GrammarManager
+from tests.support.walks import END, TOKENS
 
 WORDS = 9  # 258 tokens
 
@@ -101,6 +103,23 @@ def test_requests_not_followed_may_have_all_tokens_and_errors_are_reported(compi
     assert "doesn't satisfy the grammar" in errors["bad"]
 
 
+@pytest.mark.parametrize("limits", [LLParserLimits(max_items_in_row=30), LLParserLimits(step_max_items=200)])
+def test_a_grammar_that_outgrows_its_limits_on_the_way(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more has been written, the more ways there are to read it."""
+    monkeypatch.setattr(grammar, "_LIMITS", limits)
+    followed = GrammarManager[str](Compiler(lambda: Vocabulary(TOKENS, [256, END], [END])))
+    followed.add("a", lark_grammar('start: s\ns: s s | "a" | "b" | /[a-z ]/'), "a")
+    while followed.num_held:
+        assert not followed.take_compiled(idle=True)[1]
+    masks, errors, num_tokens = np.zeros((1, WORDS), dtype=np.int32), dict[str, str](), 0
+    while not errors and num_tokens < 100:
+        _, errors = followed.fill(["a"], masks)
+        assert not followed.advance("a", [ord("a")])
+        num_tokens += 1
+    assert num_tokens > 5
+    assert "too many things may come next" in errors["a"]
+
+
 def test_by_a_deadline_masks_are_filled_round_robin(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [str(i) for i in range(16)]
     followed = follow(compiler, names)
@@ -157,8 +176,8 @@ def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.Monk
     first = [compiler.compile(grammar) for grammar in grammars]
     first[0].consume_token(ord("a"))
     followed = GrammarManager[str](compiler)
-    for i, grammar in enumerate(grammars):
-        followed.add(str(i), grammar, f"request {i}")
+    for i, written in enumerate(grammars):
+        followed.add(str(i), written, f"request {i}")
     assert followed.take_compiled() == (["request 0", "request 1", "request 2"], {}), (
         "remembered grammars are not compiled"
     )

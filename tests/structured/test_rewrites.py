@@ -286,7 +286,6 @@ def test_multiples_are_reckoned_in_decimals(step: float, compiler: Compiler) -> 
 @pytest.mark.parametrize(
     ("word", "schema"),
     [
-        ("uniqueItems", {"type": "array", "items": STRING, "uniqueItems": True}),
         ("not", {"type": "number", "not": {"type": "integer"}}),
         ("not", {"type": "string", "not": {"pattern": "^a"}}),
         ("contains", {"type": "array", "contains": INTEGER, "maxContains": 2}),

@@ -19,6 +19,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import UNSAMPLED, PoolingParams
 from engine.core.sampling_params import SamplingParams
 from engine.errors import EngineDeadError
+from engine.expert_tokens import ExpertTokens
 from engine.input_processor import InputProcessor, vocabulary_of
 from engine.output_collector import OutputCollector, RequestUpdate
 from engine.outstanding import Outstanding
@@ -85,9 +86,11 @@ class FakeEngine:
         self.states = StateHolder()
         self.states.enter("ready")
         self.step_tokens = StepTokens()
+        self.expert_tokens = ExpertTokens()
         self.pid = os.getpid()
         self.replicas = [self]
         self.fail_after: int | None = None  # tokens after which a request ends with "error"
+        self.refuses = False  # the request is to blame for that
         self.time_out_after: int | None = None  # tokens after which a request with a deadline ends for that
         self.die_after: int | None = None  # tokens after which the engine dies
         self.holds = False  # answers and embeddings wait until they are aborted
@@ -250,6 +253,7 @@ class FakeEngine:
                         TokenLogprobs(-float(i), i, tops, [-0.25] * len(tops)) for i in range(1, len(prompt))
                     ]
                 output.error = "it is broken" if finish == "error" else ""
+                output.is_refused = self.refuses and finish == "error"
                 collector.add(output, time.monotonic())
                 update = collector.take()
                 yield update

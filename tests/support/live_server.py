@@ -56,6 +56,7 @@ def run_server(
 ) -> Iterator[Live]:
     """`send_buffer`: bytes that the kernel holds for a client that does not read."""
     settings = settings or ServerConfig()
+    options = {"log_stats": False} | options  # at any time, in the log of whichever test runs
     app = create_app(engine, settings, **options)
     connections = connections_of(settings)
     config = uvicorn.Config(

@@ -152,6 +152,19 @@ SUPPORTED: dict[str, Any] = {
     "array of enums": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 5},
     "array of objects": {"type": "array", "items": obj(x=INTEGER), "maxItems": 3},
     "unique, of one": {"type": "array", "items": BOOLEAN, "maxItems": 1, "uniqueItems": True},
+    "set of texts": {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 5, "uniqueItems": True},
+    "set of numbers": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 12},
+        "minItems": 9,
+        "uniqueItems": True,
+    },
+    "set of objects": {"type": "array", "items": obj(a=SHORT), "minItems": 1, "maxItems": 3, "uniqueItems": True},
+    "set of sets": obj(
+        a={"type": "array", "items": {"$ref": "#/$defs/set"}, "minItems": 2, "maxItems": 3, "uniqueItems": True},
+        b={"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2},
+    )
+    | {"$defs": {"set": {"type": "array", "items": {"enum": [*range(9), "red", "redder"]}, "uniqueItems": True}}},
     "not unique": {"type": "array", "items": BOOLEAN, "maxItems": 3, "uniqueItems": False},
     "array of anything of": {"type": "array", "maxItems": 4, "items": {"anyOf": [BOOLEAN, NULL, {"const": "x"}]}},
     # objects
@@ -345,7 +358,7 @@ SUPPORTED: dict[str, Any] = {
 
 # keyword → schemas that must be refused by a message that names it
 UNSUPPORTED: dict[str, list[Any]] = {
-    "uniqueItems": [{"type": "array", "items": {"type": "string"}, "uniqueItems": True}],
+    "uniqueItems": [{"$ref": "#/$defs/a", "uniqueItems": True, "$defs": {"a": {"$anchor": "b"}, "c": {"$ref": "#b"}}}],
     "contains": [{"type": "array", "contains": BOOLEAN, "maxContains": 2}],
     "not": [{"not": {"minLength": 3}}, obj(a={"not": {"const": 1}})],
     "propertyNames": [{"type": "object", "propertyNames": {"pattern": "^a", "maxLength": 3}}],
@@ -388,7 +401,7 @@ UNSUPPORTED: dict[str, list[Any]] = {
     ],
     "$dynamicRef": [{"$dynamicRef": "#x"}],
     "levels": ['{"items":' * 100 + "{}" + "}" * 100, '{"items":' * 5000 + "{}" + "}" * 5000],
-    "characters": [{"description": "x" * 200_000}],
+    "characters": [{"description": "x" * 2_000_000}, {"x" * 200_000: 1}],
     "not valid JSON": ["{", '{"minimum": NaN}', "{'type': 'string'}"],
     "must be an object": ["[]", "3", '"string"'],
 }

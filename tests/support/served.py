@@ -46,7 +46,7 @@ def serve(model: Path, *flags: str) -> Iterator[str]:
 
         try:
             url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 400  # it may have to compile the kernels first
             while not _answers(url):
                 assert process.poll() is None, written()
                 assert time.monotonic() < deadline, written()

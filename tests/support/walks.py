@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from llguidance import LLMatcher
+
+from engine.structured.unique import Endings, UniqueItems
 
 TOKENS = [bytes([i]) for i in range(256)] + [b"<s>", b"</s>"]
 END = 257
 
 
-def allowed_by(matcher: LLMatcher) -> list[int]:
-    bits = int.from_bytes(matcher.compute_bitmask(), "little")
-    return [i for i in range(len(TOKENS)) if bits >> i & 1]
+ENDINGS = Endings(TOKENS)
 
 
-def walk(matcher: LLMatcher, dice: random.Random) -> str | None:
+def allowed_by(matcher: LLMatcher, unique: UniqueItems | None = None) -> list[int]:
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32).copy()
+    if unique is not None:
+        unique.narrow(mask, matcher, ENDINGS)
+    return [int(i) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
+
+
+def walk(matcher: LLMatcher, dice: random.Random, unique: UniqueItems | None = None) -> str | None:
     """A sentence of the grammar, its bytes chosen at random; None when it gets too long."""
     matcher = matcher.deep_copy()
     written = bytearray()
     for _ in range(3000):
-        token = dice.choice(allowed_by(matcher))
+        token = dice.choice(allowed_by(matcher, unique))
         assert matcher.consume_token(token), matcher.get_error()
+        if unique is not None:
+            unique.advance(TOKENS[token])
         if token == END:
             return written.decode()
         written.append(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,20 @@ def test_the_cpus_memory() -> None:
     memory = CpuDevice().memory()
     assert 0 < memory.used <= memory.peak < memory.total
     assert 0 < memory.free < memory.total
+
+
+def test_memory_that_holds_copies_of_files_is_free_within_a_containers_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.device.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("engine.worker.device.CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
+    assert CpuDevice().memory().free == 40 << 10
+    (tmp_path / "memory.current").write_text(f"{20 << 10}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {4 << 10}\n")
+    for limit, free in (("max", 40), (str(32 << 10), 16), (str(100 << 10), 40), ("0", 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert CpuDevice().memory().free == free << 10, limit
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from engine.core.cache_groups import FULL, CacheGroup
 from engine.worker.device import CpuDevice
-from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError
+from engine.worker.kv_cache import CachedLayer, KVCacheLayout, KVCacheTooSmallError
 from engine.worker.options import RunnerOptions
 
 CPU = CpuDevice()
@@ -63,6 +63,27 @@ def test_layers_share_blocks_of_one_size(windows: list[int], groups: list[int], 
     assert len(layout.groups) * num_slots <= 1.15 * len(windows)
     layers = layout.allocate(2, CPU)
     assert sum(layer.nbytes for layer in {id(layer): layer for layer in layers}.values()) == 2 * layout.block_bytes
+
+
+def test_narrow_layers_share_a_slot() -> None:
+    """As Gemma 4: heads of two sizes, layers that read the cache of another."""
+    narrow, wide = CachedLayer(64, 2, 8), CachedLayer(0, 4, 8)
+    layers, sources = [narrow, narrow, wide, narrow, narrow, wide], [None, None, None, None, 3, 2]
+    layout = KVCacheLayout.of_layers(layers, sources, block_size=4, dtype=torch.bfloat16)
+    assert (len(layout.groups), layout.num_slots) == (3, 1)
+    assert layout.group_of == (0, 0, 1, 2, 2, 1)
+    assert layout.block_bytes == 2 * 4 * 32 * 2
+    kv_cache = layout.allocate(5, CPU)
+    assert [kv.shape[2:] for kv in kv_cache] == [(layer.num_kv_heads, 4, 8) for layer in layers]
+    assert kv_cache[4] is kv_cache[3]
+    assert kv_cache[5] is kv_cache[2]
+    for index in (0, 1):
+        kv_cache[index][:, 3] = index + 1
+    assert kv_cache[0][:, 3].eq(1).all(), "layers of one group never meet"
+    (slot,) = layout.slots(kv_cache)
+    assert slot.shape == (2, 5, layout.block_bytes // 2)
+    assert slot.view(torch.bfloat16)[:, 3].ne(0).all(), "and fill the block between them"
+    assert not slot[:, [0, 1, 2, 4]].any()
 
 
 def test_half_a_window_nearly_doubles_what_fits() -> None:

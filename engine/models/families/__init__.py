@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.models import classifier
 from engine.models.errors import ModelError
-from engine.models.families import experts, llama_like, mpt, other_norms
+from engine.models.families import experts, gemma4, llama_like, mpt, other_norms
 from engine.models.families.fields import Config
 from engine.models.files import read_json
 from engine.models.generation_config import read_eos_token_ids
@@ -65,6 +65,9 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "GemmaForCausalLM": other_norms.gemma,
     "Gemma2ForCausalLM": other_norms.gemma2,
     "Gemma3ForCausalLM": other_norms.gemma3,
+    "Gemma3ForConditionalGeneration": gemma4.gemma3_with_images,
+    "Gemma4ForCausalLM": gemma4.gemma4,
+    "Gemma4ForConditionalGeneration": gemma4.gemma4_with_images,
     "Olmo2ForCausalLM": other_norms.olmo2,
     "Olmo3ForCausalLM": other_norms.olmo3,
     "Exaone4ForCausalLM": other_norms.exaone4,

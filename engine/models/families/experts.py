@@ -41,13 +41,14 @@ def experts(
     size: str = "moe_intermediate_size",
     scoring: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax",
     renormalise: bool = False,
+    activations: Sequence[str] = ("silu", "swish"),
 ) -> MoESpec:
     """count: what the configuration may call the number of experts; size: what it calls the intermediate size of each."""
     name = next((name for name in count if config.get(name) is not None), count[0])
     num_experts = integer(config, name, maximum=MAX_EXPERTS // num_layers(config))
     num_chosen = integer(config, "num_experts_per_tok", maximum=num_experts)
     router = RouterSpec(num_chosen=num_chosen, scoring=scoring, renormalise=renormalise)
-    dense(config)  # checks the activation
+    dense(config, activations=activations)  # checks the activation
     return MoESpec(num_experts=num_experts, intermediate_size=integer(config, size), router=router)
 
 

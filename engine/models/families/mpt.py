@@ -31,7 +31,7 @@ MUST_BE = {
 
 
 def mpt(config: Config) -> ModelSpec:
-    """LayerNorm without biases, one tensor for q, k and v, an MLP that is not gated."""
+    """MPT: LayerNorm without biases, one tensor for query, key and value, and an MLP without a gate."""
     inner = config.get("attn_config") or {}
     for name, value in MUST_BE.items():
         if inner.get(name, value) != value:
@@ -48,6 +48,7 @@ def mpt(config: Config) -> ModelSpec:
         "num_hidden_layers": integer(config, "n_layers", 24),
         "intermediate_size": 4 * hidden_size,
         "max_position_embeddings": integer(config, "max_seq_len", 2048),
+        "layer_norm_epsilon": number(config, "layer_norm_epsilon", 1e-5),
     }
     mixer = attention(usual)
     scale = number(inner, "softmax_scale") if inner.get("softmax_scale") is not None else mixer.scale

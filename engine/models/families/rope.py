@@ -38,6 +38,8 @@ def read_rope(
         raise ModelError(f"RoPE scaling {scaling!r} is not supported; supported: {', '.join(SCALINGS)}")
     theta = number(fields, "rope_theta", 10000.0)
     rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, scaling=scaling, interleaved=interleaved)
+    if scaling == "proportional":
+        rope = replace(rope, rotary_dim=head_dim, turning_dim=rotary_dim)
     return SCALINGS[scaling](rope, fields, config)
 
 
@@ -47,6 +49,10 @@ def _default(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
 
 def _linear(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
     return replace(rope, factor=number(fields, "factor"))
+
+
+def _proportional(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
+    return replace(rope, factor=number(fields, "factor", 1.0))
 
 
 def _dynamic(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
@@ -118,6 +124,7 @@ SCALINGS: dict[str, Callable[[RopeSpec, Config, Config], RopeSpec]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 
@@ -134,7 +141,7 @@ def context_length(config: Config, rope: RopeSpec | None) -> int:
     and longrope's `max_position_embeddings` is already stretched.
     """
     trained = integer(config, "max_position_embeddings", maximum=MAX_CONTEXT)
-    if rope is None or rope.scaling in ("default", "llama3", "longrope"):
+    if rope is None or rope.scaling in ("default", "llama3", "longrope", "proportional"):
         return trained
     stretched = rope.factor * (rope.original_max_position_embeddings if rope.scaling == "yarn" else trained)
     if stretched > MAX_CONTEXT:

@@ -270,7 +270,7 @@ class Online(WeightFormat):
             codes, scale, start = all_codes[own], all_scales[own], own.stop
 
             def fill(value: Tensor, codes: Tensor = codes, scale: Tensor = scale) -> None:
-                rounded = self._round(value.to(codes.device))
+                rounded = self._round(value.to(codes.device).contiguous())
                 codes.copy_(rounded[0])
                 scale.copy_(rounded[1])
 

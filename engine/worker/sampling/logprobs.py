@@ -22,33 +22,40 @@ class SampledLogprobs:
     indices: list[int]
     num_top: list[int]
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    named: list[tuple[int, list[int], Tensor]]  # an index, the tokens that it asks for, their log-probabilities
+    named_ids: list[list[int]]  # the tokens that each asks for by name
+    named: Tensor | None  # their log-probabilities, those of all in a row; None: there are none
 
     @classmethod
-    def of(cls, members: Members, indices: list[int], logits: Tensor, tokens: Tensor) -> SampledLogprobs:
-        """For the sequences at `indices`, which asked for them; logits [B, V], tokens [B] of the step."""
+    def of(
+        cls,
+        members: Members,
+        indices: list[int],
+        logits: Tensor,
+        tokens: Tensor,
+        to_device: Callable[[Tensor], Tensor],
+    ) -> SampledLogprobs:
+        """For the sequences at `indices`, which asked for them; logits [B, V], tokens [B] of the step. Waits for nothing."""
         asked = [members.rows[i].sampling for i in indices]
-        num_top = [0 if each.logprob_token_ids else each.logprobs or 0 for each in asked]
-        at = torch.tensor(indices, device=logits.device)
-        sampled = tokens[at].clamp(min=0)
-        tensors = kernels.token_logprobs(logits[at], sampled, max(num_top))
-        named = []
-        for place, each in enumerate(asked):
-            if ids := each.logprob_token_ids:
-                row = logits[indices[place]]
-                total = row[sampled[place]].float() - tensors[0][place]
-                found = row[torch.tensor(ids, device=logits.device)].float() - total
-                named.append((place, ids, found.to("cpu", non_blocking=True)))
-        return cls(indices, num_top, _to_cpu(tensors), named)
+        named_ids = [each.logprob_token_ids or [] for each in asked]
+        num_top = [0 if ids else each.logprobs or 0 for each, ids in zip(asked, named_ids, strict=True)]
+        at = to_device(torch.tensor(indices))
+        own, sampled = logits[at], tokens[at].clamp(min=0)
+        tensors = kernels.token_logprobs(own, sampled, max(num_top))
+        named = None
+        if pairs := [(row, token_id) for row, ids in enumerate(named_ids) for token_id in ids]:
+            rows, columns = to_device(torch.tensor(pairs)).unbind(1)
+            totals = own.gather(1, sampled.unsqueeze(1)).squeeze(1).float() - tensors[0]
+            named = (own[rows, columns].float() - totals[rows]).to("cpu", non_blocking=True)
+        return cls(indices, num_top, _to_cpu(tensors), named_ids, named)
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
         """After the device is done: index → one for each of its tokens."""
-        records = _records(self.tensors, self.num_top)
-        for place, ids, found in self.named:
-            ordered = sorted(zip(found.tolist(), ids, strict=True), key=lambda pair: -pair[0])
-            records[place] = replace(
-                records[place], top_ids=[i for _, i in ordered], top_logprobs=[each for each, _ in ordered]
-            )
+        records, values = _records(self.tensors, self.num_top), iter(() if self.named is None else self.named.tolist())
+        for row, ids in enumerate(self.named_ids):
+            if ids:
+                ordered = sorted(((next(values), token_id) for token_id in ids), key=lambda pair: -pair[0])
+                logprobs, top_ids = map(list, zip(*ordered, strict=True))
+                records[row] = replace(records[row], top_ids=top_ids, top_logprobs=logprobs)
         return {index: [record] for index, record in zip(self.indices, records, strict=True)}
 
 

@@ -38,8 +38,8 @@ inline void transpose(Floats (&v)[LANES], float* out, int stride) {
                 low[lane] = lane & half ? LANES + (lane ^ half) : lane;
                 high[lane] = lane & half ? LANES + lane : lane ^ half;
             }
-            w[i] = __builtin_shuffle(v[i], v[i + half], low);
-            w[i + half] = __builtin_shuffle(v[i], v[i + half], high);
+            w[i] = pick(v[i], v[i + half], low);
+            w[i + half] = pick(v[i], v[i + half], high);
         });
         each<LANES>([&](auto i) { v[i] = w[i]; });
     });

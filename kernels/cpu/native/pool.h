@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 // The caller works, too, and waits only for helpers that are at work: a helper that the system keeps from running delays
@@ -59,8 +60,14 @@ class Pool {
     }
 
     void start(int helpers) {
-        if (process_ != getpid()) started_ = 0, process_ = getpid();  // a fork has no helpers
-        for (; started_ < helpers; ++started_) std::thread(&Pool::help, this, started_, ticket_.load()).detach();
+        if (process_ != getpid()) {  // a fork has no helpers, nor those that were at the door
+            started_ = 0, process_ = getpid();
+            door_.store(CLOSED), sleeping_.store(0);
+        }
+        try {
+            for (; started_ < helpers; ++started_) std::thread(&Pool::help, this, started_, ticket_.load()).detach();
+        } catch (const std::system_error&) {  // no more threads are allowed: fewer helpers, or none
+        }
     }
 
     void help(int index, uint32_t seen) {

@@ -221,7 +221,7 @@ void quantize(const float* x, int n, int8_t* codes, float* scale, int32_t* sum) 
         float scaled = x[i] * inverse + 12582912.0f;  // rounds to the nearest even, in the low bits
         int32_t code = load<int32_t>(&scaled) - 0x4b400000;
         codes[i] = int8_t(code);
-        total += code;
+        total += codes[i];
     }
     *sum = bits >= 0x7f800000 ? 0 : total;
 }
@@ -248,9 +248,10 @@ template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
     const Weight& w = *p.weight;
     if (w.kind == FLOAT32 && !p.norm && sizeof(T) == 4) return {(const char*)p.x, p.x_stride * 4, nullptr, nullptr};
     const int64_t size = w.kind == FLOAT32 ? 4 : w.kind == BFLOAT16 ? 2 : 1, groups = w.kind >= INT8 ? w.channels / w.group : 0;
-    scratch.data.resize(p.tokens * w.channels * size + 64);
-    scratch.scale.resize(p.tokens * groups);
-    scratch.sum.resize(p.tokens * groups);
+    const int64_t tokens = p.tokens;  // so that sizes are counted in 64 bits
+    scratch.data.resize(tokens * w.channels * size + 64);
+    scratch.scale.resize(tokens * groups);
+    scratch.sum.resize(tokens * groups);
     char* data = scratch.data.data();
     float* scale = scratch.scale.data();
     int32_t* sums = scratch.sum.data();

@@ -65,12 +65,23 @@ template <class T> inline void store_some(T* p, Floats v, int n) {
 template <class T> inline Floats load_up_to(const T* p, int n) { return n >= LANES ? load16(p) : load_some(p, n); }
 template <class T> inline void store_up_to(T* p, Floats v, int n) { n >= LANES ? store16(p, v) : store_some(p, v, n); }
 
+// Lanes of `a`, and from LANES on of `b`.
+__attribute__((always_inline)) inline Floats pick(Floats a, Floats b, const Ints& from) {
+#ifdef __clang__  // has no builtin for this, but knows the loop
+    Floats picked{};
+    for (int i = 0; i < LANES; ++i) picked[i] = from[i] < LANES ? a[from[i] % LANES] : b[from[i] % LANES];
+    return picked;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
 // combine(combine(v[0], v[1]), …), in pairs.
 template <class Combine> inline float across(Floats v, const Combine& combine) {
     each<4>([&](auto step) {
         Ints from;
         for (int i = 0; i < LANES; ++i) from[i] = i ^ (1 << step);
-        v = combine(v, __builtin_shuffle(v, from));
+        v = combine(v, pick(v, v, from));
     });
     return v[0];
 }

@@ -1,7 +1,7 @@
 """The CPU's kernels are compiled once for each CPU, and their absence is no error."""
 
+import ctypes
 import logging
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +29,86 @@ def fake_compiler(folder: Path, script: str) -> str:
 COPY = 'while [ "$1" != "-o" ]; do shift; done; echo once >> "$(dirname "$0")/calls"; echo made > "$2"'
 
 
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a library gives what is in the file."""
+
+    def load(path: str) -> str:
+        if (text := Path(path).read_text()) == "damaged":
+            raise OSError("file too short")
+        return text
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+
+
+@pytest.mark.usefixtures("loaded")
 def test_it_is_compiled_once(tmp_path: Path) -> None:
-    compiler = fake_compiler(tmp_path, COPY)
-    made = library.build(compiler, tmp_path / "kernels")
-    assert library.build(compiler, tmp_path / "kernels") == made
-    assert made.read_text() == "made\n"
+    compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
+    assert all(str(library.load([compiler], folder)) == "made\n" for _ in range(2))
     assert (tmp_path / "calls").read_text() == "once\n"
-    assert made.parent.stat().st_mode & 0o077 == 0
-    assert list(made.parent.iterdir()) == [made]
+    assert folder.stat().st_mode & 0o077 == 0
+    assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.usefixtures("loaded")
 def test_another_cpu_compiles_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = fake_compiler(tmp_path, COPY)
-    here = library.build(compiler, tmp_path)
+    compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
+    library.load([compiler], folder)
     monkeypatch.setattr(library, "_cpu_features", lambda: "flags: none")
-    assert library.build(compiler, tmp_path) != here
+    library.load([compiler], folder)
+    assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.usefixtures("loaded")
+def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
+    compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
+    library.load([compiler], folder)
+    (kept,) = folder.iterdir()
+    kept.write_text("damaged")
+    assert str(library.load([compiler], folder)) == kept.read_text() == "made\n"
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_may_write_is_not_loaded(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
+    library.load([compiler], folder)
+    (kept,) = folder.iterdir()
+    kept.write_text("planted")
+    (folder if what == "folder" else kept).chmod(0o777)
+    assert str(library.load([compiler], folder)) == "made\n"
+    assert (what == "folder") == ("others may write to it" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("no such option", "no such option"),
+        ("x.s: Assembler messages:\nx.s:7: Error: no such instruction", "x.s:7: Error: no such instruction"),
+        ("in f:\n/usr/bin/ld: cannot find -lstdc++\ncollect2: error: ld failed", "/usr/bin/ld: cannot find -lstdc++"),
+    ],
+)
 def test_a_compiler_that_fails_is_no_error(
+    said: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f"echo '{said}' >&2; exit 1"))
+    assert library.library() is None
+    assert caplog.messages[-1].endswith(f": {reason}")
+    assert not list((tmp_path / "kernels").iterdir())
+
+
+def test_a_compiler_that_hangs_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'no such option' >&2; exit 1"))
-    with pytest.raises(subprocess.CalledProcessError):
-        library.build(str(library.find_compiler()), tmp_path / "kernels")
-    with caplog.at_level(logging.INFO):
-        assert library.library() is None
-    assert "no such option" in caplog.text
-    assert not list((tmp_path / "kernels").iterdir())
+    monkeypatch.setattr(library, "TIMEOUT", 0.2)
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'license server?' >&2; exec sleep 60"))
+    assert library.library() is None
+    assert "cannot be compiled" in caplog.text
+
+
+def test_the_compilers_command_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, COPY) + " -m64")
+    assert library.find_compiler() == [str(tmp_path / "compiler"), "-m64"]
 
 
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

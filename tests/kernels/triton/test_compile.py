@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.timeout(900)  # a minute on a quiet machine
+@pytest.mark.timeout(3000)  # a minute on a quiet machine
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}

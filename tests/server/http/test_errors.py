@@ -320,6 +320,12 @@ def test_failing_request(live: Live) -> None:
     check(live.complete(n=3), 500, None, "engine failed", "it is broken")
 
 
+def test_a_request_that_turns_out_to_ask_too_much(live: Live) -> None:
+    live.engine.fail_after, live.engine.refuses = 3, True
+    check(live.chat(), 400, None, "the answer cannot be completed", "it is broken")
+    check(live.complete(n=3), 400, None, "the answer cannot be completed", "it is broken")
+
+
 def test_own_mistakes_say_nothing_of_the_inside(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> Any:
         raise KeyError("secret path")

@@ -77,7 +77,7 @@ def test_usage_of_keys_counts_running_requests_too() -> None:
     before = [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")]
     assert before == [[2, 1], [10, 0], [5, 0]]
     assert values("requests_running") == [2, 1]
-    assert registry.get_sample_value("quire:oldest_waiting_seconds") == pytest.approx(9, abs=5)
+    assert 9 <= (registry.get_sample_value("quire:oldest_waiting_seconds") or 0) < 100
     log.end(first)
     assert [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")] == before
     assert values("requests_running") == [1, 1]

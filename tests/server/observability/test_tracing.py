@@ -121,7 +121,7 @@ def test_a_trace_is_continued_and_told_of(collector: Collector) -> None:
         unsampled = live.http.post("/v1/completions", json={}, headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
         refused = live.complete("x" * 600)
         live.http.get("/health")
-    continued, failed = collector.named("llm_request")
+    continued, failed = sorted(collector.named("llm_request"), key=lambda span: span.start_time_unix_nano)
     assert continued.trace_id.hex() == TRACE
     assert continued.parent_span_id.hex() == PARENT
     assert answer.headers["traceresponse"] == f"00-{TRACE}-{continued.span_id.hex()}-01"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.heavy
 def test_an_answer_streams_into_the_page(page: ChatPage, stub: Stub) -> None:
     assert page.texts("#model-name") == ["quire-demo"]
     assert page.run("document.activeElement.id") == "prompt"
-    stub.delay = 0.005
+    stub.delay = 0.02
     page.ask("What is paged attention?", until="streaming")
     assert page.run("document.querySelector('#send').hidden && !document.querySelector('#stop').hidden")
     page.wait("done")
@@ -182,7 +182,7 @@ def test_answers_of_several_models_side_by_side(page: ChatPage, stub: Stub, url:
 
 
 def test_a_reader_who_scrolled_up_is_left_alone(page: ChatPage, stub: Stub) -> None:
-    stub.delay = 0.002
+    stub.delay = 0.005
     page.ask("long", until="streaming")
     page.until("document.querySelector('#scroller').scrollTop > 300")
     page.run("document.querySelector('#scroller').scrollTop -= 250")

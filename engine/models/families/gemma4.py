@@ -1,0 +1,145 @@
+"""Gemma 4: its two kinds of attention, its experts, what its small models share among layers; and Gemma with images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.models.errors import ModelError
+from engine.models.families.common import attention, decoder, dense, num_layers, slides, windows_of
+from engine.models.families.experts import experts
+from engine.models.families.fields import Config, flag, integer, number
+from engine.models.families.other_norms import GELU, GEMMA, gemma3
+from engine.models.spec import Apart, AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec, PerLayerSpec
+
+KINDS = ("full_attention", "sliding_attention")
+ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+NAMES = ExpertNames(
+    router="router.proj", stacked=("experts.gate_up_proj", "experts.down_proj"), suffix="_", shared="mlp"
+)
+APART = Apart(
+    after_shared="post_feedforward_layernorm_1",
+    before_experts="pre_feedforward_layernorm_2",
+    after_experts="post_feedforward_layernorm_2",
+)
+# How Gemma with images (and sounds) calls the text model, and what is left out of it.
+TEXT_NAMES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+OTHER_THAN_TEXT = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.")
+GEMMA3_SIZES = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+
+
+def gemma4(config: Config) -> ModelSpec:
+    """Gemma 4, text: 31B; 26B-A4B, with experts beside the dense MLP; E2B and E4B, whose last layers share their KV cache."""
+    if config.get("use_bidirectional_attention") == "all":
+        raise ModelError("'use_bidirectional_attention' must not be 'all': attention to later tokens is not supported")
+    slide = slides(config, 6)
+    slide[-1] = False  # the last layer has full attention, whatever the configuration says
+    count = num_layers(config)
+    num_shared = integer(config, "num_kv_shared_layers", 0, minimum=0, maximum=count - 1)
+    first_shared = count - num_shared
+    mixers = []
+    for layer, kind in enumerate(KINDS[here] for here in slide):
+        mixer = _attention(config, kind, layer)
+        if layer >= first_shared:
+            sources = [source for source in range(first_shared) if slide[source] == slide[layer]]
+            if not sources:
+                raise ModelError(f"'num_kv_shared_layers' ({num_shared}) leaves no {kind} to share")
+            mixer = replace(mixer, kv_of=sources[-1])
+        mixers.append(mixer)
+    windows = windows_of(config, slide, 512)
+    mlps = _mlps(config, first_shared)
+    spec = decoder(config, mixers, mlps, windows=windows, norms=GEMMA)
+    return replace(
+        spec,
+        layers=tuple(replace(layer, output_scale=True) for layer in spec.layers),
+        embedding_multiplier=math.sqrt(spec.hidden_size),
+        logits_soft_cap=0.0
+        if config.get("final_logit_softcapping") is None
+        else number(config, "final_logit_softcapping"),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", True),
+        per_layer=_per_layer(config),
+        unused=tuple(
+            f"layers.{layer}.self_attn.{name}."
+            for layer in range(first_shared, count)
+            for name in ("k_proj", "v_proj", "k_norm")
+        ),
+    )
+
+
+def _attention(config: Config, kind: str, layer: int) -> AttentionSpec:
+    """Full attention has heads of its own size and number, and may have no values but its keys."""
+    is_full, bias = kind == "full_attention", flag(config, "attention_bias")
+    tied = is_full and flag(config, "attention_k_eq_v")
+    config = {"head_dim": 256, "rope_parameters": ROPE, **config}
+    if is_full:
+        if (sizes := config.get("per_layer_config")) is None:  # as published; else as transformers writes it
+            sizes = {str(layer): {"head_dim": integer(config, "global_head_dim", 512)}}
+            if tied and config.get("num_global_key_value_heads") is not None:
+                sizes[str(layer)]["num_key_value_heads"] = config["num_global_key_value_heads"]
+        if not isinstance(sizes, dict) or not isinstance(sizes.get(str(layer), {}), dict):
+            raise ModelError(f"'per_layer_config' must be an object of objects, got {sizes!r}")
+        config = {**config, **sizes.get(str(layer), {})}
+    mixer = attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True, layer_type=kind)
+    return replace(mixer, scale=1.0, v_norm=True, key_is_value=tied)
+
+
+def _mlps(config: Config, first_shared: int) -> list[DenseSpec | MoESpec]:
+    mlp = dense(config, activations=GELU)
+    if flag(config, "enable_moe_block"):
+        chosen = {"num_experts_per_tok": config.get("top_k_experts")}
+        of_experts = experts({**config, **chosen}, count=("num_experts",), renormalise=True, activations=GELU)
+        both = replace(
+            of_experts,
+            activation="gelu_tanh",
+            shared=mlp,
+            apart=APART,
+            router_norm_eps=number(config, "rms_norm_eps", 1e-6),
+            expert_scale=True,
+            names=NAMES,
+        )
+        return [both] * num_layers(config)
+    wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if flag(config, "use_double_wide_mlp") else mlp
+    return [mlp if layer < first_shared else wide for layer in range(num_layers(config))]
+
+
+def _per_layer(config: Config) -> PerLayerSpec | None:
+    size = integer(config, "hidden_size_per_layer_input", 256, minimum=0)
+    if not size:
+        return None
+    vocab_size = integer(config, "vocab_size_per_layer_input", 262144)
+    if vocab_size < integer(config, "vocab_size"):
+        raise ModelError(f"'vocab_size_per_layer_input' ({vocab_size}) must not be below 'vocab_size'")
+    return PerLayerSpec(size=size, vocab_size=vocab_size)
+
+
+def gemma3_with_images(config: Config) -> ModelSpec:
+    """Gemma 3 from 4B: its text model alone; images are refused."""
+    return _text_of(gemma3, GEMMA3_SIZES | config)
+
+
+def gemma4_with_images(config: Config) -> ModelSpec:
+    """Gemma 4 as published: its text model alone; images and sounds are refused."""
+    return _text_of(gemma4, config)
+
+
+def _text_of(family: Callable[[Config], ModelSpec], config: Config) -> ModelSpec:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"'text_config' must be an object, got {text!r}")
+    said = {name: value for name, value in text.items() if value is not None}
+    spec = family({**config, **said, "architectures": config["architectures"]})
+    return replace(spec, names=TEXT_NAMES, unused=(*OTHER_THAN_TEXT, *spec.unused))

@@ -1,0 +1,54 @@
+"""Per-layer embeddings (Gemma 3n and 4): beside the residual stream, each layer gets a short vector of its own for each token.
+
+Shapes: T tokens of the step, L layers, P the size of that vector.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernels
+from engine.models.attention import MakeNorm
+from engine.models.layers import Embedding, Linear, Residual, Scope
+from engine.models.spec import PerLayerSpec
+
+
+class PerLayerEmbedding(nn.Module):
+    """Token ids and their embeddings to the vectors of all layers. Ranks divide the table's rows alone."""
+
+    def __init__(
+        self, spec: PerLayerSpec, hidden_size: int, num_layers: int, make_norm: MakeNorm, scope: Scope
+    ) -> None:
+        super().__init__()
+        width = num_layers * spec.size
+        self.embed_tokens = Embedding(scope / "embed_tokens_per_layer", spec.vocab_size, width)
+        self.projection = Linear(scope, hidden_size, {"per_layer_model_projection": width})
+        self.norm = make_norm(scope / "per_layer_projection_norm", spec.size)
+        self._shape = num_layers, spec.size
+        # As the model was trained: in the dtype of the weights.
+        self._multiplier = torch.tensor(spec.size**0.5, dtype=scope.dtype).item()
+        self._projection_multiplier = hidden_size**-0.5
+
+    def forward(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
+        """input_ids [T], embedded [T, hidden] → [T, L, P]."""
+        of_tokens = kernels.scale(self.embed_tokens(input_ids), self._multiplier)
+        projected = kernels.scale(self.projection(embedded), self._projection_multiplier)
+        normed = self.norm(projected.unflatten(1, self._shape))
+        return (normed + of_tokens.unflatten(1, self._shape)) * 2**-0.5
+
+
+class PerLayerInput(nn.Module):
+    """What a layer adds to the residual stream of its own vector of each token, which the stream gates."""
+
+    def __init__(self, spec: PerLayerSpec, hidden_size: int, make_norm: MakeNorm, scope: Scope) -> None:
+        super().__init__()
+        self.gate = Linear(scope, hidden_size, {"per_layer_input_gate": spec.size})
+        self.projection = Linear(scope, spec.size, {"per_layer_projection": hidden_size})
+        self.around = Residual(None, make_norm(scope / "post_per_layer_input_norm", hidden_size), 1)
+
+    def forward(self, hidden: Tensor, vector: Tensor) -> Tensor:
+        """hidden [T, hidden] + what becomes of vector [T, P], in hidden's memory."""
+        gated = F.gelu(self.gate(hidden), approximate="tanh") * vector
+        return self.around.add(self.projection, hidden, gated)

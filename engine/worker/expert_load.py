@@ -1,0 +1,59 @@
+"""How many tokens each expert gets in some steps: counted on the device, read when the step is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.decoder import Decoder
+from engine.models.moe import Router
+from engine.worker.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounts:
+    """Counts of one step on their way from the device."""
+
+    layers: list[int]
+    counts: Tensor  # [layers, 1 + experts] int64 on the CPU, filled when the step is done; the first: padding
+
+    def read(self) -> dict[int, list[int]]:
+        """After the device is done: layer → tokens of each expert."""
+        return dict(zip(self.layers, self.counts[:, 1:].tolist(), strict=True))
+
+
+class ExpertLoad:
+    """Watches every `interval`-th step that it is shown. Such steps must not be captured: routers count in them alone."""
+
+    def __init__(self, model: Decoder, interval: int, device: Device) -> None:
+        routers = {
+            index: module
+            for index in model.own_layers
+            for module in model.layers[index].modules()
+            if isinstance(module, Router)
+        }
+        self._layers, self._routers, self._interval, self._device = (
+            list(routers),
+            list(routers.values()),
+            interval,
+            device,
+        )
+        self._num_steps = 0
+
+    def begin(self) -> bool:
+        """Before a step's layers run: whether it is watched. Then `end` must follow."""
+        self._num_steps += 1
+        if not self._routers or self._num_steps % self._interval:
+            return False
+        width = 1 + max(len(router.weight) for router in self._routers)
+        self._counts = torch.zeros(len(self._routers), width, dtype=torch.int64, device=self._device.torch_device)
+        for router, counts in zip(self._routers, self._counts, strict=True):
+            router.counts = counts
+        return True
+
+    def end(self) -> ExpertCounts:
+        for router in self._routers:
+            router.counts = None
+        return ExpertCounts(self._layers, self._counts.to("cpu", non_blocking=True))

@@ -1,0 +1,111 @@
+"""How long nothing is answered after the engine process was killed under load: `python -m tests.attack.recovery`.
+
+    python -m tests.attack.recovery             three kills
+    python -m tests.attack.recovery --kills 10
+
+Held when requests are answered again at most two seconds later than a start of the server takes, and each request that was
+in the server is answered, or told why not: only one whose answer had begun may fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.attack.target import Target, serving
+
+ROOM_SECONDS = 2.0
+NUM_CLIENTS = 32
+NUM_RUNNING = 16  # of their requests; the others wait
+LOAD_SECONDS = 2.0  # before a kill
+BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
+
+
+@dataclass
+class Recovery:
+    """What the kills did."""
+
+    start_seconds: float  # of the server, until it was ready
+    seconds: list[float] = field(default_factory=list)  # from each kill to the first answer
+    statuses: dict[int, int] = field(default_factory=dict)  # of the requests that were in the server at a kill
+
+    @property
+    def is_held(self) -> bool:
+        in_time = max(self.seconds) <= self.start_seconds + ROOM_SECONDS
+        few_failed = self.statuses.get(500, 0) <= NUM_RUNNING * len(self.seconds)
+        return in_time and few_failed and self.statuses.keys() <= {200, 500}
+
+    def __str__(self) -> str:
+        answers = ", ".join(f"{count} x {status}" for status, count in self.statuses.items())
+        return (
+            f"kill -9 of the engine under load: start-up {self.start_seconds:.1f} s, from the kill to the next answer "
+            f"{', '.join(f'{seconds:.1f}' for seconds in self.seconds)} s; requests that were there: {answers}; "
+            f"{'held' if self.is_held else 'not held'}"
+        )
+
+
+def recovery(num_kills: int = 3) -> Recovery:
+    """Of a server of its own, of whose requests only some run at a time."""
+    with serving("--kv-cache-memory-bytes", "64m", "--max-num-seqs", str(NUM_RUNNING)) as target:
+        return asyncio.run(_recovery(target, num_kills))
+
+
+async def _recovery(target: Target, num_kills: int) -> Recovery:
+    found, statuses = Recovery(target.start_seconds), Counter[int]()
+    for _ in range(num_kills):
+        load = _Load(target)
+        clients = [asyncio.create_task(load.ask()) for _ in range(NUM_CLIENTS)]
+        await asyncio.sleep(LOAD_SECONDS)
+        killed = time.monotonic()
+        os.kill(target.engine_pid(), signal.SIGKILL)
+        while not load.answered_since(killed):
+            await asyncio.sleep(0.02)
+        load.runs = False
+        await asyncio.gather(*clients)
+        found.seconds.append(min(load.answered_since(killed)) - killed)
+        statuses += Counter(status for begin, end, status in load.answers if begin <= killed < end)
+    found.statuses = dict(sorted(statuses.items()))
+    return found
+
+
+class _Load:
+    """Clients that ask one request after another."""
+
+    def __init__(self, target: Target) -> None:
+        self.runs, self._target = True, target
+        self.answers: list[tuple[float, float, int]] = []  # begin, end, status
+
+    async def ask(self) -> None:
+        while self.runs:
+            begin = time.monotonic()
+            answer = await self._target.post("/v1/completions", BODY)
+            self.answers.append((begin, time.monotonic(), answer.status))
+            if answer.status != 200:
+                await asyncio.sleep(0.1)
+
+    def answered_since(self, moment: float) -> list[float]:
+        """When."""
+        return [end for _, end, status in self.answers if end > moment and status == 200]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.attack.recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kills", type=int, default=3)
+    found = recovery(parser.parse_args(argv).kills)
+    print(found)
+    return not found.is_held
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
