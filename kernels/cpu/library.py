@@ -182,6 +182,7 @@ def load(compiler: Sequence[str], folder: Path) -> ctypes.CDLL:
         build(compiler, [source for source in sources if source.suffix == ".cpp"], made)
         compiled = ctypes.CDLL(str(made))
         if keep:
+            made.chmod(0o700)  # whatever this user's files are like otherwise
             made.replace(kept)  # whole, or not at all: several processes may be here
     return compiled
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,14 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
-def test_it_is_compiled_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0o022, 0o002])  # with the second, others of the group may write new files
+def test_it_is_compiled_once(tmp_path: Path, umask: int) -> None:
     compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
-    assert all(str(library.load([compiler], folder)) == "made\n" for _ in range(2))
+    before = os.umask(umask)
+    try:
+        assert all(str(library.load([compiler], folder)) == "made\n" for _ in range(2))
+    finally:
+        os.umask(before)
     assert (tmp_path / "calls").read_text() == "once\n"
     assert folder.stat().st_mode & 0o077 == 0
     assert len(list(folder.iterdir())) == 1
