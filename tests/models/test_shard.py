@@ -281,7 +281,7 @@ def test_a_rank_and_a_stage_read_only_their_part(tmp_path: Path, name: str) -> N
     make_checkpoint(name, tmp_path)
 
     def copied(**part: Any) -> int:
-        with CopiedBytes() as copied:
+        with CopiedBytes() as copied:  # type: ignore[no-untyped-call]
             load(tmp_path, **part)
         return copied.count
 
