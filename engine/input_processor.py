@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.pooling_params import PoolingParams
 from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs, Tag, Tags
+from engine.core.structured_outputs import MAX_TAGS, StructuredOutputs, Tag, Tags
 from engine.errors import ConfigError, TagsError
 from engine.models.classifier import Classifier, read_classifier
 from engine.models.families import read_spec
@@ -32,7 +32,7 @@ from engine.structured.grammar import (
     text_grammar,
 )
 from engine.structured.harmony import compose_messages
-from engine.structured.tags import MAX_TAGS, MAX_TAGS_LENGTH, compose
+from engine.structured.tags import MAX_TAGS_LENGTH, compose
 from engine.structured.unique import refuse_unique_items
 from engine.text.tokenizer import Tokenizer
 

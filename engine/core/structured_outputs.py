@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+MAX_TAGS = 512
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:

@@ -17,7 +17,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_SECONDS = 5.0
-NICENESS = 19  # the lowest priority: what other threads leave of a core
+# Less than others, of cores that are busy. Not the lowest: between calls of the library these threads hold Python's global
+# lock, and one that gets no core meanwhile stops all threads of its process, for up to a second.
+NICENESS = 5
 STACK_BYTES = 64 << 20  # the library recurses as deep as a grammar is nested
 
 
@@ -80,6 +82,6 @@ def make_executor(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread: its work is long, and outside Python's global lock, which it must not hold up."""
+    """Lower the priority of this thread: its work is long, and most of it outside Python's global lock."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

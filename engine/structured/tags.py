@@ -12,7 +12,6 @@ from typing import Any
 
 from engine.core.structured_outputs import Tags, Thoughts
 
-MAX_TAGS = 512
 MAX_TAGS_LENGTH = 1_000_000  # characters of their schemas' grammars
 SPACE = r"[ \t\r\n]"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, create_model
 from server.generation.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import (
     FUNCTION_NAME,
+    MAX_TIMEOUT_MS,
     Conversation,
     GenerationRequest,
     Message,
@@ -21,6 +21,7 @@ from server.generation.request import (
 )
 from server.http.bodies import Body, fields_without_effect, one_message, optional, unsupported_fields
 from server.http.errors import APIError
+from server.parsing.pieces import json_object
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
@@ -176,7 +177,9 @@ class _Conversation(Body):
     thinking: Thinking | None = optional("Left out: no thinking, where the chat template can tell so.")
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
-    timeout_ms: int | None = Field(None, ge=1, description="Milliseconds after which the answer ends as it is.")
+    timeout_ms: int | None = Field(
+        None, ge=1, le=MAX_TIMEOUT_MS, description="Milliseconds after which the answer ends as it is."
+    )
     output_format: OutputFormat | None = optional("The older name of output_config.format.")
     thread: dict[str, Any] | None = optional("Refused: send the whole conversation. Anthropic's clients then do so.")
 
@@ -261,19 +264,20 @@ def _messages(given: list[AnthropicMessage]) -> list[Message]:
     """Results of tools become messages of their own, before the text that stands beside them."""
     messages: list[Message] = []
     for each in given:
-        message, texts = Message(role=each.role), []
+        message, texts, thoughts = Message(role=each.role), [], []
         for block in each.blocks:
             match block:
                 case TextBlock(text=text):
                     texts.append(text)
                 case ThinkingBlock(thinking=thinking):
-                    message.reasoning = (message.reasoning or "") + thinking
+                    thoughts.append(thinking)
                 case ToolUseBlock():
                     message.tool_calls.append(ToolCall(id=block.id, name=block.name, arguments=block.input))
                 case ToolResultBlock():
                     result = Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block))
                     messages.append(result)
         message.content = "\n".join(texts) if texts else None
+        message.reasoning = "".join(thoughts) if thoughts else None
         if texts or message.tool_calls or message.reasoning is not None or message.role == "assistant":
             messages.append(message)
     return messages
@@ -317,8 +321,5 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
 
 def parsed_arguments(text: str) -> dict[str, Any]:
     """The input of a tool call; what is no JSON object is handed over as a text."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+    arguments = json_object(text)
+    return {"INVALID_JSON": text} if arguments is None else arguments

@@ -21,6 +21,7 @@ from server.parsing.answer import AnswerReader
 from server.parsing.pieces import Piece
 
 TIMEOUT = "timeout"  # the engine's reason to end a request whose deadline has passed
+_READ_AT_ONCE = 32  # updates: about a millisecond
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
 
 
@@ -151,8 +152,11 @@ class Generation:
         queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
         tasks = [asyncio.create_task(_feed(queue, sample)) for sample in self.samples]
         try:
-            unfinished = len(tasks)
+            unfinished, num_read = len(tasks), 0
             while unfinished:
+                num_read += 1
+                if num_read % _READ_AT_ONCE == 0:  # a queue that is not empty lets nothing else run
+                    await asyncio.sleep(0)
                 item = await queue.get()
                 if item is None:
                     unfinished -= 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs, Tag, Tags, Thoughts
+from engine.core.structured_outputs import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
 from engine.errors import TagsError
 from server.generation.conversation import Prompt
 from server.generation.request import GenerationRequest, Tool
@@ -37,6 +37,8 @@ async def guided(
     content = request.structured_outputs if mode != "required" else {}
     if format is None and not content:
         return sampling
+    if format is not None and (num_tools := len(request.callable_tools)) > MAX_TAGS:
+        raise APIError(400, f"must be at most {MAX_TAGS}, got {num_tools}", "tools", lead=" ")
     if content and format is not None and format.bare:
         reason = "cannot be given together with tools: this model writes its calls as JSON objects, too"
         raise APIError(400, reason, "structured_outputs")
@@ -64,11 +66,12 @@ def _with_warnings(sampling: SamplingParams, request: GenerationRequest, warning
     structured = sampling.structured_outputs
     if structured is None or not structured.notes:
         return sampling
+    tools = request.callable_tools
     for number, note in structured.notes:
         if number is None:
             warnings.add(note, "structured_outputs", names=request.names)
         else:
-            _, tool = request.callable_tools[number]
+            _, tool = tools[number]
             warnings.add(f"the arguments of {tool.name}: {note}", *tool.path, names=request.names)
     return sampling.clone(structured_outputs=replace(structured, notes=()))
 

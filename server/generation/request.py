@@ -14,6 +14,8 @@ FUNCTION_NAME = r'^[^\s"\\<>{}\[\]]{1,256}$'
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 ToolMode = Literal["none", "auto", "required"]
+MAX_PLAIN_VARIABLES = 8  # of a chat template that works on the event loop
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
 # Arguments of `ChatTemplate.render` that are fields of a conversation.
 RESERVED_TEMPLATE_VARIABLES = frozenset(
     ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"]
@@ -82,14 +84,18 @@ class Conversation:
     def merged(self) -> Conversation:
         """The same for templates that take one system message, at the beginning, and then the roles alternately."""
         messages: list[Message] = []
+        texts: list[list[str]] = []  # of each message
         for message in self.messages:
             is_system = message.role in ("system", "developer")
             role = message.role if not is_system else "system" if all(m.role == "system" for m in messages) else "user"
             if messages and messages[-1].role == role and role in ("system", "user"):
-                role_text = (messages[-1].content or "", message.content or "")
-                messages[-1] = replace(messages[-1], content="\n\n".join(filter(None, role_text)))
+                texts[-1].append(message.content or "")
             else:
                 messages.append(replace(message, role=role))
+                texts.append([message.content or ""])
+        for message, parts in zip(messages, texts, strict=True):
+            if len(parts) > 1:
+                message.content = "\n\n".join(filter(None, parts))
         return replace(self, messages=messages)
 
     @property
@@ -120,7 +126,11 @@ class Conversation:
     @property
     def num_chars(self) -> int | None:
         """About how much text it is; None: much depends on the template."""
-        if self.tools or self.documents or any(message.tool_calls for message in self.messages):
+        variables = self.template_variables.values()
+        is_plain = len(variables) <= MAX_PLAIN_VARIABLES and all(
+            isinstance(each, bool | int | float) for each in variables
+        )
+        if self.tools or self.documents or not is_plain or any(message.tool_calls for message in self.messages):
             return None
         return sum(100 + len(message.content or "") + len(message.reasoning or "") for message in self.messages)
 

@@ -57,6 +57,7 @@ async def generate(model: ServedModel, request: GenerationRequest, warnings: War
         model.check_name(request.model)
         _check_priority(request, caller)
         request = request.of(caller)
+        _check_stop(request)
         sampling = _sampling(model, request)
         _check_num_answers(request, sampling.n)
         with model.queue.entering(request.num_prompts * sampling.n, request.owner):
@@ -69,7 +70,6 @@ async def _generate(
     if request.conversation is not None:
         request.conversation.check()
     _check_tools(model, request)
-    _check_stop(request)
     _warn_of_unused_variables(model, request, warnings)
     prompts = await model.encode(request, is_to_fit=True)
     if prompts[0].is_merged:
@@ -219,8 +219,7 @@ def _with_marks(model: ServedModel, request: GenerationRequest, sampling: Sampli
     marks = [model.reasoning_format.end] if model.reasoning_format is not None else []
     if model.tool_format is not None and request.tool_mode != "none":
         marks.append(model.tool_format.begin)
-    special = {model.tokenizer.id_to_token(i) for i in model.tokenizer.special_ids}
-    if special.intersection(marks):
+    if any(model.tokenizer.token_to_id(mark) in model.tokenizer.special_ids for mark in marks):
         sampling = sampling.clone(skip_special_tokens=False)
     if model.writes_harmony:
         ends = [i for i in map(model.tokenizer.token_to_id, ENDS) if i is not None]

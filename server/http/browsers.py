@@ -53,8 +53,7 @@ class BrowserMiddleware:
     def _refusal(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin", "")
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".") if _is_plain(host) else None
-        if not self._is_ours(name) and scope["path"].removeprefix(scope.get("root_path", "")) not in PROBES:
+        if not self._is_ours(_name_in(host)) and scope["path"].removeprefix(scope.get("root_path", "")) not in PROBES:
             reason = (
                 f"{host[:100]!r} is not known as a name of this server: start it with --allowed-hosts or with a key"
             )
@@ -72,9 +71,8 @@ class BrowserMiddleware:
             return True
         if name is None:
             return False
-        if (
-            "." not in name or name in self._hosts or name.endswith(self._ends)
-        ):  # the public DNS has no names without dots
+        # The public DNS has no names without dots.
+        if "." not in name or name in self._hosts or name.endswith(self._ends):
             return True
         try:
             ipaddress.ip_address(name)
@@ -83,13 +81,18 @@ class BrowserMiddleware:
         return True  # a page under an address comes from that machine itself
 
 
-def _is_plain(host: str) -> bool:
-    """Whether a Host header is a name or an address, perhaps with a port."""
-    return not set(host) & set("/\\?#@ ")
+def _name_in(host: str) -> str | None:
+    """The name or address in a Host header, without its port, in lower case; None: it holds none."""
+    if set(host) & set("/\\?#@ "):
+        return None
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:  # of brackets, which are for addresses
+        return None
 
 
 def _is_from_elsewhere(site: str | None, origin: str, host: str) -> bool:
     """`site`: the header Sec-Fetch-Site, which browsers send to HTTPS and to this machine."""
     if site is not None:
         return site not in ("same-origin", "none")
-    return bool(origin) and urlsplit(origin).netloc != host
+    return bool(origin) and origin.partition("://")[2] != host

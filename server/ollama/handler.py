@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from server.http.warnings import Warnings
 from server.ollama.errors import failure
 from server.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from server.openai.logprobs import logprobs_content
-from server.parsing.pieces import Block, Blocks, CallStart, Content, Piece, Reasoning
+from server.parsing.pieces import Block, Blocks, CallStart, Content, Piece, Reasoning, json_object
 
 API_VERSION = "0.13.0"  # of Ollama: clients ask for it to see what there is
 LATEST = ":latest"
@@ -196,11 +195,7 @@ def _response(blocks: Blocks) -> dict[str, Any]:
 
 def _call(block: Block) -> dict[str, Any] | None:
     """None for a call that was cut: there is no object of arguments."""
-    try:
-        arguments = json.loads(block.text or "{}")
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(arguments, dict):
+    if (arguments := json_object(block.text or "{}")) is None:
         return None
     return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
 

@@ -8,7 +8,7 @@ from pydantic import Field, create_model, model_validator
 
 from engine.beam_search import MAX_LENGTH_PENALTY
 from server.generation.parameters import parameter_fields
-from server.generation.request import TextPrompts
+from server.generation.request import MAX_TIMEOUT_MS, TextPrompts
 from server.http.bodies import (
     WITHOUT_EFFECT,
     Body,
@@ -56,7 +56,6 @@ def body_class(name: str, *not_yet: Table) -> Any:
     return create_model(name, __base__=Body, **fields)
 
 
-MAX_TIMEOUT_MS = 24 * 3600 * 1000
 TokenIds = list[int]
 Prompt = Annotated[
     str | TokenIds | list[str] | list[TokenIds],
@@ -239,6 +238,12 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
             if (value := getattr(self, f"guided_{name}")) is not None:
                 found[f"guided_{name}"] = {name: value}
         return found
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the answer holds log-probabilities, of which a long prompt has millions."""
+        is_asked = self.logprobs is not None and self.logprobs is not False
+        return is_asked or self.prompt_logprobs is not None
 
     @property
     def beam_length_penalty(self) -> float | None:

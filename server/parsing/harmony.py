@@ -14,9 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import pydantic_core
-
-from server.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning, begun
+from server.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning, begun, json_object
 from server.parsing.reasoning import HARMONY
 from server.parsing.tools import TOOL_FORMATS
 
@@ -105,7 +103,7 @@ class HarmonyReader:
         while self._read_header(pieces, finished) if self._kind is None else self._read_body(pieces, finished):
             pass
         if finished and self._kind is CallStart:
-            self.is_cut = cut or not _is_object("".join(self._arguments))
+            self.is_cut = cut or json_object("".join(self._arguments)) is None
         return pieces
 
     def _read_header(self, pieces: list[Piece], finished: bool) -> bool:
@@ -181,10 +179,3 @@ class _Counter:
                 if self._text.endswith(HARMONY.end):
                     self._in_header, self._num_header = True, 0
             self._text = self._text[-200:]
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(pydantic_core.from_json(text), dict)
-    except ValueError:
-        return False

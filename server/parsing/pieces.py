@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,15 @@ class Blocks:
     @property
     def calls(self) -> list[Block]:
         return [block for block in self.all if block.kind is CallStart]
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that a model wrote as the arguments of a call; None: it is none, or no JSON that an answer could hold."""
+    try:
+        found = msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def begun(text: str, marker: str) -> int:

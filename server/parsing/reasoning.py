@@ -13,6 +13,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    label: str = ""  # what is written after `begin`, before the reasoning itself
     is_harmony: bool = False  # the answer is messages, of which some are reasoning: see harmony.py
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
@@ -20,7 +21,8 @@ class ReasoningFormat:
 
         `continued`: the beginning of the answer, where it is given.
         """
-        return prompt.rstrip().endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end)
+        before = prompt.rstrip().removesuffix(self.label.rstrip())
+        return before.endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end)
 
     def closed_by(self, prompt: str, continued: str = "") -> bool:
         """Whether no reasoning may come, for it was in the prompt, or the answer has begun without."""
@@ -38,6 +40,7 @@ REASONING_FORMATS = {
     "qwen3": _THINK,
     "openai_gptoss": HARMONY,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>", "<channel|>", "thought\n"),
 }
 
 
@@ -57,6 +60,7 @@ class ReasoningReader:
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
         """`opened`: the prompt ends inside reasoning."""
         self._format, self._opened = format, opened
+        self._label = "" if opened else format.label  # that may still come
         self._held = ""
         self._read = self._read_start
         self.found = opened  # there is reasoning
@@ -79,8 +83,11 @@ class ReasoningReader:
         return self._read(finished)
 
     def _read_lead(self, finished: bool) -> tuple[str, str]:
-        self._held = self._held.lstrip()
-        if not self._held:
+        text = self._held.lstrip()
+        if self._label and text.startswith(self._label):
+            text, self._label = text.removeprefix(self._label).lstrip(), ""
+        self._held = text
+        if not text or (self._label.startswith(text) and not finished):
             return "", ""
         self._read = self._read_reasoning
         return self._read(finished)

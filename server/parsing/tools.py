@@ -229,7 +229,7 @@ class ToolReader:
             self._held = text[1:]
         elif text[0] == "{":
             self._object = _CallObject()
-        elif self._format.headed and (header := _HEADER.match(text)):
+        elif self._format.headed and (header := _HEADER.match(text, 0, _MAX_HEAD)):
             if header.end() == len(text):
                 return False
             self._raw, self._held = self._raw + header[0], text[header.end() :]
@@ -278,6 +278,7 @@ def _head(name: str) -> str:
 
 _HEADER = re.compile(r"([\w.:/-]+)(?:\[[\w\[\]]*)?")  # name[ARGS] or name[CALL_ID]id[ARGS]
 _HEAD = re.compile(_head(f"({_STRING})") + _SPACE)
+_MAX_HEAD = 2000  # characters before the arguments: what is longer would be looked at again and again
 _FIRST_KEYS = ('"name"', '"id"', '"type"', '"arguments"', '"parameters"')
 
 
@@ -357,7 +358,9 @@ class _CallObject:
         """The opening bracket that comes now may be that of the arguments."""
         if self._given is not None:
             self.name, self._start = self._given, len(self._chars)
-        elif self._depth == 2 and (head := _HEAD.fullmatch("".join(self._chars).lstrip())):
+        elif self._depth != 2 or len(self._chars) > _MAX_HEAD:
+            return
+        elif head := _HEAD.fullmatch("".join(self._chars).lstrip()):
             self.name, self._start = head[1], len(self._chars)
 
     def _may_be_call(self) -> bool:
@@ -367,6 +370,7 @@ class _CallObject:
     def _read_whole(self) -> None:
         try:
             call = json.loads("".join(self._chars), strict=False)
+            json.dumps(call, ensure_ascii=False).encode()  # no answer can hold half of a surrogate pair
         except (ValueError, RecursionError):
             return
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

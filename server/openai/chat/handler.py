@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from engine.core.batch import TokenLogprobs
 from engine.output_collector import RequestUpdate
 from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.served_model import ServedModel
@@ -48,14 +50,27 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
     """The response's JSON."""
     choices = [_Choice(model, body, generation.role) for _ in generation.samples]
-    scores: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
-    async for sample, update, pieces in generation.events():
-        choices[sample.index].add(sample, update, pieces)
-        if update.prompt_logprobs is not None:
-            prompt = generation.prompts[0]
-            scores["prompt_logprobs"] = prompt_logprobs(model.tokenizer, prompt, update.prompt_logprobs)
-    if body.return_token_ids:
-        scores["prompt_token_ids"] = generation.prompts[0]
+    scores: list[TokenLogprobs] | None = None
+    async with aclosing(generation.events()) as events:
+        async for sample, update, pieces in events:
+            choices[sample.index].add(sample, update, pieces)
+            scores = scores or update.prompt_logprobs
+    num_chars = None if body.is_scored else generation.usage.total_tokens
+    return await model.in_thread(
+        _encoded, model, body, generation, warnings, choices, scores, owner=generation.owner, num_chars=num_chars
+    )
+
+
+def _encoded(
+    model: ServedModel,
+    body: ChatCompletionRequest,
+    generation: Generation,
+    warnings: Warnings,
+    choices: list[_Choice],
+    scores: list[TokenLogprobs] | None,
+) -> bytes:
+    """`scores`: of the prompt's tokens."""
+    prompt = generation.prompts[0]
     answer = {
         "id": generation.id,
         "object": "chat.completion",
@@ -64,7 +79,8 @@ async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: G
         "choices": [choice.as_dict(index) for index, choice in enumerate(choices)],
         "usage": usage_object(generation.usage),
         "metrics": metrics_object(generation.timings),
-        **scores,
+        "prompt_logprobs": prompt_logprobs(model.tokenizer, prompt, scores) if scores is not None else None,
+        "prompt_token_ids": prompt if body.return_token_ids else None,
     }
     return _encode(answer)[:-1] + warnings.member + b"}"
 
@@ -125,17 +141,18 @@ async def _events(
     """The response's events. Only what changes is encoded for each: a server streams to hundreds of clients at once."""
     stream = _Stream(model, body, generation, warnings)
     text_begins = stream.text_begins
-    async for sample, update, pieces in generation.events():
-        if (
-            len(pieces) == 1
-            and type(pieces[0]) is Content
-            and update.finish_reason is None
-            and update.logprobs is None
-            and (begin := text_begins.get(sample.index)) is not None
-        ):  # nearly all are such: the same bytes as `stream.write` makes
-            yield begin + _encode(pieces[0].text) + _TEXT_END
-        elif data := stream.write(sample, update, pieces):
-            yield data
+    async with aclosing(generation.events()) as events:
+        async for sample, update, pieces in events:
+            if (
+                len(pieces) == 1
+                and type(pieces[0]) is Content
+                and update.finish_reason is None
+                and update.logprobs is None
+                and (begin := text_begins.get(sample.index)) is not None
+            ):  # nearly all are such: the same bytes as `stream.write` makes
+                yield begin + _encode(pieces[0].text) + _TEXT_END
+            elif data := stream.write(sample, update, pieces):
+                yield data
     if stream.with_usage:
         yield stream.usage_event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -107,8 +108,23 @@ class _Choice:
 async def _answer(model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
     """The response's JSON."""
     updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
-    async for sample, update, _ in generation.events():
-        updates[sample.index].append(update)
+    async with aclosing(generation.events()) as events:
+        async for sample, update, _ in events:
+            updates[sample.index].append(update)
+    num_chars = None if body.is_scored else generation.usage.total_tokens
+    return await model.in_thread(
+        _encoded, model, body, generation, warnings, updates, owner=generation.owner, num_chars=num_chars
+    )
+
+
+def _encoded(
+    model: ServedModel,
+    body: CompletionRequest,
+    generation: Generation,
+    warnings: Warnings,
+    updates: list[list[RequestUpdate]],
+) -> bytes:
+    """`updates`: all of each sample."""
     if body.only_echoes:
         generation.usage.completion_tokens = 0
     scores = [updates[sample.index][0].prompt_logprobs for sample in generation.samples[:: generation.n]]
@@ -142,14 +158,19 @@ async def _events(
     model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings
 ) -> AsyncGenerator[bytes, None]:
     """The response's events; the echo of a prompt comes first."""
-    stream = _Stream(model, body, generation, warnings)
+    owner, num_tokens = generation.owner, generation.usage.prompt_tokens if body.echo else 0
+    echoes = await model.in_thread(_echoes, model, body, generation, owner=owner, num_chars=num_tokens)
+    stream = _Stream(model, body, generation, warnings, echoes)
     begun, head = stream.only_text_from_here, stream.head
-    async for sample, update, _ in generation.events():
-        if sample.index in begun and update.finish_reason is None:
-            if update.text:  # nearly all are such: the same bytes as `stream.write` makes
-                yield _TEXT_EVENT % (head, sample.index, _encode(update.text))
-        elif data := stream.write(sample, update):
-            yield data
+    async with aclosing(generation.events()) as events:
+        async for sample, update, _ in events:
+            if sample.index in begun and update.finish_reason is None:
+                if update.text:  # nearly all are such: the same bytes as `stream.write` makes
+                    yield _TEXT_EVENT % (head, sample.index, _encode(update.text))
+            elif update.prompt_logprobs is not None:
+                yield await model.in_thread(stream.write, sample, update, owner=owner)
+            elif data := stream.write(sample, update):
+                yield data
     if stream.with_usage:
         yield stream.usage_event()
 
@@ -157,8 +178,16 @@ async def _events(
 class _Stream:
     """Writes the events of a streamed response."""
 
-    def __init__(self, model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings) -> None:
-        self._model, self._body, self._generation = model, body, generation
+    def __init__(
+        self,
+        model: ServedModel,
+        body: CompletionRequest,
+        generation: Generation,
+        warnings: Warnings,
+        echoes: list[str],
+    ) -> None:
+        """`echoes`: what stands before the answer to each prompt."""
+        self._model, self._body, self._generation, self._echoes = model, body, generation, echoes
         options = body.stream_options
         self.with_usage = options is not None and bool(options.include_usage)
         self._usage_always = self.with_usage and options is not None and bool(options.continuous_usage_stats)
@@ -169,15 +198,13 @@ class _Stream:
             "model": generation.model,
         }
         self.head = _encode(head)[:-1]
-        self._echoes = _echoes(model, body, generation)
         self._choices: dict[int, _Choice] = {}
         self._warnings = warnings.member  # until an event has carried them
         self._only_text = not (
             self._usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
         )
-        self.only_text_from_here: set[int] = (
-            set()
-        )  # indexes of choices whose events hold nothing but text until the last
+        # Indexes of choices whose events hold nothing but text until the last.
+        self.only_text_from_here: set[int] = set()
 
     def write(self, sample: Sample, update: RequestUpdate) -> bytes:
         """The event of one update; none when there is nothing to say yet."""

@@ -45,6 +45,18 @@ async def _answer(model: ServedModel, generation: Generation, warnings: Warnings
     async with aclosing(generation.events()) as events:
         async for sample, update, _ in events:
             updates[sample.index].append(update)
+    sampling = generation.samples[0].sampling
+    is_scored = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    num_chars = None if is_scored else generation.usage.total_tokens
+    return await model.in_thread(
+        _encoded, model, generation, warnings, updates, owner=generation.owner, num_chars=num_chars
+    )
+
+
+def _encoded(
+    model: ServedModel, generation: Generation, warnings: Warnings, updates: list[list[RequestUpdate]]
+) -> bytes:
+    """`updates`: all of each sample."""
     scores: list[Any] | None = None
     if (found := updates[0][0].prompt_logprobs) is not None:
         scores = prompt_logprobs(model.engine.tokenizer, generation.prompts[0], found)

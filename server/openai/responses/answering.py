@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from fastapi import Request
 
 from server.generation.generation import Generation
 from server.generation.served_model import ServedModel
 from server.generation.start import generate
 from server.generation.usage import Usage
-from server.http.callers import Caller
+from server.http.callers import caller_of
 from server.http.errors import APIError, unexpected
+from server.http.reading import is_large
 from server.http.warnings import MAX_WARNINGS, Warnings
 from server.openai.logprobs import logprobs_content
 from server.openai.responses.asked import Asked, Kept, items_of
@@ -22,7 +24,7 @@ from server.openai.responses.background import BackgroundResponse
 from server.openai.responses.events import ResponseBuilder
 from server.openai.responses.items import messages_of
 from server.openai.responses.protocol import LOGPROBS, REASONING, ResponsesRequest
-from server.openai.responses.store import StoredResponse, Turn
+from server.openai.responses.store import StoredResponse, Turn, encoded
 
 # The engine's reasons to end: the response's status and, if it is not complete, why.
 _ENDS = {"length": ("incomplete", "max_output_tokens"), "abort": ("incomplete", "aborted")}
@@ -38,6 +40,7 @@ class Working:
     generation: Generation
     builder: ResponseBuilder
     background: BackgroundResponse | None  # None: it ends with its client's connection
+    is_large: bool  # the request, which the response repeats
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response's events, the last of which has all of it. An error becomes `response.failed`."""
@@ -52,7 +55,7 @@ class Working:
             last = self.builder.fail(unexpected(error))
         else:
             last = b""
-        self._keep()
+        await self._keep()
         if last:
             yield last
 
@@ -61,7 +64,7 @@ class Working:
         async with aclosing(self._fill()) as filling:
             async for _ in filling:
                 pass
-        self._keep()
+        await self._keep()
         return msgspec.json.encode(self.builder.response)
 
     async def _fill(self) -> AsyncGenerator[bytes, None]:
@@ -79,22 +82,27 @@ class Working:
             status, why = "cancelled", None
         yield builder.finish(status, why, usage_object(generation.usage))
 
-    def _keep(self) -> None:
+    async def _keep(self) -> None:
         response, owner = self.builder.response, self.generation.owner
         failed = response["status"] == "failed"
         if not failed and self.asked.conversation is not None:
-            items = [*self.asked.input_items, *response["output"]]
+            items = self.asked.input_items | encoded(response["output"])
             self.kept.conversations.append(owner, self.asked.conversation, items)
         if not response["store"] or (failed and self.background is None):
             return
+        num_chars = None if self.is_large else 0
+        stored = await self.model.in_thread(self._stored, owner=owner, num_chars=num_chars)
+        self.kept.responses.put(owner, response["id"], stored)
+
+    def _stored(self) -> StoredResponse:
+        response = self.builder.response
         turn = Turn(self.asked.messages + messages_of(items_of(response["output"])), self.asked.previous)
         events = self.background.events if self.background is not None and self.background.is_kept else []
-        stored = StoredResponse.of(response, self.asked.input_items, turn, events)
-        self.kept.responses.put(owner, response["id"], stored)
+        return StoredResponse.of(response, self.asked.input_items, turn, events)
 
 
 async def begin(
-    model: ServedModel, kept: Kept, body: ResponsesRequest, asked: Asked, warnings: Warnings, caller: Caller
+    model: ServedModel, kept: Kept, body: ResponsesRequest, asked: Asked, warnings: Warnings, request: Request
 ) -> Working:
     """Check everything and start the answer; in the background, its events are those of the background response."""
     for name in (body.include or ())[:MAX_WARNINGS]:
@@ -102,12 +110,13 @@ async def begin(
             warnings.add(f"{name[:100]!r} has no effect here", "include")
     for path, reason in asked.left_out[:MAX_WARNINGS]:
         warnings.add(reason, *path)
+    caller = caller_of(request)
     generation = await generate(model, asked.request, warnings, caller)
     response = _response(body, generation, warnings)
     log: list[bytes] | None = [] if body.background else None
     builder = ResponseBuilder(response, asked.tools, packs_reasoning=REASONING in (body.include or ()), log=log)
     background = BackgroundResponse(response, log) if log is not None else None
-    working = Working(model, kept, asked, generation, builder, background)
+    working = Working(model, kept, asked, generation, builder, background, is_large(request))
     if background is not None:
         kept.background.start(caller.name, background, working.events())
     return working

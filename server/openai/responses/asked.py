@@ -15,7 +15,7 @@ from server.openai.responses.background import Background
 from server.openai.responses.conversations import ConversationStore, input_item
 from server.openai.responses.items import Item, ItemReference, items_left_out, messages_of
 from server.openai.responses.protocol import ResponsesRequest
-from server.openai.responses.store import ResponseStore, Turn
+from server.openai.responses.store import Items, ResponseStore, Turn, encoded
 from server.openai.responses.tools import CallableTool, callable_tools, tools_left_out
 
 _items: TypeAdapter[Any] = TypeAdapter(list[Item])
@@ -38,7 +38,7 @@ class Asked:
     previous: Turn | None  # what it goes on from
     conversation: str | None  # the id of that which it adds to
     messages: list[Message]  # what is new in the request, without instructions
-    input_items: list[dict[str, Any]]  # the same
+    input_items: Items  # the same
     tools: list[CallableTool]
     left_out: list[tuple[tuple[str | int, ...], str]]  # what the model does not see: where it is, and why
 
@@ -48,7 +48,8 @@ class Converter:
 
     def __init__(self, kept: Kept, caller: Caller, body: ResponsesRequest) -> None:
         """`APIError` 404 when what the request goes on from is not there."""
-        self._store, self._owner = kept.responses, caller.name
+        references = [item.id for item in body.items if isinstance(item, ItemReference)]
+        self._referred = {item_id: kept.responses.item(caller.name, item_id) for item_id in references}
         self._previous = _previous(kept, caller, body.previous_response_id)
         self._conversation = body.conversation_id
         self._before: list[bytes] = []  # items of the conversation
@@ -60,13 +61,14 @@ class Converter:
     def num_bytes(self) -> int:
         """What is to be read besides the request."""
         num_bytes, turn = sum(map(len, self._before)), self._previous
+        num_bytes += sum(len(item or b"") for item in self._referred.values())
         while turn is not None:
             num_bytes, turn = num_bytes + turn.num_bytes, turn.previous
         return num_bytes
 
     def __call__(self, body: ResponsesRequest) -> Asked:
         items = [self._resolved(item, index) for index, item in enumerate(body.items)]
-        messages, input_items = messages_of(items), [input_item(item) for item in items]
+        messages, input_items = messages_of(items), encoded(map(input_item, items))
         tools, left_out = callable_tools(body.tools), [*tools_left_out(body.tools), *items_left_out(items)]
         before = self._previous.conversation() if self._previous is not None else []
         if self._before:
@@ -77,10 +79,11 @@ class Converter:
     def _resolved(self, item: Any, index: int) -> Any:
         if not isinstance(item, ItemReference):
             return item
-        found = self._store.item(self._owner, item.id)
-        if found is None:
+        if item.id not in self._referred:  # it has been taken: a few words could ask for gigabytes
+            raise APIError(400, f"the item {item.id[:100]!r} is there twice", "input", index, "id")
+        if (found := self._referred.pop(item.id)) is None:
             raise APIError(404, f"there is no item {item.id[:100]!r}", "input", index, "id")
-        return items_of([found])[0]
+        return items_of([msgspec.json.decode(found)])[0]
 
 
 def items_of(objects: list[dict[str, Any]]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -18,27 +17,38 @@ from server.http.bodies import Body, optional
 from server.http.callers import caller_of
 from server.http.errors import APIError
 from server.http.responses import json_response
+from server.http.warnings import Warnings
 from server.openai.responses.items import Item, ItemReference
 from server.openai.responses.pages import After, Limit, Order, page
+from server.openai.responses.store import Items, encoded, items_bytes
 
 MAX_BYTES = 128 << 20
 MAX_ITEMS = 20  # in one request
-_ITEM_BYTES, _CONVERSATION_BYTES = 300, 1000  # besides what is written in them
+CONVERSATION_BYTES = 1000  # besides what is written in it
 
 
 @dataclass(slots=True)
 class StoredConversation:
-    """Items, each as JSON by its id, the oldest first."""
+    """Items, and what the caller wants to remember of them."""
 
     id: str
     created_at: int
     metadata: dict[str, Any]
-    items: dict[str, bytes] = field(default_factory=dict)
+    items: Items = field(default_factory=dict)
+    _items_bytes: int = 0  # there may be very many
 
     @property
     def num_bytes(self) -> int:
-        items = sum(len(item) + _ITEM_BYTES for item in self.items.values())
-        return _CONVERSATION_BYTES + len(msgspec.json.encode(self.metadata)) + items
+        return CONVERSATION_BYTES + len(msgspec.json.encode(self.metadata)) + self._items_bytes
+
+    def add(self, items: Items) -> None:
+        """Those of the same ids are replaced."""
+        replaced = {item_id: self.items[item_id] for item_id in items if item_id in self.items}
+        self._items_bytes += items_bytes(items) - items_bytes(replaced)
+        self.items |= items
+
+    def remove(self, item_id: str) -> None:
+        self._items_bytes -= items_bytes({item_id: self.items.pop(item_id)})
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -67,10 +77,10 @@ class ConversationStore:
         """Also after a change."""
         self._store.put(owner, conversation.id, conversation, conversation.num_bytes)
 
-    def append(self, owner: str, conversation_id: str, items: Iterable[dict[str, Any]]) -> None:
+    def append(self, owner: str, conversation_id: str, items: Items) -> None:
         """Nothing happens when the conversation is gone."""
         if (found := self._store.get(owner, conversation_id)) is not None:
-            found.items |= {item["id"]: bytes(memoryview(msgspec.json.encode(item))) for item in items}
+            found.add(items)
             self.put(owner, found)
 
     def remove(self, owner: str, conversation_id: str) -> None:
@@ -108,11 +118,11 @@ def input_item(item: Any) -> dict[str, Any]:
     return {"id": f"{given['type'][:3]}_{secrets.token_hex(16)}", **status, **given}
 
 
-def _listed(items: list[Any]) -> list[dict[str, Any]]:
+def _listed(items: list[Any]) -> Items:
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
             raise APIError(400, "must be an item itself", "items", index)
-    return [input_item(item) for item in items]
+    return encoded(map(input_item, items))
 
 
 def add_conversation_routes(app: FastAPI, model: ServedModel, store: ConversationStore) -> None:
@@ -159,13 +169,12 @@ def _add_item_routes(app: FastAPI, model: ServedModel, store: ConversationStore)
         store.append(owner, conversation_id, items)
         return json_response(page(items, len(items), "asc", None), warnings)
 
-    @app.get(items_path)
+    @app.get(items_path, response_model=None)
     async def list_items(
         conversation_id: str, request: Request, limit: Limit = 20, order: Order = "desc", after: After = None
-    ) -> dict[str, Any]:
+    ) -> Response:
         found = store.get(caller_of(request).name, conversation_id)
-        listed = page([{"id": item_id} for item_id in found.items], limit, order, after)
-        return listed | {"data": [msgspec.json.decode(found.items[item["id"]]) for item in listed["data"]]}
+        return json_response(page(found.items, limit, order, after), Warnings(False))
 
     @app.get(items_path + "/{item_id}", response_model=None)
     async def get_item(conversation_id: str, item_id: str, request: Request) -> Response:
@@ -177,7 +186,7 @@ def _add_item_routes(app: FastAPI, model: ServedModel, store: ConversationStore)
         owner = caller_of(request).name
         found = store.get(owner, conversation_id)
         _item(found, item_id)
-        del found.items[item_id]
+        found.remove(item_id)
         store.put(owner, found)
         return found.as_dict()
 

@@ -44,7 +44,7 @@ def _add_create_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         warnings, asked = await read(body, request)
-        working = await begin(model, kept, body, asked, warnings, caller_of(request))
+        working = await begin(model, kept, body, asked, warnings, request)
         if (background := working.background) is not None:
             if not body.stream:
                 return json_response(background.response, warnings)
@@ -115,12 +115,12 @@ def _add_kept_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
         store.remove(caller.name, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @app.get(_PATH + "/input_items")
+    @app.get(_PATH + "/input_items", response_model=None)
     async def list_input_items(
         response_id: str, request: Request, limit: Limit = 20, order: Order = "desc", after: After = None
-    ) -> dict[str, Any]:
+    ) -> Response:
         found = _stored(store, caller_of(request), response_id)
-        return page(msgspec.json.decode(found.input_items), limit, order, after)
+        return json_response(page(found.input_items, limit, order, after), Warnings(False))
 
 
 async def _cancel(model: ServedModel, caller: Caller, running: BackgroundResponse) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,17 @@ RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES, EVENT_BYTES = (
 )  # besides what is written in them: objects, keys, ids
 
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
+Items = dict[str, bytes]  # each as JSON by its id, the oldest first
+
+
+def encoded(items: Iterable[dict[str, Any]]) -> Items:
+    """Items as they are held."""
+    return {item["id"]: _exact(msgspec.json.encode(item)) for item in items}
+
+
+def items_bytes(items: Items) -> int:
+    """What they take."""
+    return sum(len(item_id) + len(item) + ITEM_BYTES for item_id, item in items.items())
 
 
 class Turn:
@@ -50,26 +61,23 @@ class StoredResponse:
     """A finished response."""
 
     body: bytes  # its JSON
-    input_items: bytes  # what was new in the request: a list as JSON
-    output_ids: Sequence[str]  # of the items of its output
+    input_items: Items  # what was new in the request
+    output: Items
     turn: Turn
     events: Sequence[bytes] = ()  # of a response that was generated in the background
     is_background: bool = False
 
     @staticmethod
-    def of(
-        response: dict[str, Any], input_items: list[dict[str, Any]], turn: Turn, events: Sequence[bytes] = ()
-    ) -> StoredResponse:
+    def of(response: dict[str, Any], input_items: Items, turn: Turn, events: Sequence[bytes] = ()) -> StoredResponse:
         """`response`: its object."""
-        body, items = _exact(msgspec.json.encode(response)), _exact(msgspec.json.encode(input_items))
-        ids = [item["id"] for item in response["output"]]
-        return StoredResponse(body, items, ids, turn, events, bool(response.get("background")))
+        body, output = _exact(msgspec.json.encode(response)), encoded(response["output"])
+        return StoredResponse(body, input_items, output, turn, events, bool(response.get("background")))
 
     @property
     def num_bytes(self) -> int:
         """Without the messages."""
         events = sum(len(event) + EVENT_BYTES for event in self.events)
-        return len(self.body) + len(self.input_items) + ITEM_BYTES * len(self.output_ids) + RESPONSE_BYTES + events
+        return len(self.body) + items_bytes(self.input_items) + items_bytes(self.output) + RESPONSE_BYTES + events
 
 
 def _exact(encoded: bytes) -> bytes:
@@ -123,7 +131,7 @@ class ResponseStore:
         self._remove(owned, response_id)
         owned.responses[response_id] = response
         owned.num_bytes += response.num_bytes
-        owned.items |= dict.fromkeys(response.output_ids, response_id)
+        owned.items |= dict.fromkeys(response.output, response_id)
         while self.num_bytes > self._max_bytes or self._num_responses > self._max_responses:
             most = max(self._owners.values(), key=self._fraction)
             self._remove(most, next(iter(most.responses)))
@@ -135,13 +143,12 @@ class ResponseStore:
         owned.responses.move_to_end(response_id)
         return owned.responses[response_id]
 
-    def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
-        """An item of an answer."""
+    def item(self, owner: str, item_id: str) -> bytes | None:
+        """An item of an answer, as JSON."""
         owned = self._owners.get(owner)
         if owned is None or item_id not in owned.items:
             return None
-        output: list[dict[str, Any]] = msgspec.json.decode(owned.responses[owned.items[item_id]].body)["output"]
-        return next(item for item in output if item["id"] == item_id)
+        return owned.responses[owned.items[item_id]].output[item_id]
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Whether there was one."""
@@ -163,6 +170,6 @@ class ResponseStore:
             return False
         owned.num_bytes -= response.num_bytes
         owned.release(response.turn)
-        for item_id in response.output_ids:
+        for item_id in response.output:
             del owned.items[item_id]
         return True

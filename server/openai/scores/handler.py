@@ -22,6 +22,8 @@ from server.http.responses import json_response
 from server.openai.scores.protocol import ClassifyRequest, Pair, RerankRequest, ScoreRequest
 from server.openai.usage import usage_object
 
+MAX_PAIR_CHARS = 1 << 24  # of all pairs that a classifier reads: one long text may be in thousands
+
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/score", response_model=None)
@@ -93,6 +95,9 @@ async def _scores(
     field = "documents" if isinstance(body, RerankRequest) else "text_2"
     if len(pairs) > MAX_ANSWERS:  # equal texts are embedded once, but each pair is compared
         raise APIError(400, f"must be at most {MAX_ANSWERS} texts, got {len(pairs)}", field, lead=" ")
+    if classifier is not None and (num_chars := sum(len(one) + len(other) for one, other in pairs)) > MAX_PAIR_CHARS:
+        reason = f"with the other text before each, must have at most {MAX_PAIR_CHARS} characters, got {num_chars}"
+        raise APIError(400, reason, field, lead=" ")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts, normalize = (texts, True) if classifier is None else (pairs, False)
     generation = await embed(

@@ -43,6 +43,8 @@ def test_addresses_and_local_names_are_ours(host: str, live: Live) -> None:
             "local.",
             "é.example",
             "1.2.3",
+            "[",
+            "[local]",
         ),
     ],
 )
@@ -83,6 +85,7 @@ def test_with_keys_any_name_will_do(serve: Serve) -> None:
         {"Origin": "https://evil.example"},
         {"Origin": "http://localhost:3000"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
         {"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"},
         {"Sec-Fetch-Site": "cross-site"},

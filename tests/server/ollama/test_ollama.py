@@ -192,6 +192,23 @@ def test_a_call_that_is_cut_is_none(calling: Live) -> None:
         assert json.loads(response.text.splitlines()[-1])["done_reason"] == "length"
 
 
+@pytest.mark.parametrize("arguments", [r'{"city": "\ud800"}', '{"city": NaN}', '{"city": 1e999}'])
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_that_no_answer_could_hold(serve: Callable[..., Live], arguments: str, stream: bool) -> None:
+    """Models write what JSON forbids. Anthropic's clients get objects, too."""
+    live = serve(FakeEngine(template=HERMES, max_model_len=2048))
+    for call in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
+        live.engine.answer = f"<tool_call>\n{call % arguments}\n</tool_call>"
+        response = live.post("/api/chat", model="toy", messages=HELLO, tools=[WEATHER], stream=stream)
+        last = json.loads(response.text.splitlines()[-1])
+        assert (last["done"], last["done_reason"]) == (True, "stop")
+        tool = {"name": "weather", "input_schema": {"type": "object"}}
+        body = {"model": "toy", "max_tokens": 500, "messages": HELLO, "tools": [tool], "stream": stream}
+        assert '"error"' not in live.post("/v1/messages", **body).text
+        tools = [{"type": "function", "function": WEATHER["function"]}]
+        assert '"error"' not in live.chat(tools=tools, stream=stream, max_tokens=500).text
+
+
 def test_results_of_tools_answer_the_calls_before_them(serve: Callable[..., Live]) -> None:
     template = (
         "<tool_call>{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %} {{ c.id }}:{{ c.function.arguments.n }}"

@@ -6,7 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.openai.responses.conversations import ConversationStore, StoredConversation
+from server.openai.responses.conversations import CONVERSATION_BYTES, ConversationStore, StoredConversation
+from server.openai.responses.store import encoded, items_bytes
 from tests.server.openai.test_responses import PATH, prompt_text, start
 from tests.support.fake_engine import ANSWER
 from tests.support.live_server import Live
@@ -70,10 +71,14 @@ def test_conversations_are_bounded() -> None:
     store = ConversationStore(100, max_bytes=10_000)
     for owner in ("me", "me", "you"):
         store.put(owner, StoredConversation(f"c{owner}", 0, {}))
-    store.append("me", "cme", [{"id": str(number), "text": "x" * 300} for number in range(5)])
-    assert len(store.get("me", "cme").items) == 5
-    store.append("me", "cme", [{"id": str(number), "text": "x" * 300} for number in range(5, 20)])
-    store.append("me", "gone", [{"id": "1"}])
+    for numbers in (range(3), range(2, 5)):
+        store.append("me", "cme", encoded({"id": str(number), "text": "x" * 300} for number in numbers))
+    found = store.get("me", "cme")
+    found.remove("0")
+    assert found.items.keys() == {"1", "2", "3", "4"}
+    assert found.num_bytes == CONVERSATION_BYTES + len(b"{}") + items_bytes(found.items), "each is counted once"
+    store.append("me", "cme", encoded({"id": str(number), "text": "x" * 300} for number in range(5, 20)))
+    store.append("me", "gone", {"1": b"{}"})
     assert store.get("you", "cyou").items == {}, "another caller loses nothing"
     with pytest.raises(Exception, match="no conversation"):
         store.get("me", "cme")

@@ -187,6 +187,8 @@ def test_going_on_from_a_response(serve: Serve) -> None:
         PATH, input=[{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "x"}]
     )
     assert prompt_text(live).startswith("<|im_start|>assistant\nSunny.<|im_end|>\n<|im_start|>user\nx")
+    twice = live.post(PATH, input=[{"type": "item_reference", "id": second["output"][0]["id"]}] * 2)
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "input[1].id"), "few words, much text"
     gone = live.post(PATH, input=[{"type": "item_reference", "id": call["id"]}])
     assert (gone.status_code, gone.json()["error"]["param"]) == (404, "input[0].id")
 

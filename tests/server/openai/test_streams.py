@@ -328,3 +328,30 @@ def test_requests_can_be_aborted_by_id(live: Live, path: str, stream: bool) -> N
     assert (response.status_code, response.json()["error"]["type"]) == (404, "NotFoundError")
     live.engine.holds_after = None
     assert live.post(path, **body, request_id="mine.1").status_code == 200, "an id is free when its request has ended"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MESSAGES, "prompt_logprobs": 1}),
+        (COMPLETIONS, {"prompt": "Hi", "echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"prompt": "Hi", "echo": True, "logprobs": 1, "stream": True}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}),
+    ],
+)
+def test_log_probabilities_of_prompts_are_written_in_a_thread(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """A long prompt's take a second, for which no other request may wait."""
+    tokenizer, seen = live.engine.tokenizer, []
+    assert tokenizer is not None
+    token_text = tokenizer.token_text
+
+    def watched(token_id: int) -> str:
+        seen.append(threading.current_thread().name)
+        return token_text(token_id)
+
+    monkeypatch.setattr(tokenizer, "token_text", watched)
+    assert live.post(path, **body if "token_ids" in body else {**body, "max_tokens": 1}).status_code == 200
+    assert seen
+    assert all(name.startswith("worker") for name in seen)

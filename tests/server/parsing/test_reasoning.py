@@ -47,6 +47,36 @@ def test_forms(text: str, opened: bool, thoughts: str, content: str) -> None:
         assert read([*cuts(text, rng), ""], opened) == (thoughts, content)
 
 
+@pytest.mark.parametrize(
+    ("text", "opened", "thoughts", "content"),
+    [
+        ("<|channel>thought\nHm, 4.\n<channel|>Four.", False, "Hm, 4.", "Four."),
+        ("<|channel>thought\n<channel|>Four.", False, "", "Four."),
+        ("<|channel>thoughtful<channel|>Four.", False, "thoughtful", "Four."),
+        ("<|channel>thou", False, "thou", ""),
+        ("thought\nHm<channel|>Four", True, "thought\nHm", "Four"),
+        ("Four", False, "", "Four"),
+    ],
+)
+def test_gemma_s_channel_of_thoughts(text: str, opened: bool, thoughts: str, content: str) -> None:
+    format = REASONING_FORMATS["gemma4"]
+    for parts in ([text], [*text, ""]):
+        reader = ReasoningReader(format, opened)
+        found = [reader.push(part, number == len(parts)) for number, part in enumerate(parts, 1)]
+        assert ("".join(each for each, _ in found), "".join(each for _, each in found)) == (thoughts, content)
+
+
+def test_gemma_s_prompts() -> None:
+    format = REASONING_FORMATS["gemma4"]
+    assert find_reasoning_format("auto", r"{{ '<|channel>thought\n<channel|>' }}") is format
+    for prompt, opened, closed in (
+        ("<|turn>model\n", False, False),
+        ("<|turn>model\n<|channel>thought\n", True, False),
+        ("<|turn>model\n<|channel>thought\n<channel|>", False, True),
+    ):
+        assert (format.opened_by(prompt), format.closed_by(prompt)) == (opened, closed)
+
+
 def test_thoughts_are_given_out_as_they_come() -> None:
     reader = ReasoningReader(THINK, False)
     assert [reader.push(part, False) for part in ("<think>", "\n", "Hm", " so </", "i>", "\n</think>", "\n", "Yes")] == [

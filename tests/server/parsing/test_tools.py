@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 from typing import Any
 
 import pytest
@@ -116,6 +117,18 @@ def test_nothing_is_lost_or_slow_in_a_long_answer() -> None:
     text = "{" * 2000 + '"' * 2001 + "<tool_call>" * 500 + "[" * 2000
     for format in TOOL_FORMATS:
         assert "".join(content for _, content in read(format, list(text))) == text
+
+
+@pytest.mark.parametrize(
+    "text", ['<tool_call>{"id": {}' + ', "id": {}' * 20_000, "[TOOL_CALLS]" + "a" * 100_000 + "[ARGS]{}"]
+)
+def test_hostile_answers_take_linear_time(text: str) -> None:
+    """Each opening bracket or letter might be where the arguments begin: a minute's work, if all before were read again."""
+    format = TOOL_FORMATS["hermes" if text.startswith("<") else "mistral"]
+    reader, start = ToolReader(format, ["f"], None), time.process_time()
+    for at in range(0, len(text), 20):
+        assert not [piece for piece in reader.push(text[at : at + 20], False) if not isinstance(piece, Content)]
+    assert time.process_time() - start < 5
 
 
 def test_ids() -> None:
