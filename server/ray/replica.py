@@ -53,7 +53,7 @@ class LLMServer:
         async def run() -> None:
             with contextlib.suppress(Exception):  # which the app has answered, and logged
                 await self._app(dict(request.scope), receive, send)
-            await messages.put(None)  # not after a cancellation: nobody reads then
+            await messages.put(None)  # not after a cancellation: nothing reads then
 
         task = asyncio.create_task(run())
         try:
