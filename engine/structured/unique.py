@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from llguidance import LLMatcher
 
 from engine.structured.values import listed, pointed_to, values_of
+
+if TYPE_CHECKING:  # the API process does without
+    import numpy as np
 
 MARK = "x-uniqueItems"  # in schemas for the library, which does not read it
 MAX_TRIALS = 64  # tokens that are tried one by one, where no more are allowed
@@ -47,6 +49,8 @@ class Endings:
             if value[:1] in (b'"', b"[", b"{") and (parsed := _parsed(_decoded(value))) is not None:
                 values.setdefault(_name(parsed), []).append(i)
         self.tokens = tokens
+        import numpy as np
+
         self.values = {name: np.array(ids) for name, ids in values.items()}
         self.texts = {text: np.array(ids) for text, ids in texts.items()}
         self.numbers = {text: np.array(ids) for text, ids in numbers.items()}
@@ -187,6 +191,8 @@ class UniqueItems:
         """
         if self._state == "before" or not any(True for _ in self._pending):
             return
+        import numpy as np
+
         bits = mask.view(np.uint8)
         if np.unpackbits(bits).sum() <= MAX_TRIALS:
             for i in np.flatnonzero(np.unpackbits(bits, bitorder="little")):
@@ -267,6 +273,8 @@ def has_mark(value: Any) -> bool:
 
 
 def _remove(mask: np.ndarray, ids: Any) -> None:
+    import numpy as np
+
     ids = np.atleast_1d(ids)
     np.bitwise_and.at(mask.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
 
