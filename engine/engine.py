@@ -95,7 +95,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, launcher), as `ranks.build_runner`
+BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, launcher, lost), as `ranks.build_runner`
 
 
 class Engine:
@@ -114,9 +114,11 @@ class Engine:
         offline: bool = False,
         progress: Progress = silent,
         build_runner: BuildRunner = build_runner,
+        lost: Callable[[str], None] | None = None,
     ) -> None:
         """`spec`: of the model, where it has been read. `eos_token_ids`: ends of text beyond those of the specification.
-        `offline`: tuned for throughput. `progress`: is told how far the start is.
+        `offline`: tuned for throughput. `progress`: is told how far the start is. `lost`: is told why, before this
+        process ends since another rank is lost.
 
         Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
         """
@@ -124,6 +126,8 @@ class Engine:
         spec = read_spec(folder) if spec is None else spec
         if config.distributed_executor_backend == "ray":  # which chooses the GPUs, before the device is looked for
             build_runner = partial(build_runner, launcher=_launcher(config, folder))
+        if lost is not None and config.num_ranks > 1:
+            build_runner = partial(build_runner, lost=lost)
         device = device_of(config)
         spec = replace(
             spec,

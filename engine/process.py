@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,6 +131,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
         events.linger = 1000
         start = decode_command(commands.recv())
         assert isinstance(start, Start)
+        build = partial(build, lost=heartbeat.end_because)
         engine, answer = _start(start, build, _Progress(events))
         events.send(encode(answer))
         if engine is None:

@@ -160,6 +160,8 @@ class Supervisor:
             reader.cancel()
             watch.cancel()
         process.close(kill=True)
+        if said := process.heartbeat.end_reason:
+            return said
         return reasons[0] if reasons else f"the engine process {how}{self._moment()}"
 
     def _moment(self) -> str:

@@ -3,6 +3,8 @@
     python -m benchmarks.micro.routing                                    4, 16 and 64 replicas
     python -m benchmarks.micro.routing --replicas 1000 --requests 100     a gibibyte of memory, some minutes
 
+--output-json saves the figures, which `quire bench plot` draws.
+
 Conversations begin all the time, each with one of some system prompts; each turn repeats all of the conversation before
 it. A replica computes prompts one after the other and generates for all its requests at once, the slower the more there
 are; it forgets as an LRU cache does. Figures: the share of prompt tokens found in a cache, beside that of one cache as large
@@ -20,9 +22,10 @@ import random
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, quantiles
 
+from benchmarks.report.result_files import save
 from engine.core.routing import CHUNK_TOKENS, Router
 
 PREFILL = 40_000.0  # tokens a second of one replica
@@ -178,15 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16, 64], metavar="N")
     parser.add_argument("--requests", type=int, default=600, help="for each replica")
+    parser.add_argument("--output-json", metavar="FILE")
     args = parser.parse_args()
+    runs = []
     for num_replicas in args.replicas:
         print(f"{num_replicas} replicas")
         for name, outcome in compare(num_replicas, args.requests * num_replicas).items():
+            runs.append({"replicas": num_replicas, "way": name, **asdict(outcome)})
             print(
                 f"  {name:20s} hits {outcome.hit_rate:.3f}  busiest {outcome.imbalance:.2f} x mean"
                 f"  first token {outcome.first_token_p50 * 1e3:.0f} ms, p95 {outcome.first_token_p95 * 1e3:.0f} ms",
                 flush=True,
             )
+    if args.output_json:
+        save({"benchmark": "routing", "requests_per_replica": args.requests, "runs": runs}, args.output_json)
 
 
 if __name__ == "__main__":

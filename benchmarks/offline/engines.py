@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ class Job:
     folder: Path
     settings: dict[str, Any]
     works: tuple[Workload, ...]
+    program: str = ""  # of one_engine.py, where it has another name than the engine
 
     @property
     def key(self) -> str:
@@ -170,9 +172,20 @@ def main(argv: list[str]) -> int:
 
 def compare(flags: EnginesFlags, path: Path) -> dict[str, Any]:
     """Run everything; the results are saved to `path` after every process. What cannot run is refused before any does."""
+    pairs = plan(flags, has_gpu=nvidia_smi("name") is not None)
+    return measure_all(flags, pairs, path, partial(summary, flags), table)
+
+
+def measure_all(
+    flags: EnginesFlags,
+    pairs: list[list[Job]],
+    path: Path,
+    report: Callable[[Results, dict[str, Any]], dict[str, Any]],
+    table: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """Run these jobs. `report`: the result file, of what was measured and of the machine; `table`: the same as Markdown."""
     deadline = time.time() + (flags.time_limit or float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
-        pairs = plan(flags, has_gpu=nvidia_smi("name") is not None)
         machine = describe_machine(Path(scratch))
         results = Results()
         durations: dict[str, float] = {}  # of each job, the last time it ran
@@ -186,10 +199,10 @@ def compare(flags: EnginesFlags, path: Path) -> dict[str, Any]:
                 print(f"[{number + 1}/{flags.rounds}] {job.key}", file=sys.stderr, flush=True)
                 run_job(job, number, flags, deadline, Path(scratch), results)
                 durations[job.key] = time.time() - begin
-                result = summary(flags, results, machine)
+                result = report(results, machine)
                 path.write_text(json.dumps(result, indent=1) + "\n")
                 path.with_suffix(".md").write_text(table(result) + "\n")
-    result = summary(flags, results, machine)
+    result = report(results, machine)
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result) + "\n")
     return result
@@ -261,7 +274,7 @@ def run_job(job: Job, number: int, flags: EnginesFlags, deadline: float, scratch
         }
         for work in job.works
     ]
-    wanted = {"engine": job.engine, "model": str(job.folder), "settings": job.settings, "works": works}
+    wanted = {"engine": job.program or job.engine, "model": str(job.folder), "settings": job.settings, "works": works}
     job_path.write_text(json.dumps({**wanted, "started": time.time(), "deadline": min(deadline, 1e12)}))
     # -P: neither the benchmarks' folder nor the working folder hides modules of other engines
     command = [

@@ -60,6 +60,44 @@ class LLMEngine:
         self._llm.reset_prefix_cache()
 
 
+class Replicas:
+    """Several engines of quire behind one door, which its LLM class does not have."""
+
+    def __init__(self, model: str, settings: dict[str, Any], temperature: float) -> None:
+        import asyncio
+
+        import engine
+        from engine.async_engine import AsyncEngine
+        from engine.config import EngineConfig
+        from engine.core.engine_request import EngineRequest
+
+        self.version, self._params, self._request = engine.__version__, engine.SamplingParams, EngineRequest
+        self._config, self._temperature = EngineConfig(model=model, **settings), temperature
+        self._launch, self._gather, self._loop = AsyncEngine.start, asyncio.gather, asyncio.new_event_loop()
+        self._count = 0
+
+    def start(self) -> None:
+        self._engine = self._loop.run_until_complete(self._launch(self._config))
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        async def answer(request_id: str, prompt: list[int], length: int) -> int:
+            params = self._params(temperature=self._temperature, ignore_eos=True, max_tokens=length, detokenize=False)
+            made = 0
+            async for update in self._engine.generate(self._request(request_id, prompt, params)):
+                made += len(update.token_ids)
+            return made
+
+        async def all_answers() -> list[int]:
+            first, self._count = self._count, self._count + len(prompts)
+            pairs = zip(prompts, output_lens, strict=True)
+            return list(await self._gather(*(answer(str(first + i), *pair) for i, pair in enumerate(pairs))))
+
+        return sum(self._loop.run_until_complete(all_answers()))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
 class Transformers:
     """transformers with random weights: `generate`, one request after another."""
 
@@ -168,6 +206,8 @@ def build(name: str, model: str, settings: dict[str, Any], temperature: float) -
         return Transformers(model, settings)
     if name == "transformers-batching":
         return TransformersBatching(model, settings)
+    if name == "quire-replicas":
+        return Replicas(model, settings, temperature)
     if name == "llama.cpp":
         return LlamaServer(settings, temperature)
     return LLMEngine(name, model, settings, temperature)
@@ -215,6 +255,8 @@ def main(job_path: str, events_path: str) -> None:
             if time.time() < job["deadline"]:
                 measure(engine, work, job["deadline"], say)
         say("done")
+        if isinstance(engine, Replicas):
+            engine.close()
 
 
 if __name__ == "__main__":

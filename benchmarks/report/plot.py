@@ -1,6 +1,8 @@
 """Result files as pictures, one per file; needs the optional extra `plot`.
 
 engines                  speeds as multiples of the baseline; several files go into one picture with --output
+scale                    speed-up over GPUs, for each work
+routing                  prompt tokens found in caches, and the busiest replica (python -m benchmarks.micro.routing)
 servers                  output tokens a second, and their share of the offline speed where that was measured
 serve --save-detailed    distributions of time to first token and of inter-token latency
 serve --find-max-rate    percentiles over request rates
@@ -71,6 +73,10 @@ def draw(result: dict[str, Any]) -> Any:
     """A matplotlib figure; `ValueError` says why there is nothing to draw."""
     if result.get("benchmark") == "engines":
         return _draw_engines(result)
+    if result.get("benchmark") == "scale":
+        return _draw_scale(result)
+    if result.get("benchmark") == "routing":
+        return _draw_routing(result)
     if result.get("benchmark") == "servers":
         return _draw_servers(result)
     if "find_max_rate" in result:
@@ -81,7 +87,7 @@ def draw(result: dict[str, Any]) -> Any:
         return _draw_kernels(result)
     if "request_throughput" in result:
         raise ValueError("has no times of single requests: run quire bench serve with --save-detailed")
-    raise ValueError("is not a result of quire bench engines, servers, serve or kernels")
+    raise ValueError("is not a result of quire bench engines, scale, servers, serve or kernels")
 
 
 def _where(result: dict[str, Any]) -> str:
@@ -162,6 +168,53 @@ def _draw_engines(result: dict[str, Any]) -> Any:
     axes[0].set_ylabel("ratio of tokens a second")
     if len(engines) > 1:
         _legend(figure, bars)
+    return figure
+
+
+def _draw_scale(result: dict[str, Any]) -> Any:
+    """Axes for each kind of parallelism, a line for each work; the ideal is dashed, efficiency stands at the points."""
+    rows = [row for row in result["runs"] if row["speed_up"]]
+    kinds = list(dict.fromkeys(row["parallel"] for row in rows))
+    if not kinds:
+        raise ValueError("holds nothing that ran on one GPU")
+    figure, axes = _axes(len(kinds), f"Speed-up of {result['settings']['model']} · {_where(result)}")
+    sizes = sorted({row["gpus"] for row in rows})
+    for ax, kind in zip(axes, kinds, strict=True):
+        ax.plot(sizes, sizes, color="black", linewidth=0.8, linestyle="--", label="ideal")
+        for work in dict.fromkeys(row["work"] for row in rows):
+            own = sorted((r["gpus"], r["speed_up"]) for r in rows if (r["parallel"], r["work"]) == (kind, work))
+            if own:
+                ax.plot(*zip(*own, strict=True), marker="o", label=f"{work}: {own[-1][1] / own[-1][0]:.0%}")
+        ax.set_xticks(sizes)
+        ax.set_xlabel("GPUs" if "gpu" in result["environment"] else "ranks on a CPU")
+        ax.set_ylim(bottom=0)
+        ax.set_title(f"{kind} parallel; efficiency on the most", fontsize="medium")
+        ax.legend(fontsize="small")
+    axes[0].set_ylabel("speed-up over one")
+    return figure
+
+
+def _draw_routing(result: dict[str, Any]) -> Any:
+    """Hit rate and imbalance over the number of replicas, a line for each way to route."""
+    rows = result["runs"]
+    figure, axes = _axes(2, "Routing, simulated")
+    what = {"hit_rate": "prompt tokens found in a cache", "imbalance": "busiest replica's work ÷ mean"}
+    for ax, (key, label) in zip(axes, what.items(), strict=True):
+        for way in dict.fromkeys(row["way"] for row in rows):
+            own = sorted((row["replicas"], row[key]) for row in rows if row["way"] == way)
+            if way != "one cache" or key == "hit_rate":
+                ax.plot(
+                    *zip(*own, strict=True),
+                    marker="o",
+                    label="one cache as large as all" if way == "one cache" else way,
+                )
+        ax.set_xscale("log")
+        ax.set_xticks(sorted({row["replicas"] for row in rows}), labels=sorted({row["replicas"] for row in rows}))
+        ax.minorticks_off()
+        ax.set_xlabel("replicas")
+        ax.set_title(label, fontsize="medium")
+        ax.set_ylim(bottom=0)
+    axes[0].legend(fontsize="small")
     return figure
 
 

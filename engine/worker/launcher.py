@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -32,8 +32,15 @@ class Location:
     device_index: int  # of its GPU, among those that its process sees
 
 
+Lost = Callable[[str], None]  # is told which rank is lost, and how, before rank 0's process ends
+
+
 class Follower(Protocol):
     """The process of another rank, as rank 0 has it. If it is lost, rank 0's process ends."""
+
+    rank: int
+    where: str  # its process
+    connection: Connection  # over which it gives signs of life
 
     def send(self, data: bytes) -> None: ...
     def expect_end(self) -> None: ...  # its end is no failure any more
@@ -45,7 +52,7 @@ class Launcher(Protocol):
 
     @property
     def locations(self) -> Sequence[Location]: ...  # by rank
-    def start(self) -> Sequence[Follower]: ...  # all but rank 0
+    def start(self, lost: Lost) -> Sequence[Follower]: ...  # all but rank 0
     def rendezvous(
         self,
     ) -> AbstractContextManager[str]: ...  # a URL for PyTorch, as long as the ranks look for each other
@@ -58,8 +65,8 @@ class LocalLauncher:
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
 
-    def start(self) -> Sequence[Follower]:
-        return [_Process(rank) for rank in range(1, len(self.locations))]
+    def start(self, lost: Lost) -> Sequence[Follower]:
+        return [_Process(rank, lost) for rank in range(1, len(self.locations))]
 
     @contextmanager
     def rendezvous(self) -> Iterator[str]:
@@ -73,9 +80,9 @@ class LocalLauncher:
 class _Process:
     """A follower whose standard input is its lifeline: it ends when this process does."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._connection, theirs = Pipe()
+    def __init__(self, rank: int, lost: Lost) -> None:
+        self.rank, self._lost = rank, lost
+        self.connection, theirs = Pipe()
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.popen = subprocess.Popen(
@@ -86,11 +93,12 @@ class _Process:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         theirs.close()
+        self.where = f"pid {self.popen.pid}"
         self._may_end = False
         threading.Thread(target=self._watch, name=f"watch over rank {rank}", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        self._connection.send_bytes(data)
+        self.connection.send_bytes(data)
 
     def expect_end(self) -> None:
         self._may_end = True
@@ -104,7 +112,7 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        self._connection.close()
+        self.connection.close()
         assert self.popen.stdin is not None
         self.popen.stdin.close()
 
@@ -112,11 +120,14 @@ class _Process:
         code = self.popen.wait()
         if not self._may_end:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            end_without(self._rank, f"pid {self.popen.pid}", how)
+            end_without(self, how, self._lost)
 
 
-def end_without(rank: int, where: str, how: str) -> NoReturn:
+def end_without(follower: Follower, how: str, lost: Lost) -> NoReturn:
     """End this process, which has lost a rank: a collective without one of its ranks never ends."""
-    _log.critical("the process of rank %d (%s) %s", rank, where, how)
+    reason = f"the process of rank {follower.rank} {how}: {follower.where}"
+    _log.critical("%s", reason)
+    lost(reason)
+    follower.end(kill=True)  # one that is stopped would stay
     logging.shutdown()
     os._exit(1)

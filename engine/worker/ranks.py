@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +32,14 @@ from engine.models.spec import ModelSpec
 from engine.worker.block_copier import BlockCopier
 from engine.worker.communicator import GpuCommunicator, GroupCommunicator, StageLink
 from engine.worker.device import CudaDevice
-from engine.worker.launcher import Follower, Launcher, LocalLauncher
+from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
 from engine.worker.model_runner import ModelRunner, StepHandle
 from engine.worker.options import RunnerOptions
 from engine.worker.startup import build_runner as build_single
 
 LOSS_SECONDS = 5  # in which a follower's end is noticed
+BEAT_SECONDS = 1.0  # between a follower's signs of life
+MAX_MISSED = 7  # signs of life, one after another, until a follower is lost
 START_SECONDS = 600  # that ranks may take to find each other
 NO_BATCH = ScheduledBatch([], [], 0, 0, [])
 
@@ -87,14 +90,15 @@ def build_runner(
     *,
     progress: Progress = silent,
     launcher: Launcher | None = None,
+    lost: Lost = lambda reason: None,
 ) -> ModelRunner | RankedRunner:
     """A runner of the model in `folder`, ready to step, on as many ranks as the options say. `launcher`: starts them, else
-    they are processes of this machine.
+    they are processes of this machine. `lost`: is told which rank is lost, before this process ends for that.
     """
     num_ranks = options.num_ranks * options.num_stages
     if num_ranks == 1:
         return build_single(folder, spec, options, progress=progress)
-    return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), progress=progress)
+    return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), lost, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +181,43 @@ class PipelinedStep:
         return output, result
 
 
+class Watch:
+    """Looks for the followers' signs of life, in a thread: one that is stopped, or whose machine is gone, ends nothing by
+    itself, and the others wait for it for ever.
+    """
+
+    def __init__(self, followers: Sequence[Follower], lost: Lost) -> None:
+        self._followers, self._lost = followers, lost
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch over ranks", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        """Looks are counted, not time: when this process or its machine sleeps, that says nothing about the others."""
+        missed = [0] * len(self._followers)
+        while not self._ended.wait(BEAT_SECONDS):
+            for i, follower in enumerate(self._followers):
+                missed[i] += 1
+                with contextlib.suppress(OSError, EOFError):  # its end is noticed elsewhere
+                    while follower.connection.poll():
+                        follower.connection.recv_bytes()
+                        missed[i] = 0
+            if max(missed) > MAX_MISSED:
+                follower = self._followers[missed.index(max(missed))]
+                how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
+                end_without(follower, how, self._lost)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 class RankedRunner:
     """Rank 0's runner, which the processes of the other ranks follow. If one of those is lost, this process ends."""
 
-    def __init__(self, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower]) -> None:
+    def __init__(self, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch) -> None:
         """Use `build`."""
-        self._runner, self._launcher, self.followers = runner, launcher, followers
+        self._runner, self._launcher, self.followers, self._watch = runner, launcher, followers, watch
         self.num_blocks, self.block_size, self.max_model_len = (
             runner.num_blocks,
             runner.block_size,
@@ -197,7 +232,14 @@ class RankedRunner:
 
     @classmethod
     def build(
-        cls, folder: Path, spec: ModelSpec, options: RunnerOptions, launcher: Launcher, *, progress: Progress
+        cls,
+        folder: Path,
+        spec: ModelSpec,
+        options: RunnerOptions,
+        launcher: Launcher,
+        lost: Lost,
+        *,
+        progress: Progress,
     ) -> RankedRunner:
         """Start the followers and load every rank's part side by side. ModelError as `startup.build_runner`."""
         size, num_stages, locations = options.num_ranks, options.num_stages, launcher.locations
@@ -219,7 +261,7 @@ class RankedRunner:
                 )
                 for rank, location in enumerate(locations)
             ]
-            followers = launcher.start()
+            followers = launcher.start(lost)
             try:
                 for follower, build in zip(followers, builds[1:], strict=True):
                     follower.send(pickle.dumps(build))
@@ -231,7 +273,7 @@ class RankedRunner:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 raise
-        return cls(runner, launcher, followers)
+        return cls(runner, launcher, followers, Watch(followers, lost))
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
@@ -293,6 +335,7 @@ class RankedRunner:
         """End the followers and release the devices' memory."""
         if self._waiting is not None:
             self._waiting.run()  # what the other stages have begun
+        self._watch.end()
         for follower in self.followers:
             follower.expect_end()
         with contextlib.suppress(OSError):
@@ -312,6 +355,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
         runner = _build_part(build, folder or build.folder, silent)
     except ModelError as error:
         raise ModelError(f"rank {build.rank}: {error}") from None
+    threading.Thread(target=_beat, args=[connection], name="signs of life", daemon=True).start()
     handle: StepHandle | None = None
     batch = NO_BATCH
     while True:
@@ -331,6 +375,13 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
             case Close():
                 break
     _leave(runner)
+
+
+def _beat(connection: Connection) -> None:
+    with contextlib.suppress(OSError):  # rank 0 is gone
+        while True:
+            connection.send_bytes(b"")
+            time.sleep(BEAT_SECONDS)
 
 
 def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:

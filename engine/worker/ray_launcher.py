@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.hub import resolve_model
-from engine.worker.launcher import EXIT_SECONDS, Follower, LaunchError, Location, end_without
+from engine.worker.launcher import EXIT_SECONDS, Follower, LaunchError, Location, Lost, end_without
 from engine.worker.ranks import follow
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RayLauncher:
             for seat in self._seated
         ]
 
-    def start(self) -> Sequence[Follower]:
+    def start(self, lost: Lost) -> Sequence[Follower]:
         secret = secrets.token_bytes(32)
         environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
         with Listener((self._seated[0].host, 0), backlog=len(self._actors), authkey=secret) as listener:
@@ -131,7 +131,7 @@ class RayLauncher:
             for rank, (seat, actor) in enumerate(zip(self._seated[1:], self._actors, strict=True), start=1):
                 own = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[seat.node_id])}
                 life = actor.live.remote(rank, listener.address, secret, own)
-                followers.append(_Actor(self._ray, rank, seat, actor, life))
+                followers.append(_Actor(self._ray, rank, seat, actor, life, lost))
             for _ in followers:
                 rank, connection = _accept(listener)
                 followers[rank - 1].connection = connection
@@ -179,15 +179,15 @@ class RankActor:
 class _Actor:
     """A follower. Ray ends it when this process ends."""
 
-    def __init__(self, ray: Any, rank: int, seat: Seat, actor: Any, life: Any) -> None:
-        self._ray, self._rank, self._actor, self._life = ray, rank, actor, life
+    connection: Any = None  # a Connection, once it has connected
+
+    def __init__(self, ray: Any, rank: int, seat: Seat, actor: Any, life: Any, lost: Lost) -> None:
+        self._ray, self.rank, self._actor, self._life, self._lost = ray, rank, actor, life, lost
         self.where = f"pid {seat.pid} on {seat.host}"
-        self.connection: Connection | None = None
         self._may_end = False
         threading.Thread(target=self._watch, name=f"watch over rank {rank}", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        assert self.connection is not None
         self.connection.send_bytes(data)
 
     def expect_end(self) -> None:
@@ -208,7 +208,7 @@ class _Actor:
         except Exception as error:
             how = f"was lost: {_said(error)}"
         if not self._may_end:
-            end_without(self._rank, self.where, how)
+            end_without(self, how, self._lost)
 
 
 def find_model(folder: Path) -> Path:

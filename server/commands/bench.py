@@ -12,6 +12,7 @@ BENCHMARKS = {  # name → (module, what it is)
     "latency": ("offline.latency", "one batch offline, from prompts to the last token"),
     "engines": ("offline.engines", "the same work on every engine installed: quire, vllm, transformers, llama.cpp"),
     "servers": ("serving.servers", "the servers of several engines under the same client, beside their offline speed"),
+    "scale": ("offline.scale", "one model on 1, 2, 4 GPUs: speed-up and efficiency, tensor and data parallel"),
     "startup": ("serving.startup", "from the command `quire serve` to the first token"),
     "server-path": (
         "micro.server_path",

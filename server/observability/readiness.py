@@ -49,16 +49,20 @@ class Readiness:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For the API: what the engine is doing, how much of that is done (0 to 1), and how many seconds are left."""
+        """For the API: what the engine is doing, how much of that is done (0 to 1), how many seconds are left, and
+        why its process was lost last.
+        """
         state = self._engine.state
         if self.is_draining:
-            return {"phase": "draining", "fraction": None, "seconds_left": None, "num_restarts": state.num_restarts}
+            state = EngineState("draining", num_restarts=state.num_restarts, reason=state.reason)
         seconds = state.seconds_left_at(time.monotonic())
         return {
             "phase": state.phase,
             "fraction": state.fraction,
             "seconds_left": None if seconds is None else round(seconds, 1),
             "num_restarts": state.num_restarts,
+            # Probes are open: what follows a colon are details for the log.
+            "last_loss": state.reason.partition(": ")[0] or None,
         }
 
     def sentence(self) -> str:

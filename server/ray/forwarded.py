@@ -12,6 +12,7 @@ import msgspec
 from engine.core.routing import chunk_names
 
 TOKEN_BYTES = 4  # of a text, on average
+MAX_TEXT_BYTES = 4 << 20  # of a prompt that routing looks at: no replica has more of one cached
 # Members of a body that make the prompt, in the order in which they stand in it.
 PARTS = ("tools", "system", "instructions", "messages", "input", "prompt")
 Head = tuple[int, list[tuple[bytes, bytes]]]  # status and headers of a response
@@ -55,4 +56,7 @@ def prompt_tokens(fields: Mapping[str, Any]) -> Sequence[int]:
         for item in part if isinstance(part, list) else [part]:
             if item is not None:
                 text += _encode(item)
+            if len(text) > MAX_TEXT_BYTES:
+                del text[MAX_TEXT_BYTES:]
+                break
     return array("I", bytes(text) + bytes(-len(text) % TOKEN_BYTES))

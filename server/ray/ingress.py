@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
@@ -17,6 +18,7 @@ from server.ray.forwarded import ForwardedRequest, Head, forwarded
 
 _log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20  # that are read before a replica's own limit is applied
+SMALL_BODY_BYTES = 64 << 10  # larger ones are read in a thread
 PROBES = ("/health", "/livez", "/ping", "/readyz")
 
 
@@ -31,7 +33,11 @@ class OpenAiIngress:
 
     async def __call__(self, request: Request) -> Response:
         try:
-            forward = forwarded(request.scope, await _body(request))
+            body = await _body(request)
+            if len(body) <= SMALL_BODY_BYTES:
+                forward = forwarded(request.scope, body)
+            else:
+                forward = await asyncio.to_thread(forwarded, request.scope, body)
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
             if request.method == "GET" and path == "/v1/models":
                 return await self._list_models(forward)

@@ -15,6 +15,8 @@ from server.ray.autoscaling import replica_load
 from server.ray.config import LLMConfig
 from server.ray.forwarded import ForwardedRequest, Head
 
+MAX_WAITING = 64  # messages of an answer that the ingress has not taken: then the app waits
+
 
 class LLMServer:
     """The deployment's class; Ray Serve starts it, asks it how it is, and ends it."""
@@ -35,7 +37,7 @@ class LLMServer:
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
         """The response: its head, then its body in pieces, as they come. Closing it ends the request."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_WAITING)
         hung_up = asyncio.Event()
         received: Iterator[Message] = iter([{"type": "http.request", "body": request.body, "more_body": False}])
 
@@ -46,13 +48,12 @@ class LLMServer:
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
-            messages.put_nowait(message)
+            await messages.put(message)
 
         async def run() -> None:
-            try:
+            with contextlib.suppress(Exception):  # which the app has answered, and logged
                 await self._app(dict(request.scope), receive, send)
-            finally:
-                messages.put_nowait(None)
+            await messages.put(None)  # not after a cancellation: nothing reads then
 
         task = asyncio.create_task(run())
         try:
@@ -64,7 +65,7 @@ class LLMServer:
         finally:
             hung_up.set()
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # which the app has answered, and logged
+            with contextlib.suppress(asyncio.CancelledError):
                 await task
 
     async def check_health(self) -> None:

@@ -80,9 +80,10 @@ ENDPOINTS = (
         "Whether requests are worked on",
         "503 with `Retry-After` while the engine starts, is started again or does not respond, and while the server stops. "
         "`phase`: `starting`, `downloading`, `loading`, `profiling`, `compiling`, `capturing`, `ready`, `restarting`, "
-        "`unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; `seconds_left`: an estimate. With "
+        "`unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; `seconds_left`: an estimate; "
+        "`last_loss`: why the engine process was lost last. With "
         "`Accept: text/event-stream` an event for each change, until one that is final.",
-        answer={"phase": "ready", "fraction": None, "seconds_left": None, "num_restarts": 0},
+        answer={"phase": "ready", "fraction": None, "seconds_left": None, "num_restarts": 0, "last_loss": None},
         statuses=(503,),
     ),
     Endpoint(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import asyncio
+import logging
+import os
+import signal
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
 from engine.core.structured_outputs import StructuredOutputs
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDeadError
 from engine.models.errors import ModelError
+from engine.worker import ranks as ranks_module
+from server.observability.readiness import Readiness
 
 PROMPTS = ["Once upon a time", "The cat", "What is Quire?", "Once upon a time there was", "A", "Two plus two"]
 PERSON = {
@@ -82,7 +90,6 @@ def test_a_model_that_cannot_be_divided_is_refused(demo_model: Path) -> None:
 
 def test_more_ranks_than_gpus_are_refused(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine import options
-    from engine.config import EngineConfig
     from engine.models.families import read_spec
     from engine.worker.device import CudaDevice
 
@@ -93,21 +100,74 @@ def test_more_ranks_than_gpus_are_refused(demo_model: Path, monkeypatch: pytest.
         options.runner_options(config, read_spec(demo_model), offline=True)
 
 
-LOSES_A_RANK = """
-import os, signal, sys
-from engine import LLM, SamplingParams
-llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64, num_gpu_blocks_override=20)
-os.kill(llm._engine.runner.followers[0].popen.pid, signal.SIGKILL)
-llm.generate(["Once"] * 100, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
-print("generated without a rank")
-"""
+class Silent:
+    """A follower whose process does nothing."""
+
+    rank, where = 3, "pid 1"
+
+    def __init__(self) -> None:
+        self.connection, self.theirs = Pipe()
+        self.killed = False
+
+    def end(self, kill: bool) -> None:
+        self.killed = kill
 
 
-def test_a_lost_rank_ends_the_process_by_name(demo_model: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOSES_A_RANK, str(demo_model)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode != 0
-    assert "generated" not in done.stdout
-    assert "rank 1" in done.stderr
-    assert "SIGKILL" in done.stderr
+def test_a_rank_without_signs_of_life_is_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(os, "_exit", lambda code: watches[0]._ended.set())
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    reasons: list[str] = []
+    watches: list[ranks_module.Watch] = []
+    follower = Silent()
+    follower.theirs.send_bytes(b"")
+    watches.append(ranks_module.Watch([follower], reasons.append))  # type: ignore[list-item]
+    watches[0]._thread.join(60)
+    assert reasons == ["the process of rank 3 gave no sign of life for 0 s: pid 1"]
+    assert follower.killed
+
+
+@pytest.mark.parametrize(
+    ("sent", "how"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "gave no sign of life for 7 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_named_with_the_requests_that_it_ends(demo_model: Path, sent: signal.Signals, how: str) -> None:
+    async def lose() -> None:
+        config = EngineConfig(
+            model=str(demo_model), device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64,
+            num_gpu_blocks_override=20, engine_restarts=0,
+        )  # fmt: skip
+        engine = await AsyncEngine.start(config)
+        try:
+            params = SamplingParams(max_tokens=60, ignore_eos=True)
+            follower = _child_of(engine._replicas[0].pid)
+            assert engine.tokenizer is not None
+            updates = engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"), params))
+            await anext(updates)
+            os.kill(follower, sent)
+            with pytest.raises(EngineDeadError, match=how):
+                async for _ in updates:
+                    pass
+            async with asyncio.timeout(240):
+                while engine.state.phase != "dead":
+                    await engine.state_change(engine.state)
+            shown = Readiness(engine).as_dict()
+            assert shown["last_loss"] == f"the process of rank 1 {how}"
+            assert engine.state.reason.endswith(f": pid {follower}")
+            assert not Path(f"/proc/{follower}").exists()
+        finally:
+            engine.close()
+
+    asyncio.run(lose())
+
+
+def _child_of(pid: int) -> int:
+    """The one process that `pid` has started to follow it."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            if "engine.worker.follower" in Path(f"/proc/{child}/cmdline").read_text():
+                return int(child)
+    raise AssertionError("there is no follower")

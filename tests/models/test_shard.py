@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.formats.floats import FLOATS
 from engine.models.layers import Embedding, LMHead, RMSNorm, Scope
-from engine.models.shard import Shard, Span
+from engine.models.shard import Shard, Span, Stage
 from engine.models.spec import AttentionSpec
 from engine.models.weights import checkpoint_tensors, load_model
 from kernels import BlockSparse
@@ -262,3 +263,29 @@ def test_which_blocks_a_ranks_heads_see(tmp_path: Path) -> None:
     assert (whole - logits(decode(load(tmp_path), prompts, NUM_TOKENS, forced=forced))).abs().max() > 0.01
     for got in on_ranks(2, lambda shard, meet: some_blocks(shard=shard, communicator=meet)):
         assert (got - whole).abs().max() <= 3e-5
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts what is copied: of a file that is mapped into memory, only that is read."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten.clone):
+            self.count += args[-1].nbytes
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_oss"])  # several matrices, or all experts, in one tensor
+def test_a_rank_and_a_stage_read_only_their_part(tmp_path: Path, name: str) -> None:
+    make_checkpoint(name, tmp_path)
+
+    def copied(**part: Any) -> int:
+        with CopiedBytes() as copied:  # type: ignore[no-untyped-call]
+            load(tmp_path, **part)
+        return copied.count
+
+    whole = copied()
+    for rank in range(2):
+        assert 0 < copied(shard=Shard(rank, 2)) < 0.6 * whole
+    assert sum(copied(stage=Stage(index, 2)) for index in range(2)) == pytest.approx(whole, rel=0.001)

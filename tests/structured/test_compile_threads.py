@@ -18,7 +18,9 @@ def test_they_give_way_to_others() -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    assert threads.submit("a", priority).result() == 19, "the lowest of all"
+    assert 0 < threads.submit("a", priority).result() < 10, (
+        "lower than others, and not without a core where all are busy"
+    )
     threads.shutdown()
 
 

@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from engine.core.routing import CHUNK_TOKENS, Router
 from server.app import create_app
-from server.ray.forwarded import ForwardedRequest, forwarded
+from server.ray.forwarded import MAX_TEXT_BYTES, TOKEN_BYTES, ForwardedRequest, forwarded, prompt_tokens
 from server.ray.ingress import MAX_BODY_BYTES, OpenAiIngress
-from server.ray.replica import LLMServer
+from server.ray.replica import MAX_WAITING, LLMServer
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 
@@ -206,3 +206,32 @@ def test_bodies_that_say_nothing_are_forwarded(body: bytes) -> None:
     assert request.model is None
     assert "app" not in request.scope
     assert request.num_tokens < CHUNK_TOKENS
+
+
+def test_an_app_waits_for_a_reader_that_takes_nothing() -> None:
+    class Endless(Loaded):
+        sent = 0
+
+        def __init__(self) -> None:
+            self._app = self._stream  # type: ignore[assignment]
+
+        async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                self.sent += 1
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    async def test() -> None:
+        replica = Endless()
+        answer = replica.respond(forwarded({"type": "http", "path": "/"}, b""))
+        assert (await anext(answer))[0] == 200  # type: ignore[index]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert replica.sent == MAX_WAITING + 1
+        await asyncio.wait_for(answer.aclose(), 60)
+
+    asyncio.run(test())
+
+
+def test_no_more_of_a_long_prompt_is_looked_at_than_is_kept() -> None:
+    assert TOKEN_BYTES * len(prompt_tokens({"prompt": "x" * (MAX_TEXT_BYTES + 100), "input": "y"})) == MAX_TEXT_BYTES
