@@ -24,6 +24,7 @@ from server.http.workers import Workers
 _decode = msgspec.json.decode
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+_FORM = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, as Ollama's documents send it
 _LARGE = "quire.large_body"  # key of a scope
 _CLIENT_CLOSED = 499
 _CLOSE = {"Connection": "close"}
@@ -118,7 +119,7 @@ class Bodies:
             self._num_held_bytes -= len(data)
 
     async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
-        if not _is_json(request.headers.get("content-type", "")):
+        if not _is_json(request):
             raise APIError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
         if is_small(data):
             return _read(data, body_type)
@@ -131,8 +132,10 @@ def is_large(request: Request) -> bool:
     return _LARGE in request.scope
 
 
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
+def _is_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == _FORM and request.scope["route"].path.startswith("/api/"):
+        return not {"origin", "sec-fetch-site"} & set(request.headers)  # no browser sent it
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 

@@ -343,3 +343,13 @@ def test_keys_guard_it(serve: Callable[..., Live]) -> None:
 def test_a_proxy_may_serve_the_other_apis_below_api(serve: Callable[..., Live]) -> None:
     live = serve(FakeEngine(), ServerConfig(root_path="/api"))
     assert live.post("/v1/chat/completions").json()["error"]["type"] == "BadRequestError"
+
+
+def test_what_curl_sends_without_a_header_is_json(live: Live) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    body = json.dumps({"model": "toy", "messages": HELLO, "stream": False})
+    answer = live.http.post("/api/chat", content=body, headers=form).json()
+    assert answer["message"]["content"] == ANSWER
+    browser = {**form, "Origin": f"http://127.0.0.1:{live.port}"}
+    assert live.http.post("/api/chat", content=body, headers=browser).status_code == 400
+    assert live.http.post("/v1/chat/completions", content=body, headers=form).status_code == 400
