@@ -67,7 +67,7 @@ class PathFlags:
 class MadeUp:
     """What `engine.process` runs instead of an engine: a token for each request at each step, at given times."""
 
-    def __init__(self, config: Any, *, eos_token_ids: Any = (), progress: Any = None) -> None:
+    def __init__(self, config: Any, *, eos_token_ids: Any = (), progress: Any = None, lost: Any = None) -> None:
         self._seconds = float(os.environ[STEP_SECONDS])
         self._left: dict[str, int] = {}
         self._begun: set[str] = set()
@@ -127,8 +127,8 @@ class Reader(asyncio.Protocol):
 
     def __init__(self, request: bytes, crowd: Crowd) -> None:
         self._request, self._crowd = request, crowd
-        self._accepted = self._begun = False
-        self._head = b""
+        self._accepted = self._begun = self._ended = False
+        self._head = self._end = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.WriteTransport = transport  # type: ignore[assignment]
@@ -145,9 +145,15 @@ class Reader(asyncio.Protocol):
             self._begun = True
             self._crowd.begun()
         self._crowd.num_events += num_new
-        if b"data: [DONE]" in data:
+        if not self._ended and b"data: [DONE]" in self._end + data:
+            self._ended = True
             self._crowd.ended()
             self._transport.close()
+        self._end = (self._end + data)[-20:]  # the network may cut the last event in two
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended:
+            self._crowd.failed(b"the connection was lost")
 
 
 class Crowd:
@@ -253,7 +259,7 @@ def main(argv: list[str]) -> int:
     environ = {**os.environ, STEP_SECONDS: str(flags.step_ms / 1000)}
     server = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
     try:
-        if not wait_until_ready(server, port, time.time() + 60):
+        if not wait_until_ready(server, port, time.time() + 300):
             raise RuntimeError("the server does not start")
         (engine_pid,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         runs = []
@@ -264,7 +270,7 @@ def main(argv: list[str]) -> int:
                 print("  ".join(f"{name} {value:,.2f}" for name, value in found.items()), file=sys.stderr, flush=True)
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(20)
+        server.wait(60)
     result = {name: sorted(run[name] for run in runs)[len(runs) // 2] for name in runs[0]}
     for name, value in result.items():
         print(f"{name.replace('_', ' ').replace(' us ', ' µs '):<40} {value:>12,.2f}")

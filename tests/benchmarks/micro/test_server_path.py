@@ -10,7 +10,7 @@ from benchmarks.micro import server_path
 
 def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
-    words = ["--streams", "4", "--tokens", "100", "--step-ms", "5", "--repeat", "1", "--model", "llama-100m"]
+    words = ["--streams", "4", "--tokens", "400", "--step-ms", "5", "--repeat", "1", "--model", "llama-100m"]
     words += ["--endpoint", "/v1/chat/completions", "--models-dir", str(tmp_path), "--save-result", str(path)]
     assert server_path.main(words) == 0
     result = json.loads(path.read_text())
