@@ -1,5 +1,6 @@
 """Fixtures that every test may use. Triton kernels run in its interpreter here, so a machine without a GPU tests them."""
 
+import logging
 import os
 import random
 import signal
@@ -26,7 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws does not depend on the tests before it."""
+    """What a test draws and what is logged in it does not depend on the tests before it."""
+    for package in ("engine", "kernels", "server", "uvicorn"):
+        logging.getLogger(package).setLevel(logging.NOTSET)  # commands have set it
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

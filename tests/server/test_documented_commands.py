@@ -47,6 +47,7 @@ ONLY_READ = {
     "quire pull": "needs the network: tests/server/commands/test_pull.py",
     "quire bench engines": "minutes, and another engine",
     "quire bench servers": "minutes, and another engine",
+    "quire bench scale": "minutes, and several GPUs: tests/benchmarks/offline",
     "quire bench kernels": "needs a GPU",
     "quire bench startup": "starts servers of its own: tests/benchmarks/serving",
     "quire bench server-path": "starts a server of its own: tests/benchmarks/micro",
