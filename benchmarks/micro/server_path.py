@@ -26,6 +26,7 @@ from benchmarks.report.result_files import save
 from engine import engine_process, process
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
+from engine.expert_tokens import ExpertTokens
 from engine.flags import Parser, add_flags, check, flag, load
 from engine.machine import environment
 
@@ -73,6 +74,7 @@ class MadeUp:
         self._begun: set[str] = set()
         self._next = self._num_tokens = 0.0
         self.runner = self.options = self
+        self.expert_tokens = ExpertTokens()
         self.max_num_seqs = config.max_num_seqs or 1024
         self.num_blocks, self.block_size, self.max_model_len = 1 << 20, 16, config.max_model_len or 4096
 
@@ -140,6 +142,8 @@ class Reader(asyncio.Protocol):
             self._accepted = self._head.startswith(b"HTTP/1.1 200")
             if not self._accepted and self._head.endswith(b"}"):
                 self._crowd.failed(self._head)
+        if b'data: {"error"' in data:
+            self._crowd.failed(data)
         num_new = data.count(b"data: {")
         if num_new and not self._begun:
             self._begun = True
@@ -182,7 +186,7 @@ class Crowd:
         if not self._num_ended:
             self.last = Snapshot.take(self.num_events, self._pids)
         self._num_ended += 1
-        if self._num_ended == self._size:
+        if self._num_ended == self._size and not self.done.done():
             self.done.set_result(None)
 
 
