@@ -113,8 +113,9 @@ def shapes() -> Iterator[Shape]:
     for block_size, head_dim, group in itertools.product((16, 64), (64, 80, 128, 256), (1, 4, 8)):
         yield Shape(head_dim, group, block_size)
     yield Shape(128, 4, 16, F16, F16)
-    for head_dim, group in ((96, 4), (112, 2), (192, 4)):
+    for head_dim, group in ((96, 4), (112, 2), (192, 4), (512, 8)):
         yield Shape(head_dim, group, 16)
+    yield Shape(512, 4, 64, kv_dtype=E4M3)
     for page, window in ((16, 1000), (128, 128)):
         yield Shape(256, 2, page, options={"window": window})
     yield Shape(256, 2, 16, options={"window": 1000, "soft_cap": 20.0}, sinks=True)
