@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from typing import Any, TypeAlias
 
 from engine.structured.exclusive import Judge
@@ -144,22 +146,22 @@ def _check_depth(value: Any, levels: int) -> None:
         _check_depth(inner, levels - 1)
 
 
+def _written_length(value: Any, lengths: dict[int, int]) -> int:
+    """`lengths`: of what has been measured, by its id."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, dict | list):
+        return 8
+    if id(value) not in lengths:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        lengths[id(value)] = 2 + sum(map(_written_length, inner, repeat(lengths)))
+    return lengths[id(value)]
+
+
 def _check_written(schema: Any) -> None:
     """`ValueError` when it is too large with all that is repeated written out."""
-    lengths: dict[int, int] = {}
-
-    def length(value: Any) -> int:
-        if isinstance(value, str):
-            return len(value)
-        if not isinstance(value, dict | list):
-            return 8
-        if id(value) not in lengths:
-            inner = [*value, *value.values()] if isinstance(value, dict) else value
-            lengths[id(value)] = 2 + sum(map(length, inner))
-        return lengths[id(value)]
-
     try:
-        written = length(schema)
+        written = _written_length(schema, {})
     except RecursionError:
         raise ValueError(f"a JSON Schema may be at most {MAX_DEPTH} levels deep, conditions written out") from None
     if written > MAX_WRITTEN:
@@ -191,7 +193,7 @@ class _Preparation:
     has_resources: bool = False  # a schema inside has an `$id`
 
     def __post_init__(self) -> None:
-        self.judge = Judge(lambda reference: pointed_to(self.root, reference))
+        self.judge = Judge(partial(pointed_to, self.root))
 
     def run(self) -> None:
         self._apply(self.shapes)
