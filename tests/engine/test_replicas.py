@@ -106,12 +106,16 @@ def test_a_restart_waits_for_answers_and_new_requests_go_elsewhere(tiny_model: P
 def test_no_replica_is_left(tiny_model: Path) -> None:
     async def test() -> None:
         async with replicas(tiny_model, engine_restarts=0) as engine:
-            for replica in engine.replicas:
+            lost = ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life"))
+            for replica, (sent, how) in zip(engine.replicas, lost, strict=True):
                 assert engine.state.is_ready
-                os.kill(replica.pid, signal.SIGKILL)
+                os.kill(replica.pid, sent)
+                if sent == signal.SIGSTOP:
+                    replica.supervisor.watchdog_timeout = 0.5
                 await until(lambda replica=replica: replica.states.state.phase == "dead")  # type: ignore[misc]
+                assert how in replica.states.state.reason
             await until(lambda: engine.state.phase == "dead")
-            assert "SIGKILL" in engine.state.reason
+            assert "no sign of life" in engine.state.reason
             with pytest.raises(EngineDeadError):
                 engine.generate(EngineRequest("a", [1], SHORT))
             await asyncio.wait_for(engine.restart(0), 60)
