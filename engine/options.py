@@ -76,6 +76,6 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
         expert_load_interval=config.expert_load_interval,
-        num_ranks=config.tensor_parallel_size,
+        num_ranks_per_stage=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
     )

@@ -116,7 +116,7 @@ class PlannedDevice(CpuDevice):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A model on `options.num_ranks` GPUs. Bytes are those on each of them."""
+    """A model on `options.num_ranks_per_stage` GPUs. Bytes are those on each of them."""
 
     gpu: GPU
     spec: ModelSpec  # of the whole model
@@ -179,7 +179,7 @@ class Plan:
         read = self.weight_bytes - idle + self.kv_bytes(context) * num_requests
         schemes = self.spec.quantization.schemes if self.spec.quantization else ()
         in_8_bits = self.gpu.has_fp8 and any(scheme.activations for _, scheme in schemes)
-        products = 2 * self.num_active / self.options.num_ranks * num_requests
+        products = 2 * self.num_active / self.options.num_ranks_per_stage * num_requests
         by_products = products / (self.gpu.flops * (2 if in_8_bits else 1))
         return num_requests / max(read / self.gpu.bandwidth, by_products)
 
@@ -203,7 +203,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     folder, spec = _read_model(config)
     options = runner_options(config, spec, offline, PlannedDevice(gpu))
     whole = decoder_of_shapes(replace(spec, quantization=None), options.dtype, folder)
-    decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks))
+    decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout, weights = KVCacheLayout.of_model(decoder.spec, options), bytes_of_parts(decoder)
     buffers = _buffer_bytes(decoder.spec, options, len(layout.groups))
     activations = _activation_bytes(decoder.spec, options)

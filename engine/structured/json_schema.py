@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from typing import Any, TypeAlias
 
 from engine.structured.exclusive import Judge
@@ -144,22 +146,22 @@ def _check_depth(value: Any, levels: int) -> None:
         _check_depth(inner, levels - 1)
 
 
+def _written_length(value: Any, lengths: dict[int, int]) -> int:
+    """`lengths`: of what has been measured, by its id."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, dict | list):
+        return 8
+    if id(value) not in lengths:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        lengths[id(value)] = 2 + sum(map(_written_length, inner, repeat(lengths)))
+    return lengths[id(value)]
+
+
 def _check_written(schema: Any) -> None:
     """`ValueError` when it is too large with all that is repeated written out."""
-    lengths: dict[int, int] = {}
-
-    def length(value: Any) -> int:
-        if isinstance(value, str):
-            return len(value)
-        if not isinstance(value, dict | list):
-            return 8
-        if id(value) not in lengths:
-            inner = [*value, *value.values()] if isinstance(value, dict) else value
-            lengths[id(value)] = 2 + sum(map(length, inner))
-        return lengths[id(value)]
-
     try:
-        written = length(schema)
+        written = _written_length(schema, {})
     except RecursionError:
         raise ValueError(f"a JSON Schema may be at most {MAX_DEPTH} levels deep, conditions written out") from None
     if written > MAX_WRITTEN:
@@ -194,7 +196,7 @@ class _Preparation:
         self._apply(self.shapes, self.older)
         _check_length(text := _dump(self.root), MAX_LENGTH)
         as_given = json.loads(text)  # rewrites narrow: what one schema refuses is to be read from it as it was
-        self.judge = Judge(lambda reference: pointed_to(as_given, reference), notes=self.notes)
+        self.judge = Judge(partial(pointed_to, as_given), notes=self.notes)
         of_kinds = (self.values, self.objects, self.arrays, self.numbers, self.strings)
         self._apply(self.rewrites, self.references, *of_kinds, *([self.leftovers] if self.is_lenient else []))
         if (self.leads_elsewhere or self.has_resources) and has_mark(self.root):
@@ -233,8 +235,8 @@ class _Preparation:
 
     def older(self, schema: Schema) -> None:
         """Draft 4 has no `const`; `enum` of one value was its word."""
-        if "draft-04" in self.root.get("$schema", ""):
-            schema.pop("const", None)
+        if "draft-04" in self.root.get("$schema", "") and "const" in schema:
+            self._leave_out(schema, "const")
 
     def rewrites(self, schema: Schema) -> None:
         rewrite(schema, self.judge)

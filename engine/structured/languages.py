@@ -22,7 +22,7 @@ Parsed: TypeAlias = tuple[Any, ...]
 MAX_LENGTH = 2000  # characters of an expression
 NOTHING = r"^[^\x{0}-\x{10ffff}]$"  # matches no text
 
-MAX_NODES = 40_000  # languages and derivatives that are made in the course of one comparison
+MAX_NODES = 100_000  # steps of one comparison: what is made or looked up
 FIRST = 8  # languages that there always are
 MAX_WORK = 400_000  # and of all of one document
 MAX_STATES = 1000
@@ -237,6 +237,7 @@ class Languages:
 
     def __init__(self, limit: int = MAX_NODES) -> None:
         self._limit = limit
+        self._num_parts = 0  # of unions and intersections, whenever one is gone through
         self._made: dict[tuple[Any, ...], Language] = {}
         self._derived: dict[tuple[int, int], Language] = {}
         self.nothing = self._make("set", (), False)
@@ -246,7 +247,7 @@ class Languages:
 
     @property
     def num_made(self) -> int:
-        return len(self._made) + len(self._derived)
+        return len(self._made) + len(self._derived) + self._num_parts
 
     def of(self, pattern: str, narrow: bool) -> Language:
         """The texts in which the expression is found, as JSON Schema has it."""
@@ -288,6 +289,9 @@ class Languages:
         return self._several("and", parts, self.anything, self.nothing)
 
     def _several(self, kind: str, given: list[Language], neutral: Language, final: Language) -> Language:
+        self._num_parts += sum(len(each.parts) for each in given if each.kind == kind)
+        if self.num_made >= self._limit:
+            raise UndecidedError("the expressions are too large to compare")
         flat = [inner for each in given for inner in (each.parts if each.kind == kind else (each,))]
         parts = sorted({id(each): each for each in flat if each is not neutral}.values(), key=id)
         if any(each is final for each in parts):
@@ -372,10 +376,11 @@ class Languages:
 
     def derivative(self, language: Language, code: int) -> Language:
         """What may follow in the language after this character."""
+        self._num_parts += 1
+        if self.num_made >= self._limit:
+            raise UndecidedError("the expressions are too large to compare")
         key = (id(language), code)
         if (found := self._derived.get(key)) is None:
-            if self.num_made >= self._limit:
-                raise UndecidedError("the expressions are too large to compare")
             found = self._derived[key] = self._derive(language, code)
         return found
 

@@ -29,5 +29,5 @@ class RunnerOptions:
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
     expert_load_interval: int = 0  # of steps with prompts, in which experts' tokens are counted; 0: in none
-    num_ranks: int = 1  # that hold a stage of the model together, each on a device of its own
+    num_ranks_per_stage: int = 1  # that hold a stage of the model together, each on a device of its own
     num_stages: int = 1  # of successive layers

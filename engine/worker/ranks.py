@@ -95,7 +95,7 @@ def build_runner(
     """A runner of the model in `folder`, ready to step, on as many ranks as the options say. `launcher`: starts them, else
     they are processes of this machine. `lost`: is told which rank is lost, before this process ends for that.
     """
-    num_ranks = options.num_ranks * options.num_stages
+    num_ranks = options.num_ranks_per_stage * options.num_stages
     if num_ranks == 1:
         return build_single(folder, spec, options, progress=progress)
     return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), lost, progress=progress)
@@ -242,7 +242,7 @@ class RankedRunner:
         progress: Progress,
     ) -> RankedRunner:
         """Start the followers and load every rank's part side by side. ModelError as `startup.build_runner`."""
-        size, num_stages, locations = options.num_ranks, options.num_stages, launcher.locations
+        size, num_stages, locations = options.num_ranks_per_stage, options.num_stages, launcher.locations
         spec.for_rank(Shard(0, size))  # says at once what cannot be divided
         Stage(0, num_stages).layers(spec.num_layers)
         one_host = len({location.host for location in locations}) == 1

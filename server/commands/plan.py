@@ -74,7 +74,7 @@ def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
         "model": config.model,
         "gpu": plan.gpu.title,
         "gpu_memory": plan.gpu.memory,
-        "num_gpus": plan.options.num_ranks,
+        "num_gpus": plan.options.num_ranks_per_stage,
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active,
         "weight_bytes": dict(plan.weights),
@@ -109,7 +109,7 @@ def _report(config: EngineConfig, gpu: GPU, plan: Plan) -> str:
 def _overview(config: EngineConfig, plans: Sequence[Plan]) -> str:
     if not plans:
         return f"{config.model} fits on no 8 GPUs that are known."
-    rows = [(f"{plan.options.num_ranks} × {plan.gpu.title}", plan) for plan in plans]
+    rows = [(f"{plan.options.num_ranks_per_stage} × {plan.gpu.title}", plan) for plan in plans]
     return f"{_title(config, plans[0])}\n\n{_comparison('On each GPU', rows)}\n\nMore of one:  --gpu NAME"
 
 
@@ -122,7 +122,7 @@ def _title(config: EngineConfig, plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     options, context = plan.options, plan.max_model_len
-    gpus, share = f"{options.num_ranks} × {plan.gpu.title}", options.gpu_memory_utilization
+    gpus, share = f"{options.num_ranks_per_stage} × {plan.gpu.title}", options.gpu_memory_utilization
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.weights.items() if size)
     kept = "" if context == options.max_model_len else f"; the model's own is {options.max_model_len:,}"
     held = ", ".join(f"{int(plan.num_requests(each)):,} of {each:,} tokens" for each in _contexts(plan))

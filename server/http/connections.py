@@ -93,9 +93,18 @@ class _Timer:
             self._handle.cancel()
             self._handle = None
 
+    def close(self) -> None:
+        """Stop it for good. What it belongs to is then freed at once, not when garbage is collected."""
+        self.stop()
+        self._function = _nothing
+
     def _run(self) -> None:
         self._handle = None
         self._function()
+
+
+def _nothing() -> None:
+    pass
 
 
 class Connection(HttpToolsProtocol):
@@ -130,8 +139,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.closed(self)
-        self._receiving.stop()
-        self._sending.stop()
+        self._receiving.close()
+        self._sending.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

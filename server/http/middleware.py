@@ -62,6 +62,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, watched)
         finally:
+            del scope[DIRECT_SEND]  # a method of what holds the scope: else both would wait for the collector
             handler = getattr(scope.get("route"), "path", "none")
             counted = method if method in _METHODS else "other"  # clients may invent methods
             self._metrics.see(counted, status, handler, time.monotonic() - context.received)

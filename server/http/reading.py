@@ -61,22 +61,17 @@ class StrictJSONRoute(APIRoute):
         return handle_strictly
 
 
-class Bodies:
-    """Reads the bodies of requests: within limits, a few at a time, and off the event loop where they are large.
+class Arrivals:
+    """Bodies that are arriving or wait to be read: each and all of them within limits."""
 
-    JSON is as RFC 8259 has it, in UTF-8: NaN, halves of surrogate pairs and numbers beyond a double are refused. So whatever
-    a request holds can be written into an answer again.
-    """
-
-    def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
-        """`max_bytes` of a body; `timeout`: seconds until it must have arrived."""
-        self._max_bytes, self._timeout, self._workers = max_bytes, timeout, workers
-        self._turns = Turns(BEGIN_AT_ONCE)
+    def __init__(self, max_bytes: int, timeout: float, limit: str = "") -> None:
+        """`max_bytes` of a body; `timeout`: seconds until it must have arrived; `limit`: where clients are told of the first."""
+        self._max_bytes, self._timeout, self._limit = max_bytes, timeout, limit
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
 
     async def receive(self, request: Request) -> bytes:
-        """The body, for `checked`. `APIError` 413 when it is too large, 408 when it takes too long, 503 when there are too
-        many.
+        """The body, which counts until `release`. `APIError` 413 when it is too large, 408 when it takes too long, 503 when
+        there are too many.
         """
         if int(request.headers.get("content-length", 0)) > self._max_bytes:
             raise self._too_large(request)
@@ -103,12 +98,32 @@ class Bodies:
             raise
         return bytes(data)
 
+    def release(self, data: bytes) -> None:
+        self._num_held_bytes -= len(data)
+
     def _too_large(self, request: Request) -> APIError:
         """What still arrives is dropped, so that clients that send all before they read get the answer. A client that waits
         to be asked sends nothing more, and its next request would be taken for the body.
         """
-        reason = f"the body may have at most {self._max_bytes} bytes (--max-body-bytes of the server)"
+        reason = f"the body may have at most {self._max_bytes} bytes{self._limit}"
         return APIError(413, reason, headers=_CLOSE if "expect" in request.headers else None)
+
+
+class Bodies:
+    """Reads the bodies of requests: within limits, a few at a time, and off the event loop where they are large.
+
+    JSON is as RFC 8259 has it, in UTF-8: NaN, halves of surrogate pairs and numbers beyond a double are refused. So whatever
+    a request holds can be written into an answer again.
+    """
+
+    def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
+        """`max_bytes` of a body; `timeout`: seconds until it must have arrived."""
+        self._arrivals = Arrivals(max_bytes, timeout, " (--max-body-bytes of the server)")
+        self._workers, self._turns = workers, Turns(BEGIN_AT_ONCE)
+
+    async def receive(self, request: Request) -> bytes:
+        """The body, for `checked`. `APIError` as `Arrivals.receive`."""
+        return await self._arrivals.receive(request)
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """A body that has arrived, as its type has it. `APIError` says what is wrong."""
@@ -116,7 +131,7 @@ class Bodies:
             await self._turns.wait(caller_of(request).owner(""))
             return await self._checked(request, data, body_type)
         finally:
-            self._num_held_bytes -= len(data)
+            self._arrivals.release(data)
 
     async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         if not _is_json(request):

@@ -16,6 +16,7 @@ _TYPES = {
     404: "NotFoundError",
     429: "RateLimitError",
     422: "UnprocessableEntityError",
+    499: "ClientClosedRequestError",  # unread, but for logs
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }

@@ -23,4 +23,4 @@ def build_openai_app(llm_serving_args: Mapping[str, Any] | LLMServingArgs) -> An
     """
     args = LLMServingArgs.model_validate(llm_serving_args)
     models = {each.model_id: build_llm_deployment(each) for each in args.llm_configs}
-    return serve.deployment(OpenAiIngress, **args.ingress_options()).bind(models)
+    return serve.deployment(OpenAiIngress, **args.ingress_options()).bind(models, args.body_timeout)

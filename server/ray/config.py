@@ -138,6 +138,11 @@ class LLMServingArgs(_Config):
             raise ValueError(f"llm_configs: each model_id must stand once, got {names}")
         return self
 
+    @property
+    def body_timeout(self) -> float:
+        """Seconds for a request's body. Which model it is for stands in it: the longest of all."""
+        return max(each.server_config().body_timeout for each in self.llm_configs)
+
     def ingress_options(self) -> dict[str, Any]:
         """Of the ingress's deployment. It computes little: it needs no core of its own to be placed."""
         return {

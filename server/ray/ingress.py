@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from server.http.errors import APIError
+from server.http.reading import Arrivals
 from server.openai.errors import error_body, failure
 from server.ray.forwarded import ForwardedRequest, Head, forwarded
 
@@ -25,15 +26,21 @@ PROBES = ("/health", "/livez", "/ping", "/readyz")
 class OpenAiIngress:
     """All APIs of `quire serve`, for several models: a body's `model` says which one. Without one it is the first."""
 
-    def __init__(self, llm_deployments: Mapping[str, Any]) -> None:
-        """`llm_deployments`: handles of `LLMServer` deployments by the names of their models."""
+    def __init__(self, llm_deployments: Mapping[str, Any], body_timeout: float) -> None:
+        """`llm_deployments`: handles of `LLMServer` deployments by the names of their models. `body_timeout`: seconds until a
+        request's body must have arrived.
+        """
+        self._arrivals = Arrivals(MAX_BODY_BYTES, body_timeout)
         self._models = {
             name: handle.options(stream=True, method_name="respond") for name, handle in llm_deployments.items()
         }
 
     async def __call__(self, request: Request) -> Response:
         try:
-            body = await _body(request)
+            body = await self._arrivals.receive(request)
+        except APIError as error:
+            return _refusal(error)
+        try:
             if len(body) <= SMALL_BODY_BYTES:
                 forward = forwarded(request.scope, body)
             else:
@@ -45,7 +52,9 @@ class OpenAiIngress:
                 return await self._probe(forward)
             return await _streamed(self._handle(forward, path).remote(forward))
         except APIError as error:
-            return Response(error_body(error), error.status, media_type="application/json")
+            return _refusal(error)
+        finally:
+            self._arrivals.release(body)
 
     def _handle(self, request: ForwardedRequest, path: str) -> Any:
         """Of the model that the request names. A name that is unknown goes to the first, which refuses it."""
@@ -71,13 +80,8 @@ class OpenAiIngress:
         return _response(head, content)
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise APIError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+def _refusal(error: APIError) -> Response:
+    return Response(error_body(error), error.status, error.headers, "application/json")
 
 
 async def _head(answer: Any) -> Head:

@@ -1,5 +1,7 @@
 """Tasks of several owners on a few threads: each owner's in order, and none behind all of another's."""
 
+import gc
+import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from threading import Event
 
@@ -34,6 +36,28 @@ def test_errors_and_cancelled_tasks() -> None:
     last.result(60)
     assert order == ["last"]
     threads.shutdown()
+
+
+def test_what_a_failed_task_was_given_is_freed_with_its_error() -> None:
+    class Large:
+        """What a request holds."""
+
+    def fail(large: Large) -> None:
+        raise ValueError("no")
+
+    threads, large = FairExecutor(ThreadPoolExecutor(1)), Large()
+    freed = weakref.ref(large)
+    gc.disable()
+    try:
+        future = threads.submit("a", fail, large)
+        with pytest.raises(ValueError, match="no"):
+            future.result(60)
+        threads.submit("a", int).result(60)  # the thread is done with it
+        del future, large
+        assert freed() is None
+    finally:
+        gc.enable()
+        threads.shutdown()
 
 
 def test_what_waits_when_it_is_shut_down_is_cancelled() -> None:

@@ -29,6 +29,8 @@ from kernels import reference
 
 pytest.importorskip("triton")
 
+from tests.support.quick_interpreter import quicken
+
 R = TypeVar("R")
 REQUESTS = {
     "greedy": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=9)),
@@ -88,6 +90,7 @@ class InterpretedGPU(CpuDevice):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken()
     for module, names in kernels.BACKENDS["cuda"].items():
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))

@@ -98,7 +98,7 @@ def test_flags_that_make_it_fit(plan_of: Any, tmp_path: Path) -> None:
         "--tensor-parallel-size 8": True,
     }
     assert "--kv-cache-dtype fp8" not in dict(alternatives(config, GPUS["a100"])), "an A100 has no fp8"
-    sizes = {plan.gpu.title: plan.options.num_ranks for plan in on_all_gpus(config)}
+    sizes = {plan.gpu.title: plan.options.num_ranks_per_stage for plan in on_all_gpus(config)}
     assert (sizes["NVIDIA H200"], sizes["NVIDIA A100 40GB"], sizes["NVIDIA RTX 4090"]) == (1, 2, 4)
 
 

@@ -13,6 +13,7 @@ from tests.support.unwritten import holds_unwritten, unwritten_is_nan
 @pytest.fixture(autouse=True)
 def nothing_unwritten_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if find_spec("triton"):
+        import_module("tests.support.quick_interpreter").quicken()
         builder = import_module("triton.runtime.interpreter").InterpreterBuilder
         load = builder.create_masked_load
 

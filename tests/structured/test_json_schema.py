@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -26,6 +27,16 @@ def check(text: str, schema: Any) -> None:
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
     kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
+
+
+def test_a_schema_leaves_no_garbage_for_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        prepare({"properties": {"a": {"enum": [1, 2]}, "b": {"anyOf": [{"type": "null"}, {"minLength": 2}]}}})
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_there_are_enough() -> None:

@@ -41,12 +41,12 @@ def test_languages_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["^(a|b)*a(a|b){12}$", "(" * 500 + ")" * 500, "(a{1000}){1000}", r"(a)\1", "(?<=a)b"]
+    "pattern", ["^(a|b)*a(a|b){12}$", "(" * 500 + ")" * 500, "(a{1000}){1000}", "a{900}b{900}", r"(a)\1", "(?<=a)b"]
 )
 def test_what_is_too_large_or_unknown_is_not_decided(pattern: str) -> None:
     texts = Texts()
     assert texts.pattern([], [pattern]) is None
-    assert texts.work_left >= 350_000
+    assert texts.work_left >= 290_000
 
 
 def test_work_on_a_document_is_bounded() -> None:

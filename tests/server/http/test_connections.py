@@ -1,13 +1,15 @@
 """Connections: what is too long, too late or too many ends; all else goes on. Raw sockets on loopback."""
 
+import gc
 import http.client
 import resource
 import socket
 from collections.abc import Callable
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from server.http.connections import default_max_connections, raise_open_files
+from server.http.connections import Connection, default_max_connections, raise_open_files
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, wait_until
@@ -70,6 +72,32 @@ def test_headers_that_are_too_large(serve: Serve, pieces: list[bytes]) -> None:
         data = until_closed(connection)
     assert data == b"" or (data.startswith(b"HTTP/1.1 431 ") and b"at most 4096 bytes" in data)
     assert live.http.get("/health", headers={"X": "x" * 3000}).status_code == 200
+
+
+def test_requests_leave_no_garbage_for_the_collector(serve: Serve) -> None:
+    live = serve(FakeEngine(), ServerConfig())
+    body = b'{"prompt": "a", "max_tokens": 1%b}'
+    ended = b"Connection: close\r\n"
+
+    def ask() -> None:
+        for more in (b"", b', "stream": true', b', "temperature": -1'):
+            each = body % more
+            with connect(live) as connection:
+                connection.sendall(POST + ended + b"Content-Length: %d\r\n\r\n" % len(each) + each)
+                until_closed(connection)
+
+    def num_cycles() -> int:
+        return sum(type(each) in (Connection, RequestResponseCycle) for each in gc.get_objects())
+
+    ask()  # what the first requests make stays
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_cycles()
+        ask()
+        wait_until(lambda: num_cycles() <= before)
+    finally:
+        gc.enable()
 
 
 def test_bodies_are_no_headers(serve: Serve) -> None:

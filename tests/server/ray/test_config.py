@@ -76,8 +76,10 @@ def test_several_models_and_files(tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     file.write_text("model_loading_config: {model_id: second}\n")
     first = {"model_loading_config": {"model_id": "first"}}
-    args = LLMServingArgs.model_validate({"llm_configs": [first, str(file)]})
+    patient = {**first, "server_kwargs": {"body_timeout": 90}}
+    args = LLMServingArgs.model_validate({"llm_configs": [patient, str(file)]})
     assert [each.model_id for each in args.llm_configs] == ["first", "second"]
+    assert args.body_timeout == 90, "the longest"
     with pytest.raises(ValidationError, match="each model_id must stand once"):
         LLMServingArgs.model_validate({"llm_configs": [first, first]})
     with pytest.raises(ValidationError, match="llm_configs"):

@@ -68,7 +68,7 @@ class Loaded(LLMServer):
 
 
 def client(handles: dict[str, Handle]) -> httpx.AsyncClient:
-    ingress = OpenAiIngress(handles)
+    ingress = OpenAiIngress(handles, 60)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         response = await ingress(Request(scope, receive))
@@ -178,6 +178,27 @@ def test_a_body_that_is_too_large_reaches_no_replica() -> None:
         async with client({"a": Handle(lambda request: pytest.fail("it does"))}) as http:
             refused = await http.post("/v1/completions", content=bytes(MAX_BODY_BYTES + 1))
             assert refused.status_code == 413
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("ends", "status"), [("never", 408), ("by hanging up", 499)])
+def test_a_body_that_does_not_arrive_reaches_no_replica(ends: str, status: int) -> None:
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+    if ends == "by hanging up":
+        messages.append({"type": "http.disconnect"})
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop(0)
+        return await asyncio.Event().wait()
+
+    async def test() -> None:
+        ingress = OpenAiIngress({"a": Handle(lambda request: pytest.fail("it does"))}, 0.01)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        response = await asyncio.wait_for(ingress(Request(scope, receive)), 60)
+        assert response.status_code == status
+        assert ingress._arrivals._num_held_bytes == 0
 
     asyncio.run(test())
 

@@ -1,0 +1,55 @@
+"""Triton's interpreter without the work whose result it throws away, which is more than half of its time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@functools.cache
+def _langs(fn: Any) -> list[Any]:
+    """The modules of the language that a function sees."""
+    return [lang for lang in (tl, tl.core) if any(value is lang for value in fn.__globals__.values())]
+
+
+def quicken() -> None:
+    """From here on, in this process, kernels are interpreted as before, in less time.
+
+    The interpreter's inner names are those of Triton 3.7. Where it has others, nothing changes.
+    """
+    names = ("_LangPatchScope", "_get_np_dtype", "interpreter_builder")
+    if not all(hasattr(interpreter, name) for name in names) or interpreter._patch_lang.__module__ == __name__:
+        return
+    # It computes each sum and product of integers twice to assert that none overflows, which only its debug mode does.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = _patched_once(interpreter._patch_lang)
+    interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
+
+
+def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`patch` puts the interpreter's functions into the language. A function that a kernel calls finds them there."""
+
+    def patch_lang(fn: Any) -> Any:
+        replaced = [tl.tensor.__add__, *(lang.load for lang in _langs(fn))]
+        return interpreter._LangPatchScope() if not any(map(tl.core.is_builtin, replaced)) else patch(fn)
+
+    return patch_lang
+
+
+def _looked_up_once(np_dtype: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
+    """A type's dtype is that of its elements."""
+    of_scalar = functools.cache(np_dtype)
+
+    def looked_up(dtype: Any) -> np.dtype[Any]:
+        scalar = dtype.scalar
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    return looked_up
