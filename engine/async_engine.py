@@ -28,13 +28,14 @@ from engine.streams import Pace, Stream, Updates
 from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
 from engine.text.tokenizer import Tokenizer
 from engine.turns import Turns
+from engine.worker.cores import num_cores
 
 if TYPE_CHECKING:
     from engine.input_processor import InputProcessor
 
 _log = logging.getLogger(__name__)
 
-COMPILE_THREADS = 2
+COMPILE_THREADS = 2  # at most; one core is left to those who do not wait for a grammar
 FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
 UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop, at most
 UPDATES_PER_SECOND = (
@@ -64,7 +65,7 @@ class AsyncEngine:
         self.outstanding = Outstanding()
         self._pace, self._turns = Pace(), Turns(UPDATES_AT_ONCE)
         self._closed = False
-        self._compile_threads = CompileThreads(COMPILE_THREADS)
+        self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
         self._release: asyncio.TimerHandle | None = None  # of these threads, once they are idle
         self._launched = time.perf_counter()
         self._replicas: list[Replica] = []

@@ -97,7 +97,7 @@ class SamplingParams:
     repetition_penalty: float = parameter(
         1.0,
         "divides the logits of tokens that the prompt or the answer has; multiplies negative ones",
-        above=0,
+        at_least=0.01,
         at_most=100,
     )
     logit_bias: dict[int, float] | None = parameter(

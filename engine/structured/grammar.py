@@ -30,7 +30,7 @@ MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
 MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
-MAX_REMEMBERED = 10_000  # grammars that were found to be sound
+MAX_REMEMBERED = 10_000  # grammars that were checked
 MAX_COMPILED_LENGTH = 2_000_000  # characters of all compiled grammars that are kept: some 50 bytes for each
 # In JSON, wherever it may stand: blanks, or a line break and an indentation.
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
@@ -103,7 +103,7 @@ class Compiler:
         """`load` is called by the first grammar: most servers never see one."""
         self._load: Callable[[], Vocabulary] | None = load
         self._load_lock, self._lock = threading.Lock(), threading.Lock()
-        self._sound: set[bytes] = set()  # digests of grammars that passed `check`
+        self._checked: dict[bytes, str] = {}  # digests of grammars; what `check` found wrong, or nothing
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # at their beginnings, the last used at the end
         self._num_characters = 0  # of those grammars
 
@@ -145,17 +145,24 @@ class Compiler:
     def check(self, grammar: str) -> None:
         """Compile it, and follow it a little way at random. `ValueError` when that fails."""
         digest = hashlib.blake2b(grammar.encode(errors="surrogatepass")).digest()
-        if digest in self._sound:
-            return
+        if (wrong := self._checked.get(digest)) is None:
+            wrong = self._find_wrong(grammar)
+            if len(self._checked) >= MAX_REMEMBERED:
+                self._checked.clear()
+            self._checked[digest] = wrong
+        if wrong:
+            raise ValueError(wrong)
+
+    def _find_wrong(self, grammar: str) -> str:
         try:
             self._try(self._build(grammar))
+        except ValueError as error:
+            return str(error) or type(error).__name__
         except BaseException as error:  # a panic of the library in Rust is no `Exception`
             if type(error).__name__ != "PanicException":
                 raise
-            raise ValueError("the grammar is beyond what the library can follow") from None
-        if len(self._sound) >= MAX_REMEMBERED:
-            self._sound.clear()
-        self._sound.add(digest)
+            return "the grammar is beyond what the library can follow"
+        return ""
 
     def _try(self, matcher: LLMatcher) -> None:
         dice = random.Random(0)

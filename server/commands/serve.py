@@ -152,7 +152,7 @@ def _tune_interpreter() -> None:
     large requests: a stream wakes it some times for each token.
     """
     gc.freeze()
-    gc.set_threshold(5_000, 5, 100)
+    gc.set_threshold(5_000, 2, 250)
     sys.setswitchinterval(0.0005)
 
 

@@ -354,5 +354,6 @@ def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> A
         reasoning = ReasoningReader(marks, prompt.in_reasoning)
         counter = TokenCounter(marks.end, model.tokenizer.token_text)
     if model.tool_format is not None and names:
-        tools = ToolReader(model.tool_format, names, None if model.takes_several_calls(request) else 1)
+        max_calls = None if model.takes_several_calls(request) else 1
+        tools = ToolReader(model.tool_format, names, max_calls, required=request.tool_mode == "required")
     return MarkedReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

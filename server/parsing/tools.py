@@ -138,9 +138,14 @@ class ToolReader:
     cut is given as far as it goes, and what is written around calls is never content.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], max_calls: int | None) -> None:
-        """`names`: the tools that there are. Calls beyond the first `max_calls` are dropped."""
+    def __init__(
+        self, format: ToolFormat, names: Collection[str], max_calls: int | None, *, required: bool = False
+    ) -> None:
+        """`names`: the tools that there are. Calls beyond the first `max_calls` are dropped. `required`: the answer is
+        guided to be calls.
+        """
         self._format, self._names, self._max_calls = format, names, max_calls
+        self._least_mark = 1 if required else 2  # characters; fewer, at the end of a cut answer, are content
         self._held = ""  # text that is not read yet
         self._raw = ""  # text that was read and is content if it turns out to be no call
         self._object: _CallObject | None = None  # the call that is being read
@@ -172,7 +177,7 @@ class ToolReader:
                 pieces.append(Content(rest))
         elif self._in_calls:
             self.is_cut = marked
-        elif not (cut and len(mark := rest.lstrip()) > 1 and self._format.begin.startswith(mark)):
+        elif not (cut and len(mark := rest.lstrip()) >= self._least_mark and self._format.begin.startswith(mark)):
             pieces.append(Content(rest))
 
     def _counts(self, piece: Piece) -> bool:

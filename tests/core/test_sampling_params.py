@@ -14,7 +14,8 @@ from engine.core.sampling_params import SamplingParams
     [
         ({"presence_penalty": 2.5}, r"presence_penalty must be in \[-2, 2\], got 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must be in"),
-        ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 100\], got 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be in \[0.01, 100\], got 0"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty must be in"),  # float32 logits by it would be infinite
         ({"logit_bias": {3: 101}}, r"logit_bias must be token ids with numbers in \[-100, 100\], got {3: 101}"),
         ({"logit_bias": {"3": 1}}, "logit_bias must be token ids"),
         ({"allowed_token_ids": []}, r"allowed_token_ids must be at least one token id, got \[\]"),

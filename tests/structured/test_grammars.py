@@ -27,7 +27,7 @@ from engine.structured.grammar import (
 from engine.structured.lark import bounded
 from engine.structured.regex import portable
 from engine.text.tokenizer import Tokenizer
-from tests.support.walks import END, allowed_by, walk
+from tests.support.walks import END, TOKENS, allowed_by, walk
 
 
 @pytest.mark.parametrize(
@@ -264,6 +264,15 @@ def test_hostile_grammars_are_bounded(name: str, compiler: Compiler) -> None:
                 break
         assert worst < 2, "seconds; 0.02 are usual"
         assert 0 < len(reason) < 500
+
+
+def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(lambda: Vocabulary(TOKENS, [256, END], [END]))
+    grammar = lark_grammar('start: (("a" "b"){1000}){1000}')
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too many things may come next"):
+            compiler.check(grammar)
+        monkeypatch.setattr(compiler, "_build", None)
 
 
 def test_compiling_lets_others_run(compiler: Compiler) -> None:

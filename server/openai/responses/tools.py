@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from server.generation.request import FUNCTION_NAME, Tool, ToolChoice
 from server.http.bodies import Body, optional
 from server.http.errors import APIError
+from server.parsing.pieces import json_object
 
 # Tools that OpenAI's servers run themselves, and clients' tools that have items of their own.
 LEFT_OUT = frozenset(
@@ -132,8 +133,7 @@ class CallForm:
             case "function":
                 return {"arguments": arguments}
             case "custom":
-                given = _object(arguments).get(INPUT)
-                return {"input": given if isinstance(given, str) else arguments}
+                return {"input": _input(arguments)}
             case "local_shell":
                 return {"action": _action(_object(arguments))}
 
@@ -153,6 +153,15 @@ def _object(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _input(arguments: str) -> str:
+    """The text of a custom call, as far as it goes; what an unguided model wrote instead of it."""
+    given = _object(arguments).get(INPUT)
+    if isinstance(given, str):
+        return given
+    is_cut = arguments.lstrip().startswith("{") and json_object(arguments) is None
+    return "" if is_cut else arguments
 
 
 def _action(given: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_kinds_of_json_are_read_alike(live: Live, path: str) -> None:
         ("ignore_eos", 1, ["boolean"]),
         ("presence_penalty", 2.5, ["[-2, 2]"]),
         ("frequency_penalty", "high", ["number"]),
-        ("repetition_penalty", 0, ["(0, 100]"]),
+        ("repetition_penalty", 0, ["[0.01, 100]"]),
         ("logit_bias", {"5": 1000}, ["[-100, 100]"]),
         ("logit_bias", {"five": 1}, ["integers", "'five'"]),
         ("logit_bias", {"259": 1}, ["below 259"]),

@@ -101,6 +101,18 @@ def test_a_turn_of_codex(serve: Serve) -> None:
     assert "*** Begin Patch" in prompt, "the model is shown the grammar"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [("{", ""), ('{"inp', ""), ('{"input"\n: ', ""), ('{"input": "a \\"b', 'a "b'), ('{"input": "a\\', "a")],
+)
+def test_a_custom_call_that_is_cut_has_the_text_alone(serve: Serve, arguments: str, text: str) -> None:
+    live = start(serve, QWEN3, call("apply_patch", arguments).partition("}\n</tool_call>")[0])
+    final = events(live, **CODEX)[-1]["response"]
+    assert final["status"] == "incomplete"
+    (item,) = final["output"]
+    assert (item["type"], item["status"], item["input"]) == ("custom_tool_call", "incomplete", text)
+
+
 def test_the_turn_after(serve: Serve) -> None:
     """The model sees its calls as it wrote them, and its reasoning, though the client sends only what is packed."""
     live = start(serve, QWEN3.replace("m.content }}", "(m.reasoning or '') + m.content }}"), "Done.")

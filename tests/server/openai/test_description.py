@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types import ModelInfo as AnthropicModel
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItem, ConversationItemList
 from openai.types.responses import CompactedResponse, Response, ResponseItemList, ResponseStreamEvent
+from openai.types.responses.input_token_count_response import InputTokenCountResponse
 
 from tests.support.described import additions
 from tests.support.fake_engine import FakeEngine
@@ -115,6 +116,32 @@ def test_responses(thinker: Live, more: dict[str, Any]) -> None:
     assert found <= ADDED, found - ADDED
 
 
+def test_calls_of_coding_agents(thinker: Live) -> None:
+    shell, space = {"type": "local_shell"}, {"type": "namespace", "name": "mcp", "description": "", "tools": [TOOL]}
+    thinker.engine.answer = CALL.replace("weather", "mcp__weather") + CALL.replace("weather", "local_shell")
+    body = {"input": "Hi", "tools": [shell, space]}
+    response = thinker.post("/v1/responses", **body).json()
+    assert [item["type"] for item in response["output"]] == ["function_call", "local_shell_call"]
+    found = additions(Response, response)
+    for event in streamed(thinker, "/v1/responses", stream=True, **body):
+        found |= additions(ResponseStreamEvent, event)
+    assert found <= ADDED, found - ADDED
+
+
+def test_responses_in_the_background(thinker: Live) -> None:
+    thinker.engine.holds_after = 3
+    body = thinker.post("/v1/responses", input="Hi", background=True).json()
+    path = f"/v1/responses/{body['id']}"
+    found = additions(Response, body) | additions(Response, thinker.post(f"{path}/cancel").json())
+    lines = thinker.http.get(path, params={"stream": "true", "starting_after": 0}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert events
+    for event in events:
+        found |= additions(ResponseStreamEvent, event)
+    found |= additions(InputTokenCountResponse, thinker.post("/v1/responses/input_tokens", input="Hi").json())
+    assert found <= ADDED, found - ADDED
+
+
 def test_conversations(thinker: Live) -> None:
     conversation = thinker.post("/v1/conversations", items=[{"role": "user", "content": "Hi"}]).json()
     path = f"/v1/conversations/{conversation['id']}"
@@ -122,6 +149,10 @@ def test_conversations(thinker: Live) -> None:
     items = thinker.http.get(f"{path}/items").json()
     found = additions(Conversation, conversation) | additions(ConversationItemList, items)
     found |= additions(ConversationItem, thinker.http.get(f"{path}/items/{items['data'][0]['id']}").json())
+    found |= additions(Conversation, thinker.post(path, metadata={"topic": "rain"}).json())
+    added = thinker.post(f"{path}/items", items=[{"role": "user", "content": "Oh"}]).json()
+    found |= additions(ConversationItemList, added)
+    found |= additions(Conversation, thinker.http.delete(f"{path}/items/{added['data'][0]['id']}").json())
     compacted = thinker.post("/v1/responses/compact", model="toy", input="A long story.").json()
     first, *compacted["output"] = compacted["output"]  # the user's, which OpenAI's own servers give back, too
     assert first["role"] == "user"
@@ -133,6 +164,7 @@ def test_conversations(thinker: Live) -> None:
 def test_models_and_embeddings(thinker: Live) -> None:
     models = thinker.http.get("/v1/models").json()
     assert models["object"] == "list"
+    models["data"].append(thinker.http.get("/v1/models/toy").json())
     found = {each for model in models["data"] for each in additions(Model, model)}
     found |= additions(CreateEmbeddingResponse, thinker.post("/v1/embeddings", input="Hi", **UNKNOWN).json())
     assert found <= ADDED, found - ADDED
@@ -146,6 +178,9 @@ def test_messages(thinker: Live, more: dict[str, Any]) -> None:
         found |= additions(RawMessageStreamEvent, event) if event["type"] != "ping" else set()
     counted = {name: value for name, value in body.items() if name in ("model", "messages", "tools")}
     found |= additions(MessageTokensCount, thinker.post("/v1/messages/count_tokens", **counted).json())
+    refused = thinker.post("/v1/messages", **{**body, "max_tokens": 0})
+    assert refused.status_code == 400
+    found |= additions(ErrorResponse, refused.json())
     model = thinker.http.get("/v1/models/toy", headers={"anthropic-version": "2023-06-01"}).json()
     found |= additions(AnthropicModel, model) if model.get("type") == "model" else set()
     assert found <= ADDED, found - ADDED

@@ -260,9 +260,11 @@ def test_a_call_is_whole_when_a_stop_string_follows_it(serve: Serve) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köln"}'
 
 
-@pytest.mark.parametrize("length", [5, 11, 12, 20])
-def test_the_mark_of_a_cut_call_is_no_content(serve: Serve, length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "tool_choice"), [(5, "auto"), (11, "auto"), (12, "auto"), (20, "auto"), (1, "required")]
+)
+def test_the_mark_of_a_cut_call_is_no_content(serve: Serve, length: int, tool_choice: str) -> None:
     live = start(serve, HERMES, CALL)
-    (choice,) = live.chat(tools=TOOLS, max_tokens=length).json()["choices"]
+    (choice,) = live.chat(tools=TOOLS, tool_choice=tool_choice, max_tokens=length).json()["choices"]
     assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
     assert "tool_calls" not in choice["message"]
