@@ -11,6 +11,12 @@ ANSWER_TOKENS = 256  # prompt tokens that are as much work as an answer, whose l
 LOAD_PER_TOKEN = 3  # tokens of load that a request would rather avoid than compute one more token of its prompt
 MOST_LOAD = 1.25  # times the mean load: a busier replica gets a request only when all are
 SLACK = 3072  # tokens by which a load may exceed that: of few requests the mean says little
+# Conversations come back to a replica when their users have thought, and are no load meanwhile. So work that is done counts,
+# too: of about so many requests for each replica. New conversations begin where less was done; long ones stay.
+RECENT_REQUESTS = 64
+RECENT_PER_TOKEN = 10  # tokens of recent work that a request would rather avoid than compute one more of its prompt
+MOST_AVOIDED = 1024  # tokens of a prompt that are computed again for that
+MOST_WEIGHT = 1e9
 
 
 class Router:
@@ -18,7 +24,7 @@ class Router:
 
     The load of a replica is the work of its unfinished requests, in prompt tokens: what each had to compute, and
     `ANSWER_TOKENS` for its answer. A replica above `MOST_LOAD` times the mean, and `SLACK`, takes no more, whatever it has
-    cached: so a prefix common to all requests is soon cached everywhere.
+    cached: so a prefix common to all requests is soon cached everywhere. Work of late counts, too, for less.
 
     What a replica has cached is not asked of it: the router remembers what it sent there, and forgets the oldest as the
     replica's cache does. A wrong guess costs time, never a wrong answer.
@@ -28,6 +34,8 @@ class Router:
         """`capacity_tokens`: that the cache of one replica holds."""
         self._capacity = max(capacity_tokens // CHUNK_TOKENS, 1)
         self._loads = [0] * num_replicas
+        # The loads that each was given, older ones for less: those that come count for more, up to `MOST_WEIGHT`.
+        self._recent, self._weight = [0.0] * num_replicas, 1.0
         self._assigned: dict[str, tuple[int, int]] = {}  # of unfinished requests, by their ids: replica and load
         # The names of the chunks that each replica has cached, the one to be forgotten next first; and for each name the
         # replicas that have it, as bits.
@@ -41,6 +49,7 @@ class Router:
 
     def add_replica(self) -> int:
         """One more, which has nothing cached; its number."""
+        self._recent.append(sum(self._recent) / max(len(self._loads), 1))
         self._loads.append(0)
         self._cached.append(OrderedDict())
         return len(self._loads) - 1
@@ -61,15 +70,22 @@ class Router:
         load = num_tokens - CHUNK_TOKENS * self._num_leading(names)[replica] + ANSWER_TOKENS
         self._assigned[request_id] = replica, load
         self._loads[replica] += load
+        self._weight *= 1 + 1 / (RECENT_REQUESTS * len(self._loads))
+        self._recent[replica] += load * self._weight
+        if self._weight > MOST_WEIGHT:
+            self._recent, self._weight = [each / self._weight for each in self._recent], 1.0
         self._remember(replica, names)
 
     def _cost(self, names: Sequence[int], eligible: Collection[int]) -> Callable[[int], tuple[bool, float, int]]:
         loads, num_cached = self._loads, self._num_leading(names)
         most = MOST_LOAD * sum(map(loads.__getitem__, eligible)) / len(eligible) + SLACK
+        recent, scale = self._recent, self._weight * RECENT_PER_TOKEN
+        mean = sum(map(recent.__getitem__, eligible)) / len(eligible)
 
         def cost(replica: int) -> tuple[bool, float, int]:
             load = loads[replica]
-            return load > most, load / LOAD_PER_TOKEN - CHUNK_TOKENS * num_cached[replica], load
+            avoided = max(-MOST_AVOIDED, min((recent[replica] - mean) / scale, MOST_AVOIDED))
+            return load > most, load / LOAD_PER_TOKEN + avoided - CHUNK_TOKENS * num_cached[replica], load
 
         return cost
 
