@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 
 def main() -> None:
@@ -11,6 +12,9 @@ def main() -> None:
 
     gc.freeze()  # and they stay
     gc.enable()
+    sys.setswitchinterval(
+        0.0005
+    )  # each time that the loop has waited it may wait so long for a thread that compiles a grammar
     process.main()
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any, TypeAlias
 
+from engine.structured.languages import Texts
 from engine.structured.values import TYPES, listed, pattern_without, values_of, without
 
 Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[str], Any]  # what a `$ref` points to, or None
+Opposites: TypeAlias = Callable[[Any, Any], "list[Schema] | None"]
 
+MAX_ITEMS = 16  # elements of arrays, and values, that are compared
 MAX_NAMES = 8  # of which one tells two schemas apart
 MAX_BRANCHES = 32
 MAX_WORK = 100_000  # schemas, names and values that are looked at for all of one document
 MAX_LEVELS = 6  # of schemas inside schemas, when two are compared
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-_ANNOTATIONS = ("title", "description", "$comment")
 _RANGES = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
 
 
@@ -35,24 +37,37 @@ def views(schema: Any, resolve: Resolve) -> list[Schema]:
     return list(found.values())
 
 
-def exclusive(schema: Schema, judge: Judge) -> list[Any] | None:
-    """The branches of the schema's `oneOf`, narrowed so that `anyOf` of them says the same; None: not known how."""
+def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] | None:
+    """The branches of the schema's `oneOf`, narrowed so that `anyOf` of them says the same; None: not known how.
+
+    `opposites`: schemas that match what a branch does not, or None.
+    """
     branches = list(schema["oneOf"])
     values = [value for branch in branches for value in values_of(branch) or ()]
     if len(branches) > MAX_BRANCHES:
         only_texts = all(map(values_of, branches)) and all(isinstance(value, str) for value in values)
         return branches if only_texts and len(set(values)) == len(values) else None
-    types = _types(schema)
-    for i, j in combinations(range(len(branches)), 2):
+    types, found = _types(schema), list(branches)
+    for i, j in combinations(range(len(branches)), 2):  # as they are given: one narrowed says less of what it refuses
         if judge.work_left < 0:
             return None
+        if branches[i] == branches[j]:
+            found[i] = found[j] = False
         if judge.disjoint(branches[i], branches[j], types):
             continue
-        narrowed = _parted(branches[i], branches[j], types, judge)
-        if narrowed is None:
+        narrowed = [_minus(branches[a], branches[b], types, judge, opposites) for a, b in ((i, j), (j, i))]
+        if narrowed == [None, None]:
             return None
-        branches[i], branches[j] = narrowed
-    return branches
+        if None in narrowed:
+            judge.notes.append("oneOf: of alternatives that overlap, some are left out")
+        for k, more in zip((i, j), narrowed, strict=True):
+            if not more or found[k] is False:
+                found[k] = False
+            elif found[k] is branches[k]:
+                found[k] = {"allOf": [branches[k], more]}
+            else:
+                found[k]["allOf"].append(more)
+    return found
 
 
 def _types(schema: Schema) -> set[str]:
@@ -69,6 +84,20 @@ class Judge:
 
     resolve: Resolve
     work_left: int = MAX_WORK
+    texts: Texts = field(default_factory=Texts)
+    notes: list[str] = field(default_factory=list)
+
+    def types(self, schema: Any, levels: int = MAX_LEVELS) -> set[str]:
+        """Those that an instance may have."""
+        if schema is False:
+            return set()
+        found = set(TYPES) - {"integer"}
+        for view in self.views(schema) if levels and self.work_left > 0 else ():
+            found &= _types(view)
+            for name in ("anyOf", "oneOf"):
+                if view.get(name):
+                    found &= set().union(*(self.types(each, levels - 1) for each in view[name]))
+        return found
 
     def views(self, schema: Any) -> list[Schema]:
         found = views(schema, self.resolve)
@@ -101,13 +130,18 @@ class Judge:
         values, others = values_of(one), values_of(other)
         if values is not None and others is not None:
             return len(without(values, others)) == len(values)
+        for a, b in ((one, other), (other, one)):
+            if "not" in a and self._covers(a["not"], b, levels):
+                return True
+        if common == {"string"} and self._patterns_differ(one, other, values, others):
+            return True
         if len(common) == 1 and (limits := _RANGES.get(next(iter(common)))):
             least, most = limits
             if any(a.get(most, float("inf")) < b.get(least, float("-inf")) for a, b in ((one, other), (other, one))):
                 return True
-        if common == {"array"} and one.get("minItems") and other.get("minItems"):
-            items = [each.get("items", True) for each in (one, other) if "prefixItems" not in each]
-            return len(items) == 2 and self.disjoint(items[0], items[1], set(TYPES), levels)
+        if common == {"array"}:
+            length = min(max(each.get("minItems", 0) for each in (one, other)), MAX_ITEMS)
+            return any(self.disjoint(_item(one, i), _item(other, i), set(TYPES), levels) for i in range(length))
         if common != {"object"}:
             return False
         for a, b in ((one, other), (other, one)):
@@ -118,6 +152,44 @@ class Judge:
         return any(
             self.disjoint(_property(one, name), _property(other, name), everything, levels) for name in sorted(both)
         )
+
+    def _patterns_differ(self, one: Schema, other: Schema, values: list[Any] | None, others: list[Any] | None) -> bool:
+        for a, given in ((one, others), (other, values)):
+            if "pattern" in a and given is not None and all(isinstance(value, str) for value in given):
+                return (
+                    all(self.texts.refuses(a["pattern"], value) for value in given[:MAX_ITEMS])
+                    and len(given) <= MAX_ITEMS
+                )
+        return "pattern" in one and "pattern" in other and self.texts.are_disjoint(one["pattern"], other["pattern"])
+
+    def _covers(self, wide: Any, schema: Schema, levels: int) -> bool:
+        """Whether it is certain that every instance of `schema` matches `wide`."""
+        if wide is True or wide == {}:
+            return True
+        if not isinstance(wide, dict) or not levels:
+            return False
+        said = wide.keys() - {"title", "description", "$comment"}
+        if said == {"anyOf"}:
+            return any(self._covers(each, schema, levels - 1) for each in wide["anyOf"])
+        values, allowed = values_of(schema), values_of(wide)
+        if values is not None and said <= {"const", "enum", "type"} and allowed is not None:
+            return not without(values, allowed) and _types({"enum": values}) <= _types(wide)
+        if said == {"type"} and "integer" not in listed(wide["type"]):
+            return _types(schema) <= _types(wide)
+        if said <= {"required", "properties", "type"} and all(
+            each is True for each in wide.get("properties", {}).values()
+        ):
+            is_object = "type" not in said or _types(schema) <= _types(wide)
+            return is_object and set(wide.get("required", ())) <= set(schema.get("required", ()))
+        return False
+
+
+def _item(schema: Schema, index: int) -> Any:
+    items = schema.get("items", True)
+    first = schema.get("prefixItems", items if isinstance(items, list) else [])
+    if index < len(first):
+        return first[index]
+    return schema.get("additionalItems", True) if isinstance(items, list) else items
 
 
 def _property(schema: Schema, name: str) -> Any:
@@ -130,32 +202,35 @@ def _forbids(schema: Schema, name: str) -> bool:
     return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
-def _parted(one: Any, other: Any, types: set[str], judge: Judge) -> tuple[Any, Any] | None:
-    """Both, narrowed so that no instance of one matches the other as it was."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
+def _minus(schema: Any, other: Any, types: set[str], judge: Judge, opposites: Opposites) -> Any:
+    """What keeps instances of `schema` from matching `other`. None: nothing is known to."""
+    if other is True or other == {}:
         return None
-    values, others = values_of(one), values_of(other)
-    if values is not None and others is not None:
-        return {"enum": without(values, others)}, {"enum": without(others, values)}
+    schema = {} if schema is True else schema
+    own, theirs = judge.types(schema) & types, judge.types(other) & types
+    values, others = values_of(schema), values_of(other)
     if values is not None:
-        return (False, found) if (found := _apart_from(other, values, types)) else None
-    if others is not None:
-        return (found, False) if (found := _apart_from(one, others, types)) else None
-    for each in (one, other):
-        kinds = [view["type"] for view in judge.views(each) if "type" in view]
-        if (_types(each) & types) != {"object"} and (kinds or "object" not in types):
-            return None
-    left, right = _apart(one, other, judge), _apart(other, one, judge)
-    return None if left is None or right is None else (left, right)
+        rest = [value for value in values if judge.disjoint({"const": value}, other, types)]
+        return {"enum": rest} if rest else None
+    if others is not None and (found := _apart_from(others, own)):
+        return found
+    common = own & theirs
+    parts: list[Schema] = [{"type": sorted(own - theirs)}] if own - theirs else []
+    if "object" in common and (found := _apart(schema, other, judge)):
+        parts.append(found)
+    elif common and (
+        rests := [each for each in opposites(schema, other) or () if not judge.disjoint(each, schema, types)]
+    ):
+        parts += rests
+    return parts[0] if len(parts) == 1 else {"anyOf": parts} if parts else None
 
 
 def _apart(schema: Schema, other: Schema, judge: Judge) -> Any:
-    found = _without_a_name(schema, other, judge)
-    return _with_a_name(schema, other, judge) if found is None else found
+    return _without_a_name(schema, other, judge) or _with_a_name(schema, other, judge)
 
 
 def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
-    """The schema's objects that have a name for which `other` allows nothing that the schema does. None: there is none."""
+    """Objects that have a name for which `other` allows nothing that the schema does. None: there is none."""
     own, others = judge.views(schema), judge.views(other)
     everything = set(TYPES)
     found = [
@@ -170,25 +245,24 @@ def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
     if not found:
         return None
     required = [{"required": [name]} for name in found[:MAX_NAMES]]
-    return {"allOf": [schema, {"type": "object", **(required[0] if len(required) == 1 else {"anyOf": required})}]}
+    return {"type": "object", **(required[0] if len(required) == 1 else {"anyOf": required})}
 
 
 def _without_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
-    """The schema's objects that lack a name which `other` requires. None: not known how."""
+    """Objects that lack a name which `other` requires. None: not known how."""
     own, others = (judge.views(each) for each in (schema, other))
     needed, free = ({name for view in each for name in view.get("required", ())} for each in (own, others))
     if names := sorted(free - needed):
         known = {name for view in own for name in view.get("properties", {})}
         name = next((name for name in names if name not in known), names[0])  # what the schema does not speak of
-        return {"allOf": [schema, {"type": "object", "properties": {name: False}}]}
-    says_nothing_else = all(view.keys() <= {"type", "required", "allOf", *_ANNOTATIONS} for view in others)
-    return False if says_nothing_else else None
+        return {"type": "object", "properties": {name: False}}
+    return None
 
 
-def _apart_from(schema: Schema, values: list[Any], types: set[str]) -> Schema | None:
-    """The schema without these values, where they are texts."""
+def _apart_from(values: list[Any], types: set[str]) -> Schema | None:
+    """All but these values, where they are texts."""
     if not all(isinstance(value, str) for value in values) or (pattern := pattern_without(values)) is None:
         return None
     texts = {"type": "string", "pattern": pattern}
-    rest = sorted((_types(schema) & types) - {"string"})
-    return {"allOf": [schema, {"anyOf": [{"type": rest}, texts]} if rest else texts]}
+    rest = sorted(types - {"string"})
+    return {"anyOf": [{"type": rest}, texts]} if rest else texts

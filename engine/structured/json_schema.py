@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from engine.structured.exclusive import Judge
 from engine.structured.regex import portable
-from engine.structured.rewrites import also, rewrite
+from engine.structured.rewrites import also, looks_ahead, rewrite
 from engine.structured.unique import MARK, has_mark
 from engine.structured.values import pointed_to
 
@@ -192,12 +192,11 @@ class _Preparation:
     leads_elsewhere: bool = False  # a `$ref` is no path in this schema
     has_resources: bool = False  # a schema inside has an `$id`
 
-    def __post_init__(self) -> None:
-        self.judge = Judge(partial(pointed_to, self.root))
-
     def run(self) -> None:
-        self._apply(self.shapes)
-        _check_length(_dump(self.root), MAX_LENGTH)
+        self._apply(self.shapes, self.older)
+        _check_length(text := _dump(self.root), MAX_LENGTH)
+        as_given = json.loads(text)  # rewrites narrow: what one schema refuses is to be read from it as it was
+        self.judge = Judge(partial(pointed_to, as_given), notes=self.notes)
         of_kinds = (self.values, self.objects, self.arrays, self.numbers, self.strings)
         self._apply(self.rewrites, self.references, *of_kinds, *([self.leftovers] if self.is_lenient else []))
         if (self.leads_elsewhere or self.has_resources) and has_mark(self.root):
@@ -234,6 +233,11 @@ class _Preparation:
             if not is_right(schema[name]):
                 raise ValueError(f"{name} must be {wanted}, got {_dump(schema[name])[:80]}")
 
+    def older(self, schema: Schema) -> None:
+        """Draft 4 has no `const`; `enum` of one value was its word."""
+        if "draft-04" in self.root.get("$schema", "") and "const" in schema:
+            self._leave_out(schema, "const")
+
     def rewrites(self, schema: Schema) -> None:
         rewrite(schema, self.judge)
 
@@ -267,8 +271,12 @@ class _Preparation:
             raise ValueError("minProperties is supported up to one more than the number of required properties")
         if "patternProperties" in schema:
             schema["patternProperties"] = {
-                _portable("patternProperties", pattern): inner for pattern, inner in schema["patternProperties"].items()
+                _portable("patternProperties", self._plain(pattern)): inner
+                for pattern, inner in schema["patternProperties"].items()
             }
+
+    def _plain(self, pattern: str) -> str:
+        return self.judge.texts.pattern([pattern]) or pattern if looks_ahead(pattern) else pattern
 
     def arrays(self, schema: Schema) -> None:
         schema.pop(MARK, None)

@@ -11,53 +11,41 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from engine.structured.exclusive import Judge, Schema, exclusive, views
+from engine.structured.exclusive import MAX_LEVELS, Judge, Schema, exclusive, views
+from engine.structured.languages import NOTHING
 from engine.structured.regex import MAX_LENGTH, end_of_group
 from engine.structured.values import TYPES, escaped, listed, pattern_without, values_of, without
 
 MAX_AHEAD = 16  # parts of a pattern that look ahead
 _OTHERS = frozenset(["anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "not", "$dynamicRef", "$recursiveRef"])
+MAX_PATTERNS = 16  # of properties, where they overlap
 MAX_CONTAINED = 16  # elements that `minContains` asks for
 MAX_UNIQUE = 6  # values whose sets are written out
-
-_NOT_TEXTS = re.compile(r"\^\(\?!(?:([\w-]+)|\(([\w-]+(?:\|[\w-]+)*)\))\$\)")  # ^(?!this$), ^(?!(this|that)$)
-
-# Of widely used libraries that write look-ahead, each with a pattern of the same texts without.
-_PATTERNS = {
-    r"^(?=^[^./~])(^((?!\.{2}).)*$).*$": (  # Frictionless' paths
-        r"^[^./~\n\r\u2028\u2029](?:[^.\n\r\u2028\u2029]|\.[^.\n\r\u2028\u2029])*\.?$"
-    ),
-    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$",  # pydantic's Decimal
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (  # zod's email
-        r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
-    ),
-}
+_NO_TEXT = {"type": [kind for kind in TYPES if kind not in ("string", "integer")]}
+_AHEAD = re.compile(r"\(\?[=!]")
 
 
 def rewrite(schema: Schema, judge: Judge) -> None:
     """In place, this schema and not those inside it. `judge`: of the document that it is in."""
     _unevaluated(schema, judge)  # before the others add schemas
-    for rule in (_pattern, _negation, _dependent, _conditions, _contains, _unique):
-        rule(schema)
+    _pattern(schema, judge)
+    _negation(schema, judge)
+    _dependent(schema)
+    _conditions(schema, judge)
+    _contains(schema)
+    _unique(schema)
     _names(schema, judge)
     _one_of(schema, judge)
 
 
-def _pattern(schema: Schema) -> None:
-    """What looks ahead from the beginning is a pattern of its own, also that a text is none of a few."""
+def _pattern(schema: Schema, judge: Judge) -> None:
+    """What looks ahead becomes a pattern of the same texts that does not, or from the beginning one of its own."""
     pattern = schema.get("pattern", "")
-    if (known := _PATTERNS.get(pattern)) is not None:
-        schema["pattern"] = known
+    if not looks_ahead(pattern) or len(pattern) > MAX_LENGTH:
         return
-    if len(pattern) > MAX_LENGTH:
-        return  # it will be refused
-    if (match := _NOT_TEXTS.match(pattern)) is not None:
-        texts = [
-            text + end for text in (match[1] or match[2]).split("|") for end in ("", "\n")
-        ]  # in Python $ is before a last newline
-        if (others := pattern_without(texts)) is not None:
-            also(schema, {"pattern": others})
-            pattern = schema["pattern"] = "^" + pattern[match.end() :]
+    if (found := judge.texts.pattern([pattern])) is not None:
+        schema["pattern"] = found
+        return
     for _ in range(MAX_AHEAD):  # each is looked for in all of the rest
         if not pattern.startswith("^(?=") or (end := end_of_group(pattern, 1)) is None:
             return
@@ -65,7 +53,11 @@ def _pattern(schema: Schema) -> None:
         pattern = schema["pattern"] = "^" + pattern[end:]
 
 
-def _negation(schema: Schema) -> None:
+def looks_ahead(pattern: str) -> bool:
+    return _AHEAD.search(pattern) is not None
+
+
+def _negation(schema: Schema, judge: Judge) -> None:
     """`not` of types, of values where those allowed are named or are texts, and of conditions on properties."""
     refused = schema.get("not")
     if refused is False or refused is True:
@@ -83,7 +75,9 @@ def _negation(schema: Schema) -> None:
             types.remove("number")
         schema["type"] = types
         del schema["not"]
-    elif isinstance(refused, dict) and "not" in schema and (opposites := _opposites(schema, refused)) is not None:
+    elif (
+        isinstance(refused, dict) and "not" in schema and (opposites := _opposites(schema, refused, judge)) is not None
+    ):
         del schema["not"]
         also(schema, _any_of(opposites))
 
@@ -105,10 +99,8 @@ def _one_of(schema: Schema, judge: Judge) -> None:
     """Where at most one of them can match, it is `anyOf`."""
     if "oneOf" not in schema:
         return
-    for branch in schema["oneOf"]:
-        if isinstance(branch, dict):
-            _negation(branch)
-    if (branches := exclusive(schema, judge)) is not None:
+    branches = exclusive(schema, judge, lambda branch, other: _opposites(branch, other, judge))
+    if branches is not None:
         del schema["oneOf"]
         also(schema, {"anyOf": branches})
 
@@ -134,7 +126,7 @@ def _unevaluated(schema: Schema, judge: Judge) -> None:
     schema["additionalProperties"] = rest
 
 
-def _conditions(schema: Schema) -> None:
+def _conditions(schema: Schema, judge: Judge) -> None:
     """`if` of which the opposite can be said, too; of others `then` and `else` both hold."""
     if "if" not in schema:
         for name in ("then", "else"):
@@ -143,7 +135,7 @@ def _conditions(schema: Schema) -> None:
     condition = schema["if"]
     if isinstance(condition, bool):
         also(schema, schema.get("then" if condition else "else", True))
-    elif (opposites := _opposites(schema, condition)) is not None:
+    elif (opposites := _opposites(schema, condition, judge)) is not None:
         met = {"allOf": [condition, schema.get("then", True)]}
         unmet = [{"allOf": [opposite, schema.get("else", True)]} for opposite in opposites]
         also(schema, {"anyOf": [met, *unmet]})
@@ -154,24 +146,44 @@ def _conditions(schema: Schema) -> None:
         schema.pop(name, None)
 
 
-def _opposites(schema: Schema, condition: Any) -> list[Schema] | None:
+def _opposites(schema: Schema, condition: Any, judge: Judge, levels: int = MAX_LEVELS) -> list[Schema] | None:
     """Schemas of which an instance of `schema` matches one if and only if it does not match `condition`; None: not known."""
     if isinstance(condition, bool):
         return [] if condition else [{}]
+    if not levels:
+        return None
+    judge.work_left -= 1
+    condition = {name: value for name, value in condition.items() if name not in ("title", "description", "$comment")}
     if condition.get("additionalProperties") is True:
         condition = {name: value for name, value in condition.items() if name != "additionalProperties"}
     if condition.keys() == {"not"}:
         return [condition["not"]] if isinstance(condition["not"], dict) else None
     if condition.keys() <= {"const", "enum", "type"} and condition.keys() & {"const", "enum"}:
         return _other_values(schema, condition)
+    if condition.keys() == {"$ref"}:
+        target = judge.resolve(condition["$ref"])
+        return _opposites(schema, target, judge, levels - 1) if isinstance(target, dict) else None
+    if condition.keys() == {"type"} and "integer" not in listed(condition["type"]):
+        return [{"type": rest}] if (rest := _other_types(condition)) else []
+    if "pattern" in condition and condition.keys() <= {"pattern", "type"}:
+        pattern = judge.texts.pattern([], [condition["pattern"]])
+        others = [{"type": rest}] if (rest := _other_types(condition)) else []
+        if "string" not in listed(condition.get("type", "string")):
+            return others
+        return None if pattern is None else [{"type": "string", "pattern": pattern}, *others]
     if condition.keys() == {"anyOf"}:
-        parts = [_opposites(schema, each) for each in condition["anyOf"]]
+        parts = [_opposites(schema, each, judge, levels - 1) for each in condition["anyOf"]]
         return None if None in parts else [{"allOf": [_any_of(part or []) for part in parts]}]
     if condition.keys() == {"allOf"}:
-        parts = [_opposites(schema, each) for each in condition["allOf"]]
+        parts = [_opposites(schema, each, judge, levels - 1) for each in condition["allOf"]]
         return None if None in parts else [each for part in parts for each in part or ()]
-    found = list(_opposites_of_object(schema, condition))
+    found = list(_opposites_of_object(schema, condition, judge, levels))
     return None if None in found else [{"type": "object", **each} for each in found if each is not None]
+
+
+def _other_types(condition: Schema) -> list[str]:
+    """That none of the condition's types is. What names none has all."""
+    return [kind for kind in TYPES if kind != "integer" and kind not in listed(condition.get("type", list(TYPES)))]
 
 
 def _other_values(schema: Schema, condition: Schema) -> list[Schema] | None:
@@ -179,12 +191,14 @@ def _other_values(schema: Schema, condition: Schema) -> list[Schema] | None:
     if named is not None:
         return [{"enum": rest}] if (rest := without(named, chosen)) else []
     texts = [value for value in chosen if isinstance(value, str)]
-    if schema.get("type") == "string" and (pattern := pattern_without(texts)) is not None:
-        return [{"type": "string", "pattern": pattern}]
-    return None
+    if schema.get("type", "string") != "string" or ("type" not in schema and len(texts) < len(chosen)):
+        return None
+    pattern = pattern_without(texts)
+    others = [] if "type" in schema else [_NO_TEXT]
+    return None if pattern is None else [{"type": "string", "pattern": pattern}, *others]
 
 
-def _opposites_of_object(schema: Schema, condition: Schema) -> Iterator[Schema | None]:
+def _opposites_of_object(schema: Schema, condition: Schema, judge: Judge, levels: int) -> Iterator[Schema | None]:
     if not condition.keys() <= {"properties", "required", "type"} or condition.get("type", "object") != "object":
         yield None
         return
@@ -194,7 +208,7 @@ def _opposites_of_object(schema: Schema, condition: Schema) -> Iterator[Schema |
             yield {"properties": {name: False}}
     for name, value in wanted.items():
         inner = schema.get("properties", {}).get(name)
-        others = _opposites(inner if isinstance(inner, dict) else {}, value)
+        others = _opposites(inner if isinstance(inner, dict) else {}, value, judge, levels - 1)
         if others is None:
             yield None
             return
@@ -249,50 +263,108 @@ def _unique(schema: Schema) -> None:
 
 
 def _names(schema: Schema, judge: Judge) -> None:
-    """`propertyNames` by a pattern, a length or a list becomes `patternProperties`."""
-    names = schema.get("propertyNames")
-    seen = 0
-    while isinstance(names, dict) and names.keys() == {"$ref"} and seen < 8:
-        names, seen = judge.resolve(names["$ref"]), seen + 1
-    if names is True or names in ({}, {"type": "string"}):
-        del schema["propertyNames"]
+    """`propertyNames` by patterns, lengths and lists becomes `patternProperties`, and these are made to be disjoint."""
+    names = schema.get("propertyNames", True)
+    pattern = _pattern_of(names, judge)
+    if pattern == "":
+        schema.pop("propertyNames", None)
+    given, rest = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+    if pattern == "":
+        if len(given) > 1 and (parted := _disjoint(list(given.items()), judge)) is not None:
+            schema["patternProperties"] = parted
         return
-    if names is False:
-        schema["maxProperties"] = 0
-        del schema["propertyNames"]
-    if not isinstance(names, dict) or "patternProperties" in schema or "allOf" in schema or "$ref" in schema:
-        return
-    pattern, rest = _pattern_of(names), schema.get("additionalProperties", True)
-    if pattern is None:
+    if pattern is None or "allOf" in schema or "$ref" in schema:
         return
     properties = {name: inner for name, inner in schema.get("properties", {}).items() if _may_be(name, names)}
-    if properties and (isinstance(rest, dict) or "pattern" in names):
+    if properties and (isinstance(rest, dict) or not _is_simple(names)):
         return  # patternProperties would be for those, too; and a pattern of others may take a long time to match
-    del schema["propertyNames"]
-    schema["properties"] = properties
+    wanted = [(judge.texts.pattern([own, pattern]), inner) for own, inner in given.items()]
     if rest is not False:
-        schema["patternProperties"] = {pattern: rest}
+        wanted.append((judge.texts.pattern([pattern], list(given)) if given else pattern, rest))
+    allowed = [(each, inner) for each, inner in wanted if each is not None and each != NOTHING]
+    found = _disjoint(allowed, judge)
+    if found is None or any(each is None for each, _ in wanted):
+        return
+    del schema["propertyNames"]
+    schema.pop("patternProperties", None)
+    schema["properties"] = properties
+    if found:
+        schema["patternProperties"] = found
     schema["additionalProperties"] = False
 
 
+def _disjoint(patterns: list[tuple[str, Any]], judge: Judge) -> dict[str, Any] | None:
+    """Patterns with schemas, of which a name matches at most one. None: not known how."""
+    found: list[tuple[str, Any]] = []
+    for pattern, inner in patterns:
+        parts: list[tuple[str, Any]] = []
+        left: str | None = pattern
+        for other, theirs in found:
+            if left is None or left == NOTHING or judge.texts.are_disjoint(other, left):
+                parts.append((other, theirs))
+                continue
+            both, rest = judge.texts.pattern([other, left]), judge.texts.pattern([other], [left])
+            left = judge.texts.pattern([left], [other])
+            if both is None or rest is None or left is None:
+                return None
+            parts += [(rest, theirs), (both, {"allOf": [theirs, inner]})]
+        found = [each for each in [*parts, (left or NOTHING, inner)] if each[0] != NOTHING]
+        if len(found) > MAX_PATTERNS:
+            return None
+    return dict(found)
+
+
 def _may_be(name: str, names: Schema) -> bool:
-    """Whether `names`, whose pattern is not looked at, allow it."""
+    """Whether `names` allow it, as far as is known."""
     values = values_of(names)
     in_list = values is None or name in values
     return in_list and names.get("minLength", 0) <= len(name) <= names.get("maxLength", len(name))
 
 
-def _pattern_of(names: Schema) -> str | None:
-    """What the names match; None where no one pattern says it."""
-    said = names.keys() - {"type", "description", "title"}
-    if said == {"pattern"}:
-        pattern = names["pattern"]
-        return _PATTERNS.get(pattern, pattern) if isinstance(pattern, str) else None
-    if said in ({"enum"}, {"const"}) and all(isinstance(value, str) for value in values_of(names) or [0]):
-        return "^(?:" + "|".join(escaped(value) for value in values_of(names) or []) + ")$"
-    if said and said <= {"minLength", "maxLength"}:
-        return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-    return None
+def _is_simple(names: Schema) -> bool:
+    return not names.keys() & {"pattern", "not", "anyOf", "$ref"}
+
+
+def _pattern_of(names: Any, judge: Judge, levels: int = MAX_LEVELS) -> str | None:
+    """What the names match, "" for all of them; None where it cannot be said."""
+    if isinstance(names, bool):
+        return "" if names else NOTHING
+    if not isinstance(names, dict) or not levels:
+        return None
+    judge.work_left -= 1
+    said = names.keys() - {"title", "description", "$comment", "format"}  # a format is an annotation
+    if "string" not in listed(names.get("type", "string")):
+        return NOTHING
+    said -= {"type"}
+    if said == {"$ref"}:
+        return _pattern_of(judge.resolve(names["$ref"]), judge, levels - 1)
+    if said == {"anyOf"}:
+        options = [_pattern_of(each, judge, levels - 1) for each in names["anyOf"]]
+        return None if None in options else "" if "" in options else "|".join(f"(?:{each})" for each in options)
+    if said == {"allOf"}:
+        parts = [_pattern_of(each, judge, levels - 1) for each in names["allOf"]]
+        return None if None in parts else judge.texts.pattern([each for each in parts if each])
+    wanted: list[str | None] = []
+    refused: list[str | None] = []
+    if said <= {"enum", "const"} and said:
+        texts = [value for value in values_of(names) or () if isinstance(value, str)]
+        wanted.append("^(?:" + "|".join(map(escaped, texts)) + ")$" if texts else NOTHING)
+    elif said <= {"pattern", "minLength", "maxLength", "not"}:
+        if "pattern" in said:
+            pattern = names["pattern"]
+            wanted.append(judge.texts.pattern([pattern]) if looks_ahead(pattern) else pattern)
+        if said & {"minLength", "maxLength"}:
+            wanted.append(rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$")
+        if "not" in said:
+            refused.append(_pattern_of(names["not"], judge, levels - 1))
+    else:
+        return None
+    if None in wanted or None in refused:
+        return None
+    patterns = [each for each in wanted if each]
+    if refused or len(patterns) > 1:
+        return judge.texts.pattern(patterns, [each or "" for each in refused])
+    return patterns[0] if patterns else ""
 
 
 def _any_of(schemas: list[Schema]) -> Schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,7 +12,8 @@ from engine.fair_executor import FairExecutor
 from engine.memory import return_memory
 
 _T = TypeVar("_T")
-_NUM_THREADS = 4
+# No more than cores: each one at work may have Python's global lock once before the event loop has it again.
+NUM_THREADS = min(4, max(2, os.cpu_count() or 1))
 _TRIM_SECONDS = 5.0
 
 
@@ -19,7 +21,7 @@ class Workers:
     """A few threads. Work that waits for one is dropped when the task that waits for it is cancelled."""
 
     def __init__(self) -> None:
-        self._threads = FairExecutor(ThreadPoolExecutor(_NUM_THREADS, "worker"))
+        self._threads = FairExecutor(ThreadPoolExecutor(NUM_THREADS, "worker"))
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[..., _T], *args: object, owner: str) -> _T:

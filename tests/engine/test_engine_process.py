@@ -1,6 +1,7 @@
 """The loop of the engine process, over in-process sockets and a runner that needs no device."""
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from engine import process, process_main
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
@@ -186,3 +188,14 @@ def test_the_engine_process_spares_the_garbage_collector_what_stays(tiny_model: 
         gc.unfreeze()
     assert isinstance(event, Ready)
     engine.close()
+
+
+def test_the_loop_does_not_wait_long_for_threads_that_compile_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found = sys.getswitchinterval(), list[float]()
+    monkeypatch.setattr(process, "main", lambda: found.append(sys.getswitchinterval()))
+    try:
+        process_main.main()
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+    assert found[0] <= 0.001 < before, "seconds"

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from server.http import limits
 from server.http.errors import APIError
+from server.http.workers import NUM_THREADS
 from server.openai.chat.protocol import ChatCompletionRequest
 from server.openai.completions.protocol import CompletionRequest
 from server.settings import ServerConfig
@@ -242,7 +244,7 @@ def test_bad_words_of_too_many_tokens(live: Live) -> None:
 
 
 def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests keep the threads busy; the fifth waits for one, and its client hangs up."""
+    """Requests keep all threads busy; the next one waits for a thread, and its client hangs up."""
     busy, go_on, seen = threading.Semaphore(0), threading.Event(), list[str]()
     read = limits.check_values
 
@@ -255,7 +257,8 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
 
     monkeypatch.setattr("server.http.reading.check_values", slow)
     large = "x" * 20_000
-    clients = [threading.Thread(target=live.complete, args=("busy",), kwargs={"user": large}) for _ in range(4)]
+    busy_client = partial(live.complete, "busy", user=large)
+    clients = [threading.Thread(target=busy_client) for _ in range(NUM_THREADS)]
     for client in clients:
         client.start()
     for _ in clients:
@@ -267,7 +270,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
     go_on.set()
     for client in clients:
         client.join()
-    assert seen.count("busy") == 4
+    assert seen.count("busy") == NUM_THREADS
     assert "gone" not in seen
 
 
