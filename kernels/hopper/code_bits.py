@@ -79,6 +79,26 @@ def decode_words(words, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def decode_words_in_order(words, KIND: gl.constexpr, CUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """int32 words of four bytes [rows, 16], in layout CUT as [rows, 4, 4] → bfloat16 of the low (or only) codes, and of the
+    high ones, [rows, 4, 4, 2, 2] in LAYOUT: a byte's number in its word is twice the last index plus the one before.
+    """
+    cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
+    if KIND == "e4m3" or KIND == "int8":
+        TEXT: gl.constexpr = E4M3_WORDS if KIND == "e4m3" else INT8_WORDS
+        a, b, c, d = gl.inline_asm_elementwise(TEXT, "=h,=h,=h,=h,r", [cut], dtype=FOUR, is_pure=True, pack=1)
+        low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
+        return low, low
+    else:
+        TEXT: gl.constexpr = INT4_WORDS if KIND == "int4" else E2M1_WORDS
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [cut], dtype=EIGHT, is_pure=True, pack=1
+        )
+        low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
+        return low, gl.convert_layout(gl.join(gl.join(e, f), gl.join(g, h)), LAYOUT)
+
+
+@gluon.jit
 def scale_of(loaded):
     """Scales as float32; uint8 ones are e4m3."""
     if loaded.dtype == gl.uint8:

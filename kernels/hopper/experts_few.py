@@ -17,7 +17,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.hopper.code_bits import decode_bytes, scale_of
 from kernels.hopper.matmul_few import _has_matrix_unit, _last, _middle
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
 NO_PAIR = gl.constexpr(1 << 30)
@@ -360,7 +359,7 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
         or not _has_matrix_unit(x.device)
     ):
         return None
-    columns = max(triton.next_power_of_2(num_tokens), 8)
+    columns = max(next_power_of_2(num_tokens), 8)
     if isinstance(weight, QuantizedWeight):
         if weight.order is not None or (n // streams) % weight.rows != 0:
             return None
@@ -397,8 +396,8 @@ def launch(
     _few_experts_kernel[(programs,)](
         x, codes, scale, scale if zero is None else zero, scale if factor is None else factor, x if bias is None else bias,
         ids, weights, out if residual is None else residual, out, num_tokens, first, x.stride(0),
-        N=n, K=k, E=len(codes), M=max(triton.next_power_of_2(num_tokens), 8), CHOSEN=chosen,
-        CHOICES=triton.next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
+        N=n, K=k, E=len(codes), M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen,
+        CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
         HALVES=halves, ZERO=kind != "float" and zero is not None, FACTOR=kind != "float" and factor is not None,
         BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, ACTIVATION=activation,
         BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),

@@ -15,13 +15,12 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 16  # tokens in one tile of the matrix unit
 MAX_WEIGHT = 1 << 24  # its elements, from 9 tokens on
@@ -295,10 +294,10 @@ def launch(
     n = out.shape[1]
     steps = k // (config.chunk * config.warps)
     assert steps * config.chunk * config.warps == k
-    _few_linear_kernel[(triton.cdiv(n, config.block_n),)](
+    _few_linear_kernel[(cdiv(n, config.block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
-        M=max(triton.next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
+        M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
         AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps),
         WARPS=config.warps, TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None,
         SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),

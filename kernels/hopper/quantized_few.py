@@ -15,7 +15,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.hopper.code_bits import decode_words, scale_of
 from kernels.hopper.matmul_few import MAX_FEW, MAX_OUTPUTS, _has_matrix_unit, _last, _middle, _warps
 from kernels.quantized_weight import QuantizedWeight
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @gluon.constexpr_function
@@ -365,7 +364,7 @@ def config(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Config | None:
         and (not swiglu or len(weight) // 2 % weight.rows == 0)
         and _has_matrix_unit(x.device)
     ):
-        m = max(triton.next_power_of_2(x.shape[0]), 8)
+        m = max(next_power_of_2(x.shape[0]), 8)
         num_bytes = weight.codes.shape[1]
         return _choose(len(weight), num_bytes, weight.num_channels, weight.group, weight.scale.shape[1], m, swiglu)
     return None
@@ -389,11 +388,11 @@ def launch(
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.stride(1) == out.stride(1) == 1
     assert weight.zero is None or weight.zero.stride() == scale.stride()
-    num_programs = min(triton.cdiv(n, config.block_n), config.per_sm * _num_multiprocessors(x.device))
+    num_programs = min(cdiv(n, config.block_n), config.per_sm * _num_multiprocessors(x.device))
     _few_quantized_kernel[(num_programs,)](
         x, codes, scale, scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         x if bias is None else bias, x if norm_weight is None else norm_weight, out if residual is None else residual, out,
-        eps, num_tokens, x.stride(0), out.stride(0), N=n, K=weight.num_channels, M=max(triton.next_power_of_2(num_tokens), 8),
+        eps, num_tokens, x.stride(0), out.stride(0), N=n, K=weight.num_channels, M=max(next_power_of_2(num_tokens), 8),
         KIND=weight.kind, GROUP=weight.group, ROWS=weight.rows, BY_ROW=scale.stride(0), BY_GROUP=scale.stride(1),
         HALVES=2 if weight.codes.shape[1] < weight.num_channels else 1,
         ZERO=weight.zero is not None, FACTOR=weight.factor is not None,

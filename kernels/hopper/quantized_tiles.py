@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.hopper.code_bits import decode_pairs, scale_of
 from kernels.quantized_weight import QuantizedWeight
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @gluon.constexpr_function
@@ -240,10 +240,10 @@ def _is_hopper(device: torch.device) -> bool:
 @functools.cache
 def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config:
     """As many programs as some 132 multiprocessors hold, one or two each, whose memory they fill."""
-    block_m = min(max(triton.next_power_of_2(num_tokens), 32), 128)
-    columns, rows = triton.cdiv(num_tokens, block_m), 2 * n if swiglu else n
-    block_n = 128 if swiglu or columns * triton.cdiv(rows, 128) >= 200 else 64
-    tiles = columns * triton.cdiv(rows, block_n)
+    block_m = min(max(next_power_of_2(num_tokens), 32), 128)
+    columns, rows = cdiv(num_tokens, block_m), 2 * n if swiglu else n
+    block_n = 128 if swiglu or columns * cdiv(rows, 128) >= 200 else 64
+    tiles = columns * cdiv(rows, block_n)
     parts = 1 if swiglu else max(min(264 // tiles, 4, row_bytes // 512), 1)
     room = SHARED_BYTES if tiles * parts <= 132 else SHARED_BYTES // 2
     return Config(block_n, block_m, min(room // (block_n * 64 + halves * block_m * 128), 10), parts)
@@ -290,7 +290,7 @@ def launch(
     own = config.block_n // (2 if swiglu else 1)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     sums = torch.empty(config.parts, num_tokens, n, dtype=torch.float32, device=x.device) if split else out
-    _tiles_quantized_kernel[(triton.cdiv(num_tokens, config.block_m) * triton.cdiv(n, own), config.parts)](
+    _tiles_quantized_kernel[(cdiv(num_tokens, config.block_m) * cdiv(n, own), config.parts)](
         _boxes(x, config.block_m, 128), _boxes(codes, own, 64), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         out if bias is None else bias, out if residual is None else residual, sums, num_tokens, N=n, K=weight.num_channels,
@@ -301,7 +301,7 @@ def launch(
         num_warps=config.block_n // 16, **pdl_options(x.device),
     )  # fmt: skip
     if split:
-        _sum_parts_kernel[(triton.cdiv(out.numel(), 1024),)](
+        _sum_parts_kernel[(cdiv(out.numel(), 1024),)](
             sums, out if bias is None else bias, out if residual is None else residual, out, out.numel(), N=n,
             PARTS=config.parts, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=1024, num_warps=4,
             **pdl_options(x.device),

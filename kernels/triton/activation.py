@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def _gated(x: Tensor, gelu: bool) -> Tensor:
     x = x.reshape(x.numel() // (2 * width), 2 * width)
     assert x.stride(1) == 1
     if len(x):
-        block = min(triton.next_power_of_2(width), 1024)
-        grid = (len(x), triton.cdiv(width, block))
+        block = min(next_power_of_2(width), 1024)
+        grid = (len(x), cdiv(width, block))
         _gated_kernel[grid](
             x, out, x.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4, **pdl_options(x.device)
         )  # fmt: skip

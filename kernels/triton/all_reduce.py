@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
 
 BLOCK = 512  # words of 32 bits that a program sums
 
@@ -99,7 +99,7 @@ def all_reduce(
     out = x if residual is None else residual
     assert out.is_contiguous()
     assert out.dtype == x.dtype
-    _all_reduce_kernel[(triton.cdiv(words, BLOCK),)](
+    _all_reduce_kernel[(cdiv(words, BLOCK),)](
         x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), out.view(-1).view(torch.int32), buffers, calls, words,
         RANK=rank, SIZE=len(buffers), CAPACITY=capacity, ADD=residual is not None, WIDE=x.dtype == torch.float32,
         BLOCK=BLOCK, num_warps=4, **pdl_options(x.device),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.block_sparse import BlockSparse
 from kernels.plan import DecodePlan
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
     LOG2E,
     first_local_block,
@@ -85,7 +85,7 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     _plan_kernel[(num_programs,)](
         context_lens, rows, plan.work, len(context_lens),
         NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, **_sparse_options(plan), MIN_TILES=plan.min_tiles,
-        BLOCK_B=max(16, triton.next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
+        BLOCK_B=max(16, next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
     )  # fmt: skip
 
 
@@ -421,8 +421,8 @@ def paged_attention_decode(
         plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, next_power_of_2(group)),
+        HEAD_DIM=head_dim, D_PAD=max(16, next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, PLAN_WINDOW=plan.window,
         **_sparse_options(plan), SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

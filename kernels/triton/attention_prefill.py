@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.block_sparse import BlockSparse
 from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
     LOG2E,
     first_local_block,
@@ -224,7 +224,7 @@ def paged_attention_prefill(
         query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_HEADS=num_heads, KV_GROUP=num_heads // num_kv_heads, GROUP=num_heads // packed, HEAD_DIM=head_dim,
-        D_PAD=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m,
+        D_PAD=max(16, next_power_of_2(head_dim)), BLOCK_M=block_m,
         TILE_Q=step, BLOCK_N=tile_keys if sparse is None else min(tile_keys, sparse.block), PAGE=page, WINDOW=window,
         SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
 
@@ -70,10 +70,10 @@ def store_kv(
     assert key_cache.stride(3) == 1
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     if num_tokens:
-        heads = min(triton.next_power_of_2(num_kv_heads), HEADS_PER_PROGRAM)
-        _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, heads))](
+        heads = min(next_power_of_2(num_kv_heads), HEADS_PER_PROGRAM)
+        _store_kv_kernel[(num_tokens, cdiv(num_kv_heads, heads))](
             key, value, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale,
             key.stride(0), value.stride(0), *key_cache.stride()[:3],
-            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
+            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D_PAD=next_power_of_2(head_dim), HEADS=heads,
             BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(key.device),
         )  # fmt: skip

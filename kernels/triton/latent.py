@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.plan import latent_tile_queries, latent_tile_rows, make_prefill_tiles
+from kernels.triton.launch import cdiv, next_power_of_2
 
 MAX_SPLITS = 64
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -89,11 +90,11 @@ def absorb_and_store(
     assert query.stride(2) == latent.stride(1) == cache.stride(3) == cos_sin.stride(1) == 1
     out = query.new_empty(num_tokens, num_heads, size + rotary)
     heads = 16
-    _rotate_and_store_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
+    _rotate_and_store_kernel[(num_tokens, 1 + cdiv(num_heads, heads))](
         query, latent, norm_weight, positions, cos_sin, cache, slot_mapping, out, eps,
         query.stride(0), query.stride(1), latent.stride(0), cache.stride(0), cache.stride(2), cos_sin.stride(0),
         out.stride(0), out.stride(1), H=num_heads, N=plain, L=size, R=rotary, BLOCK_SIZE=cache.shape[2],
-        L_PAD=triton.next_power_of_2(size), HALF_PAD=triton.next_power_of_2(rotary // 2), HEADS=heads,
+        L_PAD=next_power_of_2(size), HALF_PAD=next_power_of_2(rotary // 2), HEADS=heads,
         INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     torch.bmm(query[..., :plain].transpose(0, 1), key_up, out=out[..., :size].transpose(0, 1))
@@ -208,8 +209,8 @@ def _attend(
         query, cache, block_tables, rows, rows if query_start is None else query_start, context_lens,
         rows if tiles is None else tiles, out, rows if sums is None else sums, scale, query.stride(0), query.stride(1),
         cache.stride(0), cache.stride(2), block_tables.stride(0), out.stride(0), out.stride(-2), H=num_heads, L=size,
-        R=width - size, L_PAD=triton.next_power_of_2(size), R_PAD=max(triton.next_power_of_2(width - size), 16),
-        BLOCK_SIZE=cache.shape[2], M=max(triton.next_power_of_2(queries * heads), 16), HEADS=heads, QUERIES=queries,
+        R=width - size, L_PAD=next_power_of_2(size), R_PAD=max(next_power_of_2(width - size), 16),
+        BLOCK_SIZE=cache.shape[2], M=max(next_power_of_2(queries * heads), 16), HEADS=heads, QUERIES=queries,
         KEYS=16 if wide else 32, SPLITS=grid[2], PREFILL=prefill, num_warps=8, num_stages=1 if wide else 2,
     )  # fmt: skip
 
@@ -226,7 +227,7 @@ def latent_attention_decode(
 ) -> Tensor:
     """See `kernels.reference.latent_attention_decode`."""
     num_seqs, num_heads, size = out.shape
-    groups = triton.cdiv(num_heads, latent_tile_rows(query.dtype))
+    groups = cdiv(num_heads, latent_tile_rows(query.dtype))
     splits = max(min(2 * _num_multiprocessors(query.device) // (num_seqs * groups), MAX_SPLITS), 1)
     if splits == 1:
         _attend(query, cache, block_tables, rows, None, context_lens, None, scale, out, None, (num_seqs, groups, 1))
@@ -236,8 +237,8 @@ def latent_attention_decode(
     grid = (num_seqs, groups, splits)
     _attend(query, cache, block_tables, rows, None, context_lens, None, scale, parts, sums, grid)
     _join_kernel[(num_seqs, num_heads)](
-        parts, sums, out, out.stride(0), out.stride(1), H=num_heads, L=size, L_PAD=triton.next_power_of_2(size),
-        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits), num_warps=4,
+        parts, sums, out, out.stride(0), out.stride(1), H=num_heads, L=size, L_PAD=next_power_of_2(size),
+        SPLITS=splits, SPLITS_PAD=next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -263,6 +264,6 @@ def latent_attention_prefill(
         tiles = torch.tensor(made, dtype=torch.int32, device=query.device).view(-1, 2)
     if not len(tiles):
         return out
-    grid = (len(tiles), triton.cdiv(query.shape[1], latent_tile_rows(query.dtype)), 1)
+    grid = (len(tiles), cdiv(query.shape[1], latent_tile_rows(query.dtype)), 1)
     _attend(query, cache, block_tables, rows, query_start, context_lens, tiles, scale, out, None, grid)
     return out

@@ -22,9 +22,21 @@ from triton.language.extra.cuda import gdc_launch_dependents as launch_dependent
 from triton.language.extra.cuda import gdc_wait as wait_for_inputs
 from triton.runtime.jit import JITFunction
 
-__all__ = ["compiling_only", "launch_dependents", "pdl_options", "prefetch", "wait_for_inputs"]
+__all__ = [
+    "cdiv", "compiling_only", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch", "wait_for_inputs",
+]  # fmt: skip
 
 MAX_COMPILE_THREADS = 16
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Of Triton's own, which kernels can call, too, one call takes as long as half a launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
 
 
 @contextlib.contextmanager

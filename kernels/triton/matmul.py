@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton import quantized
 from kernels.triton.activation import silu_and_mul
-from kernels.triton.launch import launch_dependents, pdl_options, prefetch, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
@@ -116,10 +116,10 @@ def _small(
     n = out.shape[1]
     choice = _small_config(n, k, swiglu)
     block_n, block_k = block_n or choice[0], block_k or choice[1]
-    _small_linear_kernel[(triton.cdiv(n, block_n),)](
+    _small_linear_kernel[(cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
-        M=triton.next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SWIGLU=swiglu,
+        M=next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SWIGLU=swiglu,
         BIAS=bias is not None, RESIDUAL=residual is not None, BYTES=x.element_size(), num_warps=num_warps or choice[2],
         **pdl_options(x.device),
     )  # fmt: skip
@@ -127,7 +127,7 @@ def _small(
 
 def _small_config(n: int, k: int, swiglu: bool) -> tuple[int, int, int]:
     """(BLOCK_N, BLOCK_K, warps): 64 weights for each thread in flight, in as many programs as there are."""
-    block_k = min(k & -k, 4096) if k & -k >= 512 else min(triton.next_power_of_2(k), 1024)
+    block_k = min(k & -k, 4096) if k & -k >= 512 else min(next_power_of_2(k), 1024)
     num_warps = 2 if block_k <= 1024 else 4
     block_n = max(num_warps * 32 * 64 // block_k // (2 if swiglu else 1), 1)
     return block_n, block_k, num_warps

@@ -20,16 +20,18 @@ from torch import Tensor
 from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
+    from kernels.hopper import quantized_experts
 else:
-    few = None  # type: ignore[assignment]
+    few = quantized_experts = None  # type: ignore[assignment]
 
 MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
+PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first"])
@@ -37,7 +39,8 @@ def _sort_kernel(
     ids, order, tiles, num_pairs, num_tiles, first,
     E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """order: the pairs, those of local expert 0 first. tiles [N, 3]: expert, first and end in `order`; expert -1: no tile.
+    """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
+    and end in `order`; expert -1: no tile.
 
     One program for each expert, which writes its pairs and its part of the tiles. That begins, if ONE_EACH, where its pairs
     begin, else so that there are enough up to the next expert's whatever the experts' pairs.
@@ -62,6 +65,9 @@ def _sort_kernel(
         same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
         tl.store(order + position + tl.cumsum(same, 0) - same, pair, mask=same == 1)
         position += tl.sum(same, 0)
+    if expert == E - 1:
+        for at in range(stop, num_pairs, BLOCK):
+            tl.store(order + at + offs, 0, mask=at + offs < num_pairs)
     if ONE_EACH:
         tile, end = start, stop
     else:
@@ -282,7 +288,7 @@ def _sort(ids: Tensor, count: int, first: int) -> Tiles:
     num_tiles = min(num_pairs, by_blocks)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     entries = torch.empty(num_tiles, 3, dtype=torch.int32, device=ids.device)
-    block = min(max(triton.next_power_of_2(num_pairs), 128), 8192)
+    block = min(max(next_power_of_2(num_pairs), 128), 8192)
     _sort_kernel[(count,)](
         ids, order, entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m, ONE_EACH=num_tiles < by_blocks,
         BLOCK=block, num_warps=min(block // 128, 16), **pdl_options(ids.device),
@@ -292,7 +298,7 @@ def _sort(ids: Tensor, count: int, first: int) -> Tiles:
 
 def _tile_height(pairs: float) -> int:
     """For experts with so many pairs on average: so that most experts' pairs fill one tile, or several."""
-    return min(max(triton.next_power_of_2(int(pairs + 2 * pairs**0.5)), 16), 128)
+    return min(max(next_power_of_2(int(pairs + 2 * pairs**0.5)), 16), 128)
 
 
 def _grouped(
@@ -325,7 +331,7 @@ def _grouped(
         config.block_n * codes.element_size() * (2 if activation else 1) + tiles.block_m * 2 * halves
     )
     num_stages = max(min(config.num_stages, _shared_memory(x.device) // step), 1)
-    _grouped_kernel[(len(tiles.entries) * triton.cdiv(n, config.block_n),)](
+    _grouped_kernel[(len(tiles.entries) * cdiv(n, config.block_n),)](
         x, codes, scale, zero, factor, _or(bias, x), weights, tiles.order, tiles.entries, out, x.stride(0),
         N=n, K=k, CHOSEN=chosen, ACTIVATION=activation, BIAS=bias is not None, GROUP=group, ROWS=rows, KIND=kind,
         HALVES=halves, ZERO=has_zero, FACTOR=has_factor, BLOCK_M=tiles.block_m,
@@ -366,10 +372,12 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
     block_n = 64 if gated else 128
     if many:
         return Config(block_n, block_k, 4, 3)
-    while block_n > 16 and len(tiles.entries) * triton.cdiv(n, block_n) < NUM_PROGRAMS:
+    while block_n > 16 and len(tiles.entries) * cdiv(n, block_n) < NUM_PROGRAMS:
         block_n //= 2
-    step = block_k * (block_n * size * (2 if gated else 1) + tiles.block_m * 2)
-    return Config(block_n, block_k, 4, min(max(28672 // step, 3), 5))
+    per_channel = block_n * size * (2 if gated else 1) + tiles.block_m * 2
+    while block_k > 32 and 3 * block_k * per_channel > PROGRAM_BYTES:
+        block_k //= 2
+    return Config(block_n, block_k, 4, min(max(PROGRAM_BYTES // (block_k * per_channel), 2), 5))
 
 
 def experts(
@@ -408,16 +416,41 @@ def experts(
             )
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
+    elif (cuts := _quantized_configs(x, gate_up, down, tiles := _sort(ids, count, first))) is not None:
+        _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles, cuts)
     else:
-        tiles = _sort(ids, count, first)
         _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
         _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
-    block = min(triton.next_power_of_2(hidden), 1024)
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    block = min(next_power_of_2(hidden), 1024)
+    _sum_kernel[(num_tokens, cdiv(hidden, block))](
         parts, ids, out, out, first, out.stride(0), N=hidden, E=count, CHOSEN=chosen, ADD=add_to is not None,
         BLOCK=block, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
     return out
+
+
+def _quantized_configs(x: Tensor, gate_up: Weight, down: Weight, tiles: Tiles) -> list[Any] | None:
+    """How `kernels.hopper.quantized_experts` cuts up both products, where it applies."""
+    if quantized_experts is None:
+        return None
+    configs = [quantized_experts.config(x, weight, tiles.block_m) for weight in (gate_up, down)]
+    return None if None in configs else configs
+
+
+def _multiply_quantized(
+    x: Tensor, weights: Tensor, gate_up: Any, down: Any, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, parts: Tensor, tiles: Tiles, configs: list[Any],
+) -> None:  # fmt: skip
+    """Both products, into `parts`."""
+    order, entries, block_m = tiles
+    num_pairs, width = len(order), quantized_experts.width(down)
+    allocate = torch.empty if width == down.num_channels else torch.zeros  # where there is no channel, there is a zero
+    inner = allocate(num_pairs, width, dtype=x.dtype, device=x.device)
+    in_order = quantized_experts.gather(x, order, gate_up, weights.shape[1])
+    quantized_experts.launch(
+        in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, configs[0], activation, down
+    )
+    quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m, configs[1])
 
 
 def _few_configs(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_HIDDEN = 16384  # a row must fit in one program's registers
 
@@ -46,7 +46,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     added = x if residual is None else residual.reshape(x.shape)
     assert x.stride(1) == added.stride(1) == weight.stride(0) == 1
     if len(x):
-        block = triton.next_power_of_2(hidden)
+        block = next_power_of_2(hidden)
         _rms_norm_kernel[(len(x),)](
             x, added, weight, out, total, x.stride(0), added.stride(0), eps,
             HIDDEN=hidden, BLOCK=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 16),

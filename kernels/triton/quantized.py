@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.activation import silu_and_mul
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
@@ -238,9 +238,9 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """See `kernels.reference.dequantize`."""
     out = torch.empty(len(weight), weight.num_channels, dtype=dtype, device=codes.device)
-    block = min(triton.next_power_of_2(codes.shape[1]), 2048)
+    block = min(next_power_of_2(codes.shape[1]), 2048)
     scale = _bytes(weight.scale)
-    _dequantize_kernel[(len(weight), triton.cdiv(codes.shape[1], block))](
+    _dequantize_kernel[(len(weight), cdiv(codes.shape[1], block))](
         _bytes(codes), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(weight.order, scale), out,
         ORDER=weight.order is not None, BLOCK=block, num_warps=4, **_constants(weight),
     )  # fmt: skip
@@ -262,11 +262,11 @@ def quantize_rows(
     is written to the last ones.
     """
     num_rows, k = x.shape
-    block = triton.next_power_of_2(k)
+    block = next_power_of_2(k)
     width = group or block
-    num_codes = triton.cdiv(num_rows, 4) * 4 if by_group else num_rows
+    num_codes = cdiv(num_rows, 4) * 4 if by_group else num_rows
     codes = torch.empty(num_codes, k, dtype=dtype, device=x.device)
-    shape = (num_codes, triton.cdiv(k, width))
+    shape = (num_codes, cdiv(k, width))
     strides = (1, num_codes) if by_group else (shape[1], 1)
     scale = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
     assert x.stride(1) == 1
@@ -287,12 +287,12 @@ def _multiplies_e4m3(device: torch.device) -> bool:
 def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     num_tokens, n = len(x), len(weight)
     out = x.new_empty(num_tokens, n)
-    block_m = min(max(triton.next_power_of_2(num_tokens), 16), 64)
+    block_m = min(max(next_power_of_2(num_tokens), 16), 64)
     block_n = 32 if n <= 8192 else 64
     scale, num_bytes = _bytes(weight.scale), weight.codes.shape[1]
     block_k = 128 if weight.group % 128 == num_bytes % 128 == 0 else 64
     in_group = weight.scale.shape[1] == 1 or weight.group % block_k == num_bytes % block_k == 0
-    _weight_only_kernel[(triton.cdiv(n, block_n), triton.cdiv(num_tokens, block_m))](
+    _weight_only_kernel[(cdiv(n, block_n), cdiv(num_tokens, block_m))](
         x, _bytes(weight.codes), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x), out,
         num_tokens, x.stride(0), N=n, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, IN_GROUP=in_group, num_warps=4, num_stages=4,
@@ -317,7 +317,7 @@ def _rounded(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm_weigh
         return out if bias is None or group == 0 else out.add_(bias)
     out = torch.empty(num_tokens, n, dtype=x.dtype, device=x.device)
     block_m = 64 if num_tokens <= 64 else 128
-    grid = (triton.cdiv(num_tokens, block_m) * triton.cdiv(n, 128),)
+    grid = (cdiv(num_tokens, block_m) * cdiv(n, 128),)
     _scaled_kernel[grid](
         codes, weight.codes, scale, weight.scale, _or(bias, out), out, num_tokens, N=n, K=k, GROUP=weight.group,
         ROWS=weight.rows, BY_ROW=weight.scale.stride(0), BY_GROUP=weight.scale.stride(1), BIAS=bias is not None, TILES=8,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -143,16 +143,16 @@ def rope_and_store(
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
+        heads = min(next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
         table = positions if cos_sin is None else cos_sin  # a pointer that is not read takes the place of None
-        _rope_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
+        _rope_kernel[(num_tokens, cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads))](
             qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
             out, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale, eps,
             qkv.stride(0), table.stride(0), *key_cache.stride()[:3],
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
-            HALF_PAD=triton.next_power_of_2(rotary_dim // 2),
-            REST_PAD=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-            D_PAD=triton.next_power_of_2(head_dim), HEADS=heads,
+            HALF_PAD=next_power_of_2(rotary_dim // 2),
+            REST_PAD=next_power_of_2(max(head_dim - rotary_dim, 1)),
+            D_PAD=next_power_of_2(head_dim), HEADS=heads,
             Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None, INTERLEAVED=interleaved,
             BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(qkv.device),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The routers of mixtures of experts, in Triton: the logits of all experts, then each token's best.
 
 Of few tokens a program computes one token's logits for some experts, and the RMSNorm before them; else the matrix unit
-does. A second kernel has one program for each token.
+does, or cuBLAS where nothing is float32. A second kernel has one program for each token.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe import Router
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
 MAX_FEW = 64  # tokens whose logits are not worth a tile of the matrix unit
@@ -180,10 +180,10 @@ def _few_logits(
     count = len(weight)
     logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
     normed = x if norm_weight is None else torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     num_warps = min(max(block // 512, 1), 8)
     block_e = max(min(num_warps * 32 * 32 // block, 4), 1)
-    _few_logits_kernel[(triton.cdiv(count, block_e), num_tokens)](
+    _few_logits_kernel[(cdiv(count, block_e), num_tokens)](
         x, x if norm_weight is None else norm_weight, weight, weight if bias is None else bias, normed, logits, eps,
         x.stride(0), E=count, HIDDEN=hidden, BLOCK_E=block_e, BLOCK=block, NORM=norm_weight is not None,
         BIAS=bias is not None, num_warps=num_warps, **pdl_options(x.device),
@@ -194,11 +194,14 @@ def _few_logits(
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_tokens, hidden = x.shape
     count = len(weight)
-    logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
     wide = torch.float32 in (x.dtype, weight.dtype)
+    if x.is_cuda and not wide:
+        logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+    logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
     block_m = 16 if num_tokens <= 2048 else 64
-    block_e = min(max(triton.next_power_of_2(count), 16), 64 if num_tokens <= 2048 else 128)
-    _logits_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(count, block_e))](
+    block_e = min(max(next_power_of_2(count), 16), 64 if num_tokens <= 2048 else 128)
+    _logits_kernel[(cdiv(num_tokens, block_m), cdiv(count, block_e))](
         x, weight, weight if bias is None else bias, logits, num_tokens, x.stride(0), E=count, HIDDEN=hidden,
         WIDE=wide, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=32 if wide else 128, num_warps=4,
         num_stages=3, **pdl_options(x.device),
@@ -217,8 +220,8 @@ def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tenso
             rule.scale, E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
             CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
             RENORMALISE=rule.renormalise, CORRECTION=correction is not None, SLOTS=slots is not None,
-            BLOCK_G=triton.next_power_of_2(groups), BLOCK_S=triton.next_power_of_2(count // groups),
-            BLOCK_C=triton.next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
+            BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
+            BLOCK_C=next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
     return ids, weights
 

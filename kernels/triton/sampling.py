@@ -23,7 +23,7 @@ from triton.language.extra import libdevice
 
 from kernels import reference
 from kernels.reference import Part
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.thresholds import is_filtered, sampling_thresholds
 
 NEG_INF, INF = tl.constexpr(float("-inf")), tl.constexpr(float("inf"))
@@ -151,7 +151,7 @@ def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
     assert logits.stride(1) == 1
     assert masks.is_contiguous()
     if batch:
-        _mask_kernel[(batch, triton.cdiv(vocab_size, PIECE))](
+        _mask_kernel[(batch, cdiv(vocab_size, PIECE))](
             logits, masks, mask_of, logits.stride(0), masks.shape[1], vocab_size,
             PIECE=PIECE, num_warps=4, **pdl_options(logits.device),
         )  # fmt: skip
@@ -173,7 +173,7 @@ def sample(
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1
     assert part != Part.REST or (mask_of is not None and out is not None)
-    num_pieces, pdl = triton.cdiv(vocab_size, PIECE), pdl_options(logits.device)
+    num_pieces, pdl = cdiv(vocab_size, PIECE), pdl_options(logits.device)
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device) if out is None else out
     if batch == 0:
         return token_ids
@@ -188,6 +188,6 @@ def sample(
     )  # fmt: skip
     _reduce_kernel[(batch,)](
         *filters, masks, best_values, best_tokens, token_ids, vocab_size,
-        NUM_PIECES=num_pieces, BLOCK=triton.next_power_of_2(num_pieces), PART=part.value, num_warps=1, **pdl,
+        NUM_PIECES=num_pieces, BLOCK=next_power_of_2(num_pieces), PART=part.value, num_warps=1, **pdl,
     )  # fmt: skip
     return token_ids

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 NEG_INF = tl.constexpr(float("-inf"))
 PIECE = 4096  # tokens for each program of the first and third kernel
@@ -332,8 +332,8 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     The logits' row stride is free.
     """
     (batch, vocab_size), device, stride = logits.shape, logits.device, logits.stride(0)
-    num_pieces = triton.cdiv(vocab_size, PIECE)
-    pieces = triton.next_power_of_2(num_pieces)
+    num_pieces = cdiv(vocab_size, PIECE)
+    pieces = next_power_of_2(num_pieces)
     few, many = (min(max(n // pieces, 1), PIECE) for n in (FEW_ASIDE, MANY_ASIDE))
     shift, pdl = _dropped_bits(logits.dtype), pdl_options(device)
     floats = torch.empty(3, batch, dtype=torch.float32, device=device)

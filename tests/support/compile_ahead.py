@@ -295,7 +295,9 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
 ]
 
-HOPPER = ("kernels.hopper.attention_prefill", "kernels.hopper.quantized_tiles")  # for compute capability 9.0 alone
+HOPPER = tuple(  # for compute capability 9.0 alone
+    f"kernels.hopper.{name}" for name in ("attention_prefill", "quantized_experts", "quantized_tiles")
+)
 
 
 class Driver:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,8 @@ class Pointers:
         mask, offsets, value = torch.broadcast_tensors(mask, self.offsets, value)
         inside = offsets[mask]
         assert len(inside.unique()) == len(inside)
+        if not len(inside):
+            return
         torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))[inside] = value[mask]
 
 
@@ -87,10 +90,8 @@ class Joined:
 class Descriptor:
     """Of a tensor whose boxes are copied; what lies outside of it is zero."""
 
-    def __init__(
-        self, tensor: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: object
-    ) -> None:
-        self.tensor, self.block_shape = tensor, block_shape
+    def __init__(self, tensor: Tensor, block_shape: list[int]) -> None:
+        self.tensor, self.block_shape, self.dtype = tensor, block_shape, tensor.dtype
         self.block_type = SimpleNamespace(nbytes=block_shape[0] * block_shape[1] * tensor.element_size())
 
     def copy(self, at: list[int], barrier: object, shared: Shared) -> None:
@@ -99,6 +100,11 @@ class Descriptor:
         out = box.new_zeros(self.block_shape)
         out[: box.shape[0], : box.shape[1]] = box
         shared.store(out)
+
+
+class Constant:
+    def __new__(cls, value: Any) -> Any:
+        return value
 
 
 class Kernel:
@@ -128,7 +134,7 @@ def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: 
     def layout(*args: object, **options: object) -> None: ...
 
     gluon = SimpleNamespace(
-        constexpr=object, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, uint8=torch.uint8,
+        constexpr=Constant, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, uint8=torch.uint8,
         int16=torch.int16, int32=torch.int32, static_range=range, where=_where,
         max=torch.amax, min=torch.amin, rsqrt=torch.rsqrt, exp=torch.exp,
         NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
@@ -148,7 +154,7 @@ def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: 
     if hasattr(module, "mma_v2"):
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
         monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True)
-    if hasattr(module, "TensorDescriptor"):
+    if hasattr(module, "tma"):
         _on_hopper(monkeypatch, module, gluon)
 
 
@@ -159,18 +165,29 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gluon: Simpl
 
     def nothing(*args: object, **options: object) -> None: ...
 
-    def product(a: Tensor, b: Tensor, total: Tensor, is_async: bool) -> Tensor:
-        return total + a.float() @ b.float()
+    def boxes(tensor: Tensor, rows: int, *columns: int) -> Descriptor:
+        """Also of as many columns as fill `swizzle` bytes, if only that is given."""
+        return Descriptor(tensor, [rows, columns[0] if columns[1:] else columns[0] // 2])
 
+    def product(a: Tensor | Shared, b: Tensor, total: Tensor, is_async: bool) -> Tensor:
+        return total + (a.value if isinstance(a, Shared) else a).float() @ b.float()
+
+    def one_after_another(partitions: list[tuple[Any, tuple[Any, ...]]], *_: object) -> None:
+        """The last one brings what the others take, so there must be a stage for each step."""
+        for body, args in reversed(partitions):
+            body(*args)
+
+    gluon.warp_specialize = one_after_another
     replacements = {
-        "TensorDescriptor": Descriptor,
-        "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing),
+        "_boxes": boxes,
+        "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing, arrive=nothing),
         "tma": SimpleNamespace(async_copy_global_to_shared=Descriptor.copy),
         "fence_async_shared": nothing,
         "warpgroup_mma": product,
         "warpgroup_mma_init": lambda total: total,
-        "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
+        "warpgroup_mma_wait": lambda outstanding, deps: tuple(deps) if deps[1:] else deps[0],
         "_is_hopper": lambda device: True,
     }
     for name, value in replacements.items():
-        monkeypatch.setattr(module, name, value)
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
