@@ -50,7 +50,5 @@ class FairExecutor:
         except BaseException as error:
             future.set_exception(error)
         finally:
-            del (
-                future,
-                call,
-            )  # the error's traceback holds this frame: else all that was asked for would wait for the collector
+            # The error's traceback holds this frame: else all that was asked for would wait for the collector.
+            del future, call
