@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not a {type(value).__name__}; download it again")
     return value
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json of the model in `folder`, with `overrides` merged over it key by key. ModelError as of `read_json`."""
+    return _merged(read_json(folder / "config.json"), overrides or {})
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Where both have an object under one key, these are merged; else what is in `over` counts."""
+    found = dict(under)
+    for name, value in over.items():
+        own = found.get(name)
+        found[name] = _merged(own, value) if isinstance(own, dict) and isinstance(value, dict) else value
+    return found
 
 
 def listing(folder: Path, limit: int = 8) -> str:
