@@ -213,11 +213,12 @@ class Scheduler(LaunchedSteps):
     def _give_way(self) -> bool:
         """Preempt the last running request when the first waiting one lacks a row or blocks and should have them."""
         queues = self.queues
-        if queues.should_give_way():
-            if len(queues.running) == self.max_num_seqs or self._lacks_blocks(queues.first_waiting()):
-                self._preempt_last()
-                return True
-        return False
+        if not queues.should_give_way():
+            return False
+        if len(queues.running) < self.max_num_seqs and not self._lacks_blocks(queues.first_waiting()):
+            return False
+        self._preempt_last()
+        return True
 
     def _num_cached(self, request: Request) -> int:
         """Tokens of it that the prefix cache holds."""
