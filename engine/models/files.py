@@ -10,6 +10,7 @@ from typing import Any
 from engine.models.errors import ModelError
 
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
+_ROPE = ("rope_scaling", "rope_parameters")  # two spellings of one thing: overrides may have the other one
 
 
 def load_json(path: Path) -> Any:
@@ -36,7 +37,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """config.json of the model in `folder`, with `overrides` merged over it key by key. ModelError as of `read_json`."""
-    return _merged(read_json(folder / "config.json"), overrides or {})
+    config, over = read_json(folder / "config.json"), dict(overrides or {})
+    for name, other in (_ROPE, _ROPE[::-1]):
+        if over.get(name) and other not in over and config.get(other):
+            over[other] = over.pop(name)
+    return _merged(config, over)
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

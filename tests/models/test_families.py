@@ -279,5 +279,8 @@ def test_overrides_are_merged_over_the_file(tmp_path: Path) -> None:
         "b": [2],
         "d": {"e": None},
     }
+    assert read_config(tmp_path, {"rope_scaling": {"factor": 4}})["rope_parameters"]["factor"] == 4, (
+        "the other spelling"
+    )
     with pytest.raises(ModelError, match=r"config\.json with hf_overrides: architecture 'X' is not supported"):
         read_spec(tmp_path, {"architectures": ["X"]})
