@@ -121,7 +121,7 @@ def check_graphs(checks: Checks) -> None:
                     found = [
                         next(iter(of_token.values())).logprob
                         for answer in answers
-                        for of_token in answer.prompt_logprobs
+                        for of_token in answer.prompt_logprobs or []
                         if of_token
                     ]
                     logprobs.append(torch.tensor(found))
