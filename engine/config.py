@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
 QUANTIZATIONS = ("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+MAX_OVERRIDES = 1 << 16  # characters
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,11 @@ class EngineConfig:
         "auto",
         "sampling defaults: auto takes the model's generation_config.json, vllm takes none, else a folder that has one",
         metavar="auto|vllm|FOLDER",
+    )
+    hf_overrides: dict[str, Any] | None = flag(  # noqa: RUF009
+        None,
+        "merged over config.json, nested objects key by key, such as '{\"max_position_embeddings\": 65536}'",
+        metavar="JSON",
     )
     dtype: str = flag(
         "auto",
@@ -169,6 +179,8 @@ class EngineConfig:
         check(self)
         if not self.model:
             raise ConfigError("model is missing: name a folder with a model's files, or a Hugging Face id")
+        if self.hf_overrides is not None:
+            object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
@@ -193,3 +205,16 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """GPUs that hold the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def _as_json(overrides: dict[str, Any]) -> dict[str, Any]:
+    """The object as JSON and the engine process read it. `ConfigError` when they cannot, or when it is too large."""
+    try:
+        text = json.dumps(overrides)
+        found: dict[str, Any] = json.loads(text)
+        msgspec.msgpack.encode(found)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"hf_overrides must be a JSON object ({error})") from None
+    if len(text) > MAX_OVERRIDES:
+        raise ConfigError(f"hf_overrides must be at most {MAX_OVERRIDES} characters, got {len(text)}")
+    return found

@@ -123,7 +123,7 @@ class Engine:
         Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
         """
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-        spec = read_spec(folder) if spec is None else spec
+        spec = read_spec(folder, config.hf_overrides) if spec is None else spec
         if config.distributed_executor_backend == "ray":  # which chooses the GPUs, before the device is looked for
             build_runner = partial(build_runner, launcher=_launcher(config, folder))
         if lost is not None and config.num_ranks > 1:

@@ -130,7 +130,7 @@ class Setting:
             if self.kind in (list, tuple):
                 return [item.strip() for item in text.split(",") if item.strip()]
             return json.loads(text) if self.kind is dict else text
-        except ValueError:
+        except (ValueError, RecursionError):  # of JSON that is nested too deeply
             return text
 
     def _in_range(self, value: Any) -> bool:

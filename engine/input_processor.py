@@ -16,6 +16,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import MAX_TAGS, StructuredOutputs, Tag, Tags
 from engine.errors import ConfigError, TagsError
 from engine.models.classifier import Classifier, read_classifier
+from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
@@ -69,7 +70,7 @@ class InputProcessor:
         folder = resolve_model(
             config.model, revision=config.revision, download_dir=config.download_dir, progress=progress
         )
-        spec = read_spec(folder)
+        spec = read_spec(folder, config.hf_overrides)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
         return cls(
             folder,
@@ -80,7 +81,7 @@ class InputProcessor:
             context_length(config, spec),
             config.max_logprobs,
             read_pooling(folder) if config.pooling == "auto" else config.pooling,
-            None if config.load_format == "dummy" else read_classifier(folder, spec.architecture, spec.hidden_size),
+            None if config.load_format == "dummy" else _read_classifier(config, folder, spec, tokenizer),
         )
 
     def with_context(self, max_model_len: int) -> InputProcessor:
@@ -287,6 +288,17 @@ def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(
         resolve_model(config.tokenizer, revision=config.revision, download_dir=config.download_dir, weights=False)
     )
+
+
+def _read_classifier(
+    config: EngineConfig, folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None
+) -> Classifier | None:
+    def token_id(token: str) -> int | None:
+        if tokenizer is None:
+            raise ModelError("a classifier made of tokens needs the tokenizer: leave skip_tokenizer_init out")
+        return tokenizer.token_to_id(token)
+
+    return read_classifier(folder, spec.architecture, spec.hidden_size, config.hf_overrides, token_id)
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> Vocabulary:

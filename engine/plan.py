@@ -235,7 +235,7 @@ def on_all_gpus(config: EngineConfig) -> Iterator[Plan]:
 def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
     """Its folder, where downloaded without its weights, and its specification with the formats that it is to have."""
     folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir, weights=False)
-    spec = read_spec(folder)
+    spec = read_spec(folder, config.hf_overrides)
     return folder, replace(spec, quantization=choose_quantization(spec.quantization, config.quantization))
 
 

@@ -191,7 +191,7 @@ def open_store(
     assert config.prefix_cache_file is not None
     path, start = Path(config.prefix_cache_file).expanduser(), time.monotonic()
     identity = {
-        "model": fingerprint(folder),
+        "model": fingerprint(folder, config.hf_overrides),
         "seed": str(config.seed) if config.load_format == "dummy" or config.calculate_kv_scales else "",
         "dtype": f"{options.dtype}, {options.kv_dtype}, scales calculated: {options.calculate_kv_scales}",
         "quantization": str(config.quantization),

@@ -62,7 +62,9 @@ class ServerConfig:
     enable_request_id_headers: bool = flag(True, "answer with an X-Request-Id header, the client's own if it sent one")
 
     chat_template: str | None = flag(
-        None, "file with a Jinja chat template, or the template itself, instead of the model's", metavar="FILE"
+        None,
+        "file with a Jinja chat template, or the template itself, instead of the model's; of a reranker: writes the pairs",
+        metavar="FILE",
     )
     default_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009
         {}, "variables for the chat template, which requests may override"

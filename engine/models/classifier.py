@@ -9,17 +9,19 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import mul, sub
 from pathlib import Path
 from typing import Any, Literal
 
 from engine.models.errors import ModelError
-from engine.models.files import read_json
+from engine.models.files import read_config, read_json
 
 SUFFIX = "ForSequenceClassification"  # of architectures
 HEAD = "score.weight"
+TOKENS = "classifier_from_token"  # in config.json: the head is made of the output head's rows of these tokens
+_OUTPUT_HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "embed_tokens.weight")
 MAX_LABELS = 4096
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -56,12 +58,24 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def read_classifier(folder: Path, architecture: str, hidden_size: int) -> Classifier | None:
-    """The head of the model in `folder`; None: it is no classifier. ModelError when it lacks one, or has another."""
+def read_classifier(
+    folder: Path,
+    architecture: str,
+    hidden_size: int,
+    overrides: Mapping[str, Any] | None = None,
+    token_id: Callable[[str], int | None] = lambda token: None,
+) -> Classifier | None:
+    """The head of the model in `folder`; None: it is no classifier. ModelError when it lacks one, or has another.
+
+    overrides: as of `read_config`. token_id: of a token of the vocabulary.
+    """
     if not architecture.endswith(SUFFIX):
         return None
-    config = read_json(folder / "config.json")
-    weights = _read_head(folder, hidden_size)
+    config = read_config(folder, overrides)
+    if TOKENS in config:
+        weights = _head_of_tokens(folder, hidden_size, config, token_id)
+    else:
+        weights = _read_rows(folder, (HEAD,), hidden_size)
     names = config.get("id2label")
     names = names if isinstance(names, dict) else {}
     labels = [str(names.get(str(index), f"LABEL_{index}")) for index in range(len(weights))]
@@ -77,38 +91,73 @@ def _is_identity(config: dict[str, Any]) -> bool:
     return str(named or config.get("sbert_ce_default_activation_function", "")).endswith("Identity")
 
 
-def _read_head(folder: Path, hidden_size: int) -> list[array[float]]:
-    name = "model.safetensors"
-    if not (folder / name).is_file():
+def _head_of_tokens(
+    folder: Path, hidden_size: int, config: Mapping[str, Any], token_id: Callable[[str], int | None]
+) -> list[array[float]]:
+    """A label for each token; of two, whose softmax is asked for, the one label whose sigmoid is the second's probability."""
+    path, tokens, method = folder / "config.json", config[TOKENS], config.get("method")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ModelError(f"{path}: {TOKENS!r} must be a list of tokens, got {tokens!r}")
+    if not 1 <= len(tokens) <= MAX_LABELS:
+        raise ModelError(f"{path}: {TOKENS!r} must be 1 to {MAX_LABELS} tokens, got {len(tokens)}")
+    is_softmax = config.get("is_original_qwen3_reranker") is True or method == "from_2_way_softmax"
+    if not is_softmax and method != "no_post_processing":
+        raise ModelError(
+            f"{path}: {TOKENS!r} needs 'is_original_qwen3_reranker': true, or a 'method': from_2_way_softmax or "
+            f"no_post_processing, got {method!r}"
+        )
+    if is_softmax and len(tokens) != 2:
+        raise ModelError(f"{path}: {TOKENS!r} must be two tokens, got {tokens!r}")
+    ids = [token_id(token) for token in tokens]
+    if None in ids:
+        raise ModelError(f"{path}: {TOKENS!r}: {tokens[ids.index(None)]!r} is no token of the vocabulary")
+    tied = config.get("tie_word_embeddings")
+    names = (*_EMBEDDINGS, _OUTPUT_HEAD) if tied is True else (_OUTPUT_HEAD, *_EMBEDDINGS)
+    rows = _read_rows(folder, names, hidden_size, [index for index in ids if index is not None])
+    return [array("f", map(sub, rows[1], rows[0]))] if is_softmax else rows
+
+
+def _read_rows(
+    folder: Path, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None = None
+) -> list[array[float]]:
+    """Rows of the first of these tensors that is stored; None: all, which are few."""
+    file = "model.safetensors"
+    if not (folder / file).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")
-        name = weight_map.get(HEAD, "") if isinstance(weight_map, dict) else ""
-        if not isinstance(name, str) or not name or Path(name).name != name:
-            raise ModelError(f"{folder / _INDEX}: names no file that has {HEAD!r}, the classifier's head")
-    path = folder / name
+        files = [weight_map[name] for name in names if name in weight_map] if isinstance(weight_map, dict) else []
+        file = files[0] if files else ""
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ModelError(f"{folder / _INDEX}: names no file that has {names[0]!r}, the classifier's head")
+    path = folder / file
     try:
-        return _read_rows(path, hidden_size)
+        return _read_from(path, names, hidden_size, indices)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ModelError(f"{path}: {HEAD!r}, the classifier's head, cannot be read ({error})") from None
+        raise ModelError(f"{path}: {names[0]!r}, the classifier's head, cannot be read ({error})") from None
 
 
-def _read_rows(path: Path, hidden_size: int) -> list[array[float]]:
-    """The tensor as rows of floats. A file begins with the length of its header, which is JSON."""
+def _read_from(path: Path, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None) -> list[array[float]]:
+    """The same of one file, which begins with the length of its header, which is JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise ValueError("the header is too long")
-        entry = json.loads(file.read(length))[HEAD]
-        kind, (num_labels, width), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if width != hidden_size or not 1 <= num_labels <= MAX_LABELS:
+        header = json.loads(file.read(length))
+        entry = header[next((name for name in names if name in header), names[0])]
+        kind, (num_rows, width), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if width != hidden_size or (indices is None and not 1 <= num_rows <= MAX_LABELS):
             raise ValueError(f"its shape is {entry['shape']}, and the hidden size {hidden_size}")
-        if end - start != num_labels * width * _SIZES[kind]:
+        if end - start != num_rows * width * _SIZES[kind]:
             raise ValueError(f"it has {end - start} bytes")
-        file.seek(8 + length + start)
-        data = file.read(end - start)
-    values = _floats(data, kind)
-    if len(values) != num_labels * width:
-        raise ValueError("the file is truncated")
-    return [values[index * width : (index + 1) * width] for index in range(num_labels)]
+        rows = []
+        for index in range(num_rows) if indices is None else indices:
+            if not 0 <= index < num_rows:
+                raise ValueError(f"it has {num_rows} rows, none for token {index}")
+            file.seek(8 + length + start + index * width * _SIZES[kind])
+            data = file.read(width * _SIZES[kind])
+            if len(data) != width * _SIZES[kind]:
+                raise ValueError("the file is truncated")
+            rows.append(_floats(data, kind))
+    return rows
 
 
 def _floats(data: bytes, kind: str) -> array[float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.models.errors import ModelError
 
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
+_ROPE = ("rope_scaling", "rope_parameters")  # two spellings of one thing: overrides may have the other one
 
 
 def load_json(path: Path) -> Any:
@@ -31,6 +33,24 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not a {type(value).__name__}; download it again")
     return value
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json of the model in `folder`, with `overrides` merged over it key by key. ModelError as of `read_json`."""
+    config, over = read_json(folder / "config.json"), dict(overrides or {})
+    for name, other in (_ROPE, _ROPE[::-1]):
+        if over.get(name) and other not in over and config.get(other):
+            over[other] = over.pop(name)
+    return _merged(config, over)
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Where both have an object under one key, these are merged; else what is in `over` counts."""
+    found = dict(under)
+    for name, value in over.items():
+        own = found.get(name)
+        found[name] = _merged(own, value) if isinstance(own, dict) and isinstance(value, dict) else value
+    return found
 
 
 def listing(folder: Path, limit: int = 8) -> str:

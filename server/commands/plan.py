@@ -195,5 +195,5 @@ def _given(config: EngineConfig) -> list[str]:
         if isinstance(value, bool):
             words.append(setting.option if value else setting.option.replace("--", "--no-", 1))
         else:
-            words += [setting.option, shlex.quote(str(value))]
+            words += [setting.option, shlex.quote(json.dumps(value) if isinstance(value, dict) else str(value))]
     return words

@@ -10,7 +10,6 @@ ADVICE = {
     "--trust-remote-code": "code that comes with models is never run; leave it out",
     "--hf-token": "set HF_TOKEN in the environment",
     "--tokenizer-mode": "there is one tokenizer; leave it out",
-    "--hf-overrides": "change config.json in the model's folder",
     "--override-generation-config": "give the parameters in requests, or a folder to --generation-config",
     "--enable-chunked-prefill": _ALWAYS,
     "--async-scheduling": _ALWAYS,

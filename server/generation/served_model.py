@@ -102,6 +102,8 @@ class ServedModel:
         self.readiness = readiness
         self.started = int(time.time())
         self.template, self._no_template = self._load_template()
+        # Of pairs to be compared: only one that was given for it, since rerankers inherit chats' from what they are made of.
+        self._pair_template = self.template if settings.chat_template is not None else None
         source = self.template.source if self.template is not None else ""
         self.tool_format = find_tool_format(settings.tool_call_parser, source)
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
@@ -200,7 +202,9 @@ class ServedModel:
         given = request.prompt
         check = self._check_length if is_to_fit and request.truncate_prompt_tokens is None else None
         if isinstance(given, list):
-            num_chars = sum(len(each[0]) + len(each[1]) if isinstance(each, tuple) else len(each) for each in given)
+            num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in given)
+            if self._pair_template is not None:
+                num_chars += len(given) * len(self._pair_template.source)
             return await self.in_thread(
                 self._encode_texts,
                 given,
@@ -230,10 +234,22 @@ class ServedModel:
         ]
 
     def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, check: CheckText | None) -> list[Prompt]:
-        for each in given:
+        prompts = [self._rendered(each) if isinstance(each, tuple) else each for each in given]
+        for each in prompts:
             if check is not None and not isinstance(each, list):
                 check(each if isinstance(each, str) else "".join(each))
-        return [Prompt(self._encode_text(each, add_special_tokens)) for each in given]
+        return [Prompt(self._encode_text(each, add_special_tokens)) for each in prompts]
+
+    def _rendered(self, pair: tuple[str, str]) -> str | tuple[str, str]:
+        """What the template makes of two texts that are to be compared."""
+        if self._pair_template is None:
+            return pair
+        messages = [{"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
+        variables = self.settings.default_chat_template_kwargs
+        try:
+            return self._pair_template.render(messages, add_generation_prompt=False, **variables)
+        except ChatTemplateError as error:
+            raise APIError(400, f"the chat template refuses the texts: {error}", lead=None) from None
 
     def _encode_text(self, given: str | list[int] | tuple[str, str], add_special_tokens: bool) -> list[int]:
         if isinstance(given, list):

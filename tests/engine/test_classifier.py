@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, EngineConfig
+from engine.core.pooling_params import PoolingParams
 from engine.input_processor import InputProcessor
 from engine.models.classifier import Classifier, read_classifier
 from engine.models.errors import ModelError
+from tests.support import fake_engine
+from tests.support.live_server import run_server
 
 PROMPTS = [[(7 * i + k * k) % 250 for k in range(n)] for i, n in enumerate((1, 16, 33))]
 SMALL: dict[str, Any] = {
@@ -53,6 +57,95 @@ def test_scores_are_those_of_transformers(family: str, num_labels: int, tmp_path
         assert classifier.scores(output.outputs.embedding, activated=False) == pytest.approx(logits.tolist(), abs=1e-4)
         expected = logits.sigmoid() if num_labels == 1 else logits.softmax(0)
         assert classifier.scores(output.outputs.embedding) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def reranker(folder: Path, tied: bool) -> Any:
+    """A random generating model of transformers, saved in `folder` with a tokenizer whose vocabulary has "yes" and "no"."""
+    import transformers
+
+    config = transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=tied, dtype="float32")
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    model.lm_head.weight.data.normal_(std=0.1)  # scores are neither 0 nor 1
+    model.save_pretrained(folder)
+    vocabulary = {character: index for index, character in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    merges = [("e", "s"), ("y", "es"), ("n", "o")]
+    vocabulary |= {"es": 26, "yes": 27, "no": 28}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges)).save(str(folder / "tokenizer.json"))
+    return model.eval()
+
+
+RERANKER = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_generating_model_scores_by_two_of_its_tokens(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/v1/score and /v1/rerank answer the probability of "yes" beside "no" as the next token."""
+    model = reranker(tmp_path, tied)
+    settings: dict[str, Any] = {"model": str(tmp_path), "hf_overrides": RERANKER, "dtype": "float32", "device": "cpu"}
+    processor = InputProcessor.load(EngineConfig(**settings))
+    llm = LLM(**settings, num_gpu_blocks_override=64)
+
+    def embedding_of(prompt: list[int], pooling: PoolingParams) -> list[float]:
+        (output,) = llm.embed([prompt], normalize=pooling.normalize, use_tqdm=False)
+        return output.outputs.embedding
+
+    monkeypatch.setattr(fake_engine, "embedding_of", embedding_of)
+    engine = fake_engine.FakeEngine()
+    engine.tokenizer, engine.classifier = processor.tokenizer, processor.classifier
+    engine.generates = processor.spec.has_head
+    query, documents = "whatisthis", ["anapple", "yesno", "z"]
+    expected = []
+    for document in documents:
+        assert processor.tokenizer is not None
+        ids = processor.tokenizer.encode(query) + processor.tokenizer.encode(document)
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        expected.append(logits[[28, 27]].softmax(0)[1].item())
+    with run_server(engine) as live:
+        scored = live.post("/v1/score", text_1=query, text_2=documents).json()["data"]
+        ranked = live.post("/v1/rerank", query=query, documents=documents).json()["results"]
+    llm.close()
+    assert [each["score"] for each in scored] == pytest.approx(expected, abs=1e-5)
+    assert [each["index"] for each in ranked] == sorted(range(3), key=lambda index: -expected[index])
+    assert [each["relevance_score"] for each in ranked] == pytest.approx(sorted(expected, reverse=True), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classifier_from_token": "yes"}, "must be a list of tokens, got 'yes'"),
+        ({"classifier_from_token": ["no"]}, "must be two tokens"),
+        ({"classifier_from_token": ["no", "maybe"]}, "'maybe' is no token of the vocabulary"),
+        (
+            {"is_original_qwen3_reranker": False, "method": "other"},
+            "from_2_way_softmax or no_post_processing, got 'other'",
+        ),
+        ({"classifier_from_token": ["no", "far"]}, "it has 3 rows, none for token 9"),
+    ],
+)
+def test_tokens_that_make_no_classifier(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"lm_head.weight": torch.ones(3, 8)}, tmp_path / "model.safetensors")
+    ids = {"no": 0, "yes": 1, "far": 9}
+    with pytest.raises(ModelError, match=message):
+        read_classifier(tmp_path, "Qwen3ForSequenceClassification", 8, RERANKER | changes, ids.get)
+
+
+def test_a_label_for_each_token(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"embed_tokens.weight": torch.arange(24.0).reshape(3, 8)}, tmp_path / "model.safetensors")
+    changes = {"classifier_from_token": ["c", "a"], "method": "no_post_processing"}
+    found = read_classifier(tmp_path, "GemmaForSequenceClassification", 8, changes, {"a": 0, "c": 2}.get)
+    assert found is not None
+    assert [list(row) for row in found.weights] == [[*range(16, 24)], [*range(8)]]
 
 
 def write(folder: Path, head: torch.Tensor, **config: Any) -> None:

@@ -180,7 +180,14 @@ def test_blocks_that_are_evicted_before_they_are_saved_are_left_out(
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": "bfloat16"}, {"block_size": 32}, {"kv_cache_dtype": "fp8"}, {"max_model_len": 1000}, {"model": "other"}],
+    [
+        {"dtype": "bfloat16"},
+        {"block_size": 32},
+        {"kv_cache_dtype": "fp8"},
+        {"max_model_len": 1000},
+        {"hf_overrides": {"rope_theta": 5000}},
+        {"model": "other"},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_what_another_model_or_setting_wrote_is_ignored(

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.model_shapes import SHAPES
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
+from engine.models.files import read_config
 from engine.models.generation_config import read_generation_config
 
 LLAMA = {
@@ -266,3 +267,20 @@ def test_what_mpt_may_not_have(read: Any) -> None:
     ):
         with pytest.raises(ModelError, match=message):
             read(**mpt, **changes)
+
+
+def test_overrides_are_merged_over_the_file(tmp_path: Path) -> None:
+    file = {"a": 1, "rope_parameters": {"factor": 2, "rope_type": "linear"}, "b": {"c": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    merged = read_config(tmp_path, {"rope_parameters": {"factor": 4}, "b": [2], "d": {"e": None}})
+    assert merged == {
+        "a": 1,
+        "rope_parameters": {"factor": 4, "rope_type": "linear"},
+        "b": [2],
+        "d": {"e": None},
+    }
+    assert read_config(tmp_path, {"rope_scaling": {"factor": 4}})["rope_parameters"]["factor"] == 4, (
+        "the other spelling"
+    )
+    with pytest.raises(ModelError, match=r"config\.json with hf_overrides: architecture 'X' is not supported"):
+        read_spec(tmp_path, {"architectures": ["X"]})

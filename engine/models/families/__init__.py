@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.models import classifier
 from engine.models.errors import ModelError
 from engine.models.families import experts, gemma4, llama_like, mpt, other_norms
 from engine.models.families.fields import Config
-from engine.models.files import read_json
+from engine.models.files import read_config
 from engine.models.generation_config import read_eos_token_ids
 from engine.models.pooling_config import is_embedding_model
 from engine.models.spec import ModelSpec
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The specification of the model in `folder`.
+def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The specification of the model in `folder`. `overrides`: as of `read_config`.
 
     End-of-text ids are those of generation_config.json, then those that only config.json names. ModelError names the
     file and the field that is missing, wrong or not supported.
     """
-    path = folder / "config.json"
-    config = read_json(path)
+    config = read_config(folder, overrides)
     try:
         spec = _family(config)(config)
+        if classifier.TOKENS in config and (spec.logits_multiplier != 1 or spec.logits_soft_cap):
+            raise ModelError(f"{classifier.TOKENS!r} is not supported where logits are scaled or capped")
     except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
+        overridden = " with hf_overrides" if overrides else ""
+        raise ModelError(f"{folder / 'config.json'}{overridden}: {error}") from None
     eos = dict.fromkeys((*read_eos_token_ids(folder), *spec.eos_token_ids))
     spec = replace(spec, eos_token_ids=tuple(eos))
     if spec.architecture in FAMILIES and not is_embedding_model(folder):

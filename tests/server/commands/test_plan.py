@@ -26,10 +26,11 @@ def test_a_model_on_a_gpu(tmp_path: Path, capsys: Capture) -> None:
     parser = Parser()
     add_flags(parser, EngineConfig)
     parser.parse_args(shlex.split(command)[3:])
-    assert main(["plan", model, "--gpu", "l40s", "-q", "fp8"]) == 0
+    overrides = '{"max_position_embeddings": 8000}'
+    assert main(["plan", model, "--gpu", "l40s", "-q", "fp8", "--hf-overrides", overrides]) == 0
     fitting = capsys.readouterr().out
-    assert "context 8,192" in fitting
-    assert fitting.rstrip().endswith(f"quire serve {model} --quantization fp8")
+    assert "context 8,000" in fitting
+    assert fitting.rstrip().endswith(f"quire serve {model} --hf-overrides '{overrides}' --quantization fp8")
 
 
 def test_as_json(tmp_path: Path, capsys: Capture) -> None:

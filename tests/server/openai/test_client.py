@@ -3,11 +3,14 @@
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import ValidationError
 
 from server.settings import ServerConfig
 from tests.support.fake_engine import ANSWER, FakeEngine
@@ -28,9 +31,7 @@ def client(live: Live) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def lenient_client(live: Live) -> Iterator[OpenAI]:
-    """For what OpenAI's own answers have beside the description: embeddings in base64, `finish_reason` null in streamed
-    completions.
-    """
+    """For the answers that the client's own types are wrong about: `REJECTED`."""
     with connect(live, strict=False) as client:
         yield client
 
@@ -91,10 +92,38 @@ def test_stream_helper(client: OpenAI) -> None:
     assert [choice.message.content for choice in final.choices] == [ANSWER] * 2
 
 
-def test_completions(lenient_client: OpenAI) -> None:
-    completion = lenient_client.completions.create(model="toy", prompt=["a", "b"], echo=True, max_tokens=1, stop=["x"])
+# What docs/clients.md says the strict client rejects → a call, and where the answer is not as the client's types have it.
+REJECTED: dict[str, tuple[Callable[[OpenAI], Any], str]] = {
+    "`responses.compact`": (lambda client: client.responses.compact(model="toy", input="Hi"), "output.0"),
+    "streamed completions": (
+        lambda client: list(client.completions.create(model="toy", prompt="a", max_tokens=3, stream=True)),
+        "choices.0.finish_reason",
+    ),
+    "completions with `echo`": (
+        lambda client: client.completions.create(model="toy", prompt="ab", max_tokens=3, echo=True, logprobs=1),
+        "choices.0.logprobs.t",
+    ),
+    "embeddings in base64": (lambda client: client.embeddings.create(model="toy", input="a"), "data.0.embedding"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_the_strict_client_rejects(name: str, client: OpenAI, lenient_client: OpenAI) -> None:
+    """Once the client accepts it, its row in docs/clients.md goes."""
+    assert f"\n| {name}" in (Path(__file__).parents[3] / "docs" / "clients.md").read_text(encoding="utf-8")
+    call, place = REJECTED[name]
+    call(lenient_client)
+    with pytest.raises(openai.APIResponseValidationError) as rejected:
+        call(client)
+    wrong = rejected.value.__cause__
+    assert isinstance(wrong, ValidationError)
+    assert all(".".join(map(str, each["loc"])).startswith(place) for each in wrong.errors()), "nothing else is wrong"
+
+
+def test_completions(client: OpenAI, lenient_client: OpenAI) -> None:
+    completion = client.completions.create(model="toy", prompt=["a", "b"], echo=True, max_tokens=1, stop=["x"])
     assert [choice.text for choice in completion.choices] == ["aG", "bG"]
-    completion = lenient_client.completions.create(model="toy", prompt=[1, 2], logprobs=1, max_tokens=2)
+    completion = client.completions.create(model="toy", prompt=[1, 2], logprobs=1, max_tokens=2)
     assert completion.choices[0].logprobs is not None
     assert completion.choices[0].logprobs.text_offset == [0, 1]
     pieces = lenient_client.completions.create(model="toy", prompt="a", max_tokens=100, stream=True)

@@ -3,13 +3,14 @@
 import math
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from engine.core.pooling_params import PoolingParams
 from engine.models.classifier import Classifier
+from server.settings import ServerConfig
 from tests.support.fake_engine import HIDDEN_SIZE, FakeEngine, embedding_of, make_tokenizer
 from tests.support.live_server import Live, run_server, wait_until
 
@@ -105,6 +106,27 @@ def test_a_cross_encoder_reads_pairs(vectors: Live) -> None:
         assert found[index] == pytest.approx(1 / (1 + math.exp(-logit(prompt))), abs=1e-6)
     raw = vectors.post("/score", text_1="ab", text_2="c", use_activation=False).json()["data"][0]["score"]
     assert raw == pytest.approx(logit(prompts[0]), abs=1e-5)
+
+
+def test_a_template_that_is_given_writes_the_pairs(serve: Callable[..., Live]) -> None:
+    """As vLLM has it: messages of the roles query and document. The model's own is for chats."""
+    template = (
+        "{% if messages[1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}{{ system }}"
+        "<{% for message in messages %}{{ message.role }}: {{ message.content }}|{% endfor %}>"
+    )
+    live = serve(FakeEngine(), ServerConfig(chat_template=template, default_chat_template_kwargs={"system": "S"}))
+    live.engine.generates = False
+    classifier(live, 1, "sigmoid")
+    tokenizer = make_tokenizer()
+    prompts = [tokenizer.encode(f"S<query: ab|document: {text}|>") for text in ("c", "de")]
+    scores = [entry["score"] for entry in live.post("/score", text_1="ab", text_2=["c", "de"]).json()["data"]]
+    assert [prompt for prompt, *_ in live.engine.embedded] == prompts
+    assert scores == pytest.approx([1 / (1 + math.exp(-logit(prompt))) for prompt in prompts], abs=1e-6)
+    refused = live.post("/rerank", query="ab", documents=["no"])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "the chat template refuses the texts: not that"
+    live.post("/classify", input="plain")
+    assert live.engine.embedded[-1][0] == tokenizer.encode("plain")
 
 
 @pytest.mark.parametrize("path", CLASSIFY)
