@@ -40,6 +40,7 @@ from engine.machine import environment
 from engine.models.shard import WHOLE
 from engine.models.spec import ModelSpec
 from engine.process import EngineLoop
+from engine.worker.cuda_graphs import PrefillShape
 from engine.worker.input_batch import PackedStep
 from engine.worker.model_runner import ModelRunner, StepHandle
 from engine.worker.options import RunnerOptions
@@ -80,7 +81,7 @@ class NoDevice(ModelRunner):
         return cls(spec, options)
 
     def _run_eagerly(
-        self, handle: StepHandle, packed: PackedStep, scored: list[int], pooled: list[int]
+        self, handle: StepHandle, packed: PackedStep, shape: PrefillShape | None, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
         return self.logits[: packed.num_seqs], self.tokens[: packed.num_seqs]
 

@@ -43,6 +43,14 @@ class AttentionMetadata:
     )
     sparse_plan: kernels.DecodePlan | None = None  # likewise, of block-sparse layers
     sparse_tiles: Tensor | None = None
+    # In a graph of steps that prefill, [num_decodes] int32: the contexts of the sequences that do decode, 0 of others. All
+    # sequences may have tiles, then, and `context_lens` are at least 1.
+    decode_lens: Tensor | None = None
+
+    @property
+    def first_prefill(self) -> int:
+        """Of the sequences that may have tiles, which count from it on."""
+        return self.num_decodes if self.decode_lens is None else 0
 
 
 class Attention(CheckpointModule):
@@ -191,17 +199,17 @@ def attend(
         sparse=spec.sparse,
         kv_scale=kv_scale,
     )
-    m, n = metadata, metadata.num_decodes
+    m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
     plan, tiles = (m.sparse_plan, m.sparse_tiles) if spec.sparse else (m.decode_plan, m.prefill_tiles)
     out = torch.empty_like(query)
     if n:
+        lens = m.context_lens[:n] if m.decode_lens is None else m.decode_lens
         kernels.paged_attention_decode(
-            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], m.context_lens[:n],
-            plan=plan, out=out[:n], **options,
-        )  # fmt: skip
-    if n < len(m.rows):
+            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=plan, out=out[:n], **options
+        )
+    if first < len(m.rows):
         kernels.paged_attention_prefill(
-            query, key_cache, value_cache, m.block_tables, m.rows[n:], m.query_start[n:], m.context_lens[n:],
+            query, key_cache, value_cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],
             tiles=tiles, out=out, **options,
         )  # fmt: skip
     return out

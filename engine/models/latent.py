@@ -96,15 +96,15 @@ def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: Late
 
     query [T, H, L + R], cache [num_blocks, 1, block_size, L + R] -> [T, H, L].
     """
-    m, n = metadata, metadata.num_decodes
+    m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
     out = query.new_empty(*query.shape[:2], spec.latent_dim)
     if n:
         kernels.latent_attention_decode(
             query[:n], cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=out[:n]
         )
-    if n < len(m.rows):
+    if first < len(m.rows):
         kernels.latent_attention_prefill(
-            query, cache, m.block_tables, m.rows[n:], m.query_start[n:], m.context_lens[n:],
+            query, cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],
             scale=spec.scale, out=out, tiles=m.prefill_tiles,
         )  # fmt: skip
     return out

@@ -144,7 +144,8 @@ class Router(CheckpointModule):
         if self.norm is not None:
             normed = x if residual.before is None else residual.before(x)
         if self.expert_scale is not None:
-            weights = weights * self.expert_scale[ids.clamp(min=0)]
+            # Also of ids that nothing wrote: while kernels are only compiled, none is an index.
+            weights = weights * self.expert_scale[ids.clamp(0, len(self.expert_scale) - 1)]
         if self.counts is not None:
             chosen = ids.flatten().long() + 1
             self.counts.index_add_(0, chosen, torch.ones_like(chosen))

@@ -1,13 +1,17 @@
-"""CUDA graphs of the decode step, for each padded batch size."""
+"""CUDA graphs: of decode steps, for each padded batch size, and of small steps that prefill, for each padded number of tokens."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
+import kernels
+from engine.core.batch import SchedulerOutput
 from engine.models.progress import Progress
 from engine.worker.device import Device, Graph
 
@@ -16,6 +20,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes worth a graph: 1, 2, 4, steps of 8 to 64, 16 to 256, 64 to 512, 128 to 1024; `max_num_seqs` is one of them."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, 1025, 128)]
     return sorted({s for s in sizes if s < max_num_seqs} | {min(max_num_seqs, 1024)})
+
+
+# Tokens of steps that prefill which are worth a graph. In larger ones the GPU takes longer than launching its kernels one by one.
+PREFILL_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 class DecodeGraphs:
@@ -64,3 +72,94 @@ class DecodeGraphs:
     def run_filtered(self, size: int) -> None:
         """Queue what follows the last step, which was of this size, for its filtered and masked sequences."""
         self._graphs[size][1].replay()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """A step that may prefill, as it is captured. What a step has less of is padding."""
+
+    num_tokens: int
+    num_seqs: int  # the last one is padding without tokens; the padding tokens are one sequence before it
+    num_decodes: int  # the first sequences, as far as they have one token each, may decode
+    num_tiles: Mapping[int, int]  # of prefill attention, by the queries in each
+
+    @classmethod
+    def of_size(cls, num_tokens: int, max_num_seqs: int, decodes: bool, tile_queries: set[int]) -> PrefillShape:
+        seqs = min(num_tokens, max_num_seqs)
+        more = min(num_tokens // 8, 32)  # tiles that prompts do not fill
+        tiles = {queries: -(-num_tokens // queries) + more for queries in tile_queries}
+        return cls(num_tokens, seqs + 2, seqs if decodes else 0, tiles)
+
+    def holds(self, num_decodes: int, prefill_lens: Sequence[int]) -> bool:
+        """Whether a step of at most `num_tokens` tokens fits: so many decodes, and chunks of these lengths."""
+        return (
+            num_decodes + len(prefill_lens) <= self.num_seqs - 2
+            and num_decodes <= self.num_decodes
+            and all(sum(-(-n // queries) for n in prefill_lens) <= most for queries, most in self.num_tiles.items())
+        )
+
+
+class PrefillGraphs:
+    """`forward(packed, shape, tiles)`, which gives hidden states, captured for each shape, the smallest first.
+
+    Owns the static buffers that the graphs read: packed steps, and tiles of prefill attention by the queries in each.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        forward: Callable[[Tensor, PrefillShape, dict[int, Tensor]], Tensor],
+        buffer: Tensor,
+        shapes: list[PrefillShape],
+        progress: Progress,
+    ) -> None:
+        self._device, self._shapes, self._buffer = device, shapes, buffer
+        self._graphs: dict[int, tuple[Graph, Tensor]] = {}
+        largest, shared = shapes[-1], None
+        self._tiles = {
+            queries: torch.zeros(count, 2, dtype=torch.int32, device=buffer.device)
+            for queries, count in largest.num_tiles.items()
+        }
+        for done, shape in enumerate(shapes[::-1]):
+            progress("capturing", done, len(shapes))
+            for queries in self._tiles:
+                self._write_tiles(shape, queries, [])
+            tiles = {queries: tiles[: shape.num_tiles[queries]] for queries, tiles in self._tiles.items()}
+            work = partial(forward, buffer, shape, tiles)
+            work()  # compile and choose algorithms outside the capture
+            graph, hidden = device.capture(work, shared)
+            shared = shared or graph
+            self._graphs[shape.num_tokens] = graph, hidden
+        progress("capturing", len(shapes), len(shapes))
+
+    def shape_for(self, output: SchedulerOutput) -> PrefillShape | None:
+        """The shape that the step runs at; None when there is none."""
+        batch = output.batch
+        at = bisect.bisect_left(self._shapes, batch.total_num_tokens, key=lambda shape: shape.num_tokens)
+        if at == len(self._shapes) or not self._shapes[at].holds(
+            batch.num_decodes, batch.num_tokens[batch.num_decodes :]
+        ):
+            return None
+        return self._shapes[at]
+
+    def fits(self, packed: Tensor) -> bool:
+        """Whether a packed step goes into the buffer: one that appends very many blocks at once does not."""
+        return len(packed) <= len(self._buffer)
+
+    def run(
+        self, shape: PrefillShape, packed: Tensor, num_decodes: int, query_lens: list[int], context_lens: list[int]
+    ) -> Tensor:
+        """Queue the step, packed for a shape; hidden states [shape.num_tokens, hidden], which stay the graph's own."""
+        self._buffer[: len(packed)].copy_(packed, non_blocking=True)
+        for queries in self._tiles:
+            tiles = kernels.make_prefill_tiles(query_lens[num_decodes:], context_lens[num_decodes:], queries)
+            self._write_tiles(shape, queries, [(num_decodes + sequence, first) for sequence, first in tiles])
+        graph, hidden = self._graphs[shape.num_tokens]
+        graph.replay()
+        return hidden
+
+    def _write_tiles(self, shape: PrefillShape, queries: int, tiles: list[tuple[int, int]]) -> None:
+        """Padding is a tile of the last sequence, which writes nothing."""
+        padding = [(shape.num_seqs - 1, 0)] * (shape.num_tiles[queries] - len(tiles))
+        made = torch.tensor(tiles + padding, dtype=torch.int32)
+        self._tiles[queries][: len(made)].copy_(self._device.upload(made))

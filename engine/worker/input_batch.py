@@ -123,12 +123,14 @@ class InputBatch:
         self._members = None
         self._free = list(range(self.num_rows - 1, -1, -1))
 
-    def pack(self, output: SchedulerOutput, padded_seqs: int = 0) -> PackedStep:
-        """Write the step into the next packed buffer, padded to `padded_seqs` one-token sequences when that is not 0."""
+    def pack(self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0) -> PackedStep:
+        """Write the step into the next packed buffer, padded to `padded_seqs` sequences when that is not 0: of one token each,
+        or, with `padded_tokens`, the first of them of those that are missing to so many, the others of none.
+        """
         members = self.members(output.batch)
         at, real, tokens_end = members.row_indices, len(members.rows), output.batch.total_num_tokens
         padding = max(padded_seqs - real, 0)
-        num_seqs, num_tokens = real + padding, tokens_end + padding
+        num_seqs, num_tokens = real + padding, padded_tokens or tokens_end + padding
         segment = segment_of(num_seqs)
         starts = self._num_computed[at]
         context_lens = starts + members.query_lens
@@ -141,7 +143,9 @@ class InputBatch:
         rows, query_start, *of_groups = view[:head].reshape(-1, segment)
         rows[:real], rows[real:] = at, self.num_rows
         query_start[: real + 1] = members.query_start
-        query_start[real + 1 : num_seqs + 1] = np.arange(tokens_end + 1, num_tokens + 1)
+        query_start[real + 1 : num_seqs + 1] = (
+            num_tokens if padded_tokens else np.arange(tokens_end + 1, num_tokens + 1)
+        )
         self._pack_updates(of_groups, at, num_updates)
         tokens = view[head:size]
         tokens[:tokens_end], tokens[tokens_end:num_tokens] = -1, 0
@@ -149,7 +153,7 @@ class InputBatch:
             first, known = members.query_start[i], members.rows[i].token_ids[starts[i] : context_lens[i]]
             tokens[first : first + len(known)] = known
         tokens[num_tokens : num_tokens + len(updates)] = updates
-        num_decodes = output.batch.num_decodes + padding
+        num_decodes = output.batch.num_decodes + (0 if padded_tokens else padding)
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:

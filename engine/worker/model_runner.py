@@ -22,7 +22,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.block_copier import BlockCopier
 from engine.worker.communicator import StageLink
-from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.worker.cuda_graphs import PREFILL_SIZES, DecodeGraphs, PrefillGraphs, PrefillShape, graph_sizes
 from engine.worker.device import Event
 from engine.worker.expert_load import ExpertCounts, ExpertLoad
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
@@ -103,6 +103,7 @@ class ModelRunner:
     num_blocks: int = 0
     cache_bound: str = ""  # what bounds them, for people
     graphs: DecodeGraphs | None = None
+    prefill_graphs: PrefillGraphs | None = None
     recorded: RecordedSteps | None = None
 
     def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions, link: StageLink | None = None) -> None:
@@ -115,7 +116,8 @@ class ModelRunner:
         self.cache_groups = self.kv_layout.groups
         num_groups, max_tokens = len(self.cache_groups), max(options.max_num_batched_tokens, max_seqs)
         self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device)
-        self._step = StepTensors.allocate(max_seqs, max_tokens, num_groups, device)
+        self._step = StepTensors.allocate(max_seqs + 2, max_tokens, num_groups, device)  # see `PrefillShape`
+        self._ordinals = torch.arange(1, max_seqs + 1, dtype=torch.int32, device=device)
         self._sampler = Sampler(self.batch, self._step, spec.eos_token_ids, spec.vocab_size, options.max_model_len)
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size)
         self.kv_cache: list[Tensor] = []
@@ -173,7 +175,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the device's memory."""
-        self.graphs = self.recorded = None
+        self.graphs = self.prefill_graphs = self.recorded = None
         self.kv_cache = []
 
     @torch.inference_mode()
@@ -199,13 +201,18 @@ class ModelRunner:
         scored, pooled = PromptLogprobs.indices(output, self.batch), self._pooler.indices(output)
         if self.graphs is not None and not scored and not pooled and output.batch.num_decodes == n:
             size = self.graphs.padded_size(n)
-        packed = self.batch.pack(output, size)
+        shape = self._prefill_shape(output)
+        packed = (
+            self.batch.pack(output, size)
+            if shape is None
+            else self.batch.pack(output, shape.num_seqs, shape.num_tokens)
+        )
         if self.graphs is not None and size and self.graphs.fits(packed.packed):
             logits, tokens = self.graphs.run(size, packed.packed)
             handle.device_waited = self._last_guided is not None and self._last_guided.query()
         else:
             size = 0  # kernels launched one by one keep the device waiting anyway
-            logits, tokens = self._run_eagerly(handle, packed, scored, pooled)
+            logits, tokens = self._run_eagerly(handle, packed, shape, scored, pooled)
         if not self.model.stage.is_last:
             return self._unsampled(handle, packed)
         plan = self._sampler.plan(packed)
@@ -233,26 +240,28 @@ class ModelRunner:
             rows, tokens = self.device.upload(torch.tensor(known)).T
             self.batch.state.last_token[rows] = tokens.to(self.batch.state.last_token.dtype)
 
+    def _prefill_shape(self, output: SchedulerOutput) -> PrefillShape | None:
+        """The shape of the graph for a step with prefill; None: it runs eagerly, or is one of decodes."""
+        if self.prefill_graphs is None or output.batch.num_decodes == len(output.batch):
+            return None
+        return self.prefill_graphs.shape_for(output)
+
     def _run_eagerly(
-        self, handle: StepHandle, packed: PackedStep, scored: list[int], pooled: list[int]
+        self, handle: StepHandle, packed: PackedStep, shape: PrefillShape | None, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] and tokens [B] of any step; `handle` gets prompt log-probabilities and embeddings of these indices."""
-        n, num_seqs = packed.num_decodes, packed.num_seqs
+        """Logits [B, V] and tokens [B] of any step; `handle` gets prompt log-probabilities and embeddings of these indices.
+
+        The forward pass of a step packed for a `shape` is its graph's.
+        """
+        batch = handle.output.batch
+        n, num_seqs = batch.num_decodes, len(batch)
         only_decodes = n == num_seqs and not scored and not pooled
         if only_decodes and self.recorded is not None and self.recorded.fits(packed.packed, n):
             logits = self.recorded.run(packed.packed, n)
             return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
-        on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
-        tiles: dict[int, Tensor] = {}  # by the queries in each
-        if self.device.is_accelerator and n < num_seqs:
-            lens = packed.members.batch.num_tokens[n:], packed.context_lens[n:].tolist()
-            for step in {*self._tile_queries, self._sparse_tile_queries} - {0}:
-                grid = torch.tensor(kernels.make_prefill_tiles(*lens, step), dtype=torch.int32)
-                tiles[step] = self.device.upload(grid)
-        groups = self._prepare(on_device, packed.segment, num_seqs, packed.num_tokens, n, tiles)
         load = self._expert_load if n < num_seqs else None
         is_watched = load is not None and load.begin()
-        hidden, to_device = self._forward(packed.num_tokens, groups), self.device.upload
+        hidden, to_device = self._hidden(packed, None if is_watched else shape), self.device.upload
         if load is not None and is_watched:
             handle.expert_counts = load.end()
         if not self.model.stage.is_last:
@@ -267,10 +276,51 @@ class ModelRunner:
             handle.embeddings = self._pooler.pool(packed, pooled, hidden)
             if len(pooled) == num_seqs:  # nothing is to be sampled
                 return hidden[:0], torch.full((num_seqs,), -1, device=self.device.torch_device)
-        if packed.num_tokens > num_seqs:
+        if batch.total_num_tokens > num_seqs:
             hidden = hidden[self._step.last_index[:num_seqs]]
         logits = self.model.logits(hidden)
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
+
+    def _hidden(self, packed: PackedStep, shape: PrefillShape | None) -> Tensor:
+        """Hidden states of the step's tokens, without padding."""
+        batch, context_lens = packed.members.batch, packed.context_lens.tolist()
+        n, num_tokens = batch.num_decodes, batch.total_num_tokens
+        if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
+            hidden = self.prefill_graphs.run(shape, packed.packed, n, batch.num_tokens, context_lens)
+            return hidden[:num_tokens]
+        on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
+        tiles: dict[int, Tensor] = {}  # by the queries in each
+        if self.device.is_accelerator and n < len(batch):
+            for queries in self._all_tile_queries:
+                grid = kernels.make_prefill_tiles(batch.num_tokens[n:], context_lens[n:], queries)
+                tiles[queries] = self.device.upload(torch.tensor(grid, dtype=torch.int32))
+        groups = self._prepare(on_device, packed.segment, packed.num_seqs, packed.num_tokens, packed.num_decodes, tiles)
+        return self._forward(packed.num_tokens, groups)[:num_tokens]
+
+    @property
+    def _all_tile_queries(self) -> set[int]:
+        return {*self._tile_queries, self._sparse_tile_queries} - {0}
+
+    def prefill_shapes(self) -> list[PrefillShape]:
+        """Of the steps that prefill which are worth a graph."""
+        options = self.options
+        most = min(options.max_num_batched_tokens, options.max_model_len)
+        # The decode kernel of latents divides contexts by the number of sequences, which is not known yet.
+        decodes = not any(isinstance(layer.mixer, LatentSpec) for layer in self.model.spec.layers)
+        return [
+            PrefillShape.of_size(size, options.max_num_seqs, decodes, self._all_tile_queries)
+            for size in PREFILL_SIZES
+            if size <= most
+        ]
+
+    @torch.inference_mode()
+    def run_prefill(self, packed: Tensor, shape: PrefillShape, tiles: Mapping[int, Tensor]) -> Tensor:
+        """Hidden states [T, hidden] of a packed step of this shape; captured in a graph."""
+        segment = segment_of(shape.num_seqs)
+        groups = self._prepare(
+            packed, segment, shape.num_seqs, shape.num_tokens, shape.num_decodes, tiles, may_decode=True
+        )
+        return self._forward(shape.num_tokens, groups)
 
     @torch.inference_mode()
     def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -297,17 +347,26 @@ class ModelRunner:
         num_tokens: int,
         num_decodes: int,
         tiles: Mapping[int, Tensor],
+        *,
+        may_decode: bool = False,
     ) -> list[AttentionMetadata]:
-        """Unpack a step; what the attention of each cache group reads. `tiles`: of prefill, by the queries in each."""
+        """Unpack a step; what the attention of each cache group reads. `tiles`: of prefill, by the queries in each.
+
+        `may_decode`: of the first `num_decodes` sequences those decode that have one token each, as all before them do.
+        """
         step, state = self._step, self.batch.state
         kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, state, step)
         context_lens, rows = step.context_lens[:num_seqs], packed[:num_seqs]
-        groups = []
+        lens, decode_lens, groups = context_lens[:num_decodes], None, []
+        if may_decode:
+            ends = packed[segment + 1 : segment + 1 + num_decodes]
+            lens = decode_lens = torch.where(ends == self._ordinals[:num_decodes], lens, 0)
+            context_lens = context_lens.clamp(min=1)
 
         def planned(plans: list[kernels.DecodePlan]) -> kernels.DecodePlan | None:
             plan = next((p for p in plans if num_decodes <= p.max_seqs), None)
             if plan is not None and num_decodes:
-                kernels.plan_decode(context_lens[:num_decodes], rows[:num_decodes], plan)
+                kernels.plan_decode(lens, rows[:num_decodes], plan)
             return plan
 
         sparse_plan = planned(self._sparse_plans)
@@ -324,6 +383,7 @@ class ModelRunner:
                     prefill_tiles=tiles.get(self._tile_queries[group]),
                     sparse_plan=sparse_plan,
                     sparse_tiles=tiles.get(self._sparse_tile_queries),
+                    decode_lens=decode_lens,
                 )
             )
         return groups

@@ -25,7 +25,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.communicator import StageLink
 from engine.worker.cores import num_cores
-from engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
@@ -86,8 +86,9 @@ def compile_kernels(runner: ModelRunner) -> None:
     with _temporary_cache(runner, 1), kernels.compiling_only():
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
-        for size in {1, *kernels.FEW_SEQS, max_num_seqs} if runner.model.stage.count == 1 else ():
-            runner.run_decode(packed, min(size, max_num_seqs))
+        for size in graph_sizes(max_num_seqs) if runner.model.stage.count == 1 else ():
+            if size & (size - 1) == 0 or size in (*kernels.FEW_SEQS, max_num_seqs):
+                runner.run_decode(packed, size)
     runner.batch.state.last_token.zero_()  # what the dummy run left there was not sampled
 
 
@@ -129,10 +130,13 @@ def count_blocks(runner: ModelRunner) -> tuple[int, str]:
 
 
 def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
-    """Capture the decode step for every padded batch size."""
+    """Capture the decode step for every padded batch size, and small steps that prefill."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])
     runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
+    if runner.options.num_ranks_per_stage == 1 and (shapes := runner.prefill_shapes()):
+        buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
+        runner.prefill_graphs = PrefillGraphs(runner.device, runner.run_prefill, buffer, shapes, progress)
 
 
 def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:

@@ -29,7 +29,7 @@ from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
 from tests.gpu.formats import check_formats
 from tests.gpu.latent import check_latent
-from tests.gpu.models import check_families, check_story, check_windows
+from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers
 from tests.gpu.plan import check_plan
 from tests.gpu.products import check_products
@@ -50,6 +50,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "experts": (check_experts,),
     "latent": (check_latent,),
     "windows": (check_windows,),
+    "graphs": (check_graphs,),
     "story": (check_story,),
     "ranks": (check_ranks,),
     "plan": (check_plan,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import tempfile
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from engine import LLM, SamplingParams
 from engine.models.families import read_spec
 from engine.models.weights import load_model
 from tests.gpu.checks import BF16, F32, Checks
-from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, check_family
+from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, VOCAB, check_family, make_checkpoint
 from tests.oracles.paged_runner import decode
 
+# Attention of several kinds, experts, groups of layers: what graphs of steps that prefill may get wrong.
+CAPTURED = ("llama-gqa4-llama3", "gemma3", "gemma4_moe", "mpt", "qwen3_moe", "gpt_oss", "deepseek_v3")
 STORY = Path("shared", "models", "story")  # in the repository's folder or beside it
 
 
@@ -86,3 +89,44 @@ def check_story(checks: Checks) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     checks.add("story model, engine: texts differ", differing([a.outputs[0].token_ids for a in answers]), 0.0)
+
+
+def check_graphs(checks: Checks) -> None:
+    """Steps that prefill and decode at once, in graphs beside eagerly: equal texts in float32, prompt log-probabilities else."""
+    if importlib.util.find_spec("transformers") is None:
+        print("left out: graphs (transformers is not installed)")
+        return
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 150))] for _ in range(40)]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.randint(1, 30), ignore_eos=True, detokenize=False) for _ in prompts
+    ]
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    for name in CAPTURED:
+        if not checks.wants(f"graphs of {name}"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(name, Path(folder))
+            for dtype in ("float32", "bfloat16"):
+                texts, logprobs = [], []
+                for eager in (True, False):
+                    llm = LLM(
+                        model=folder, device=checks.device, dtype=dtype, skip_tokenizer_init=True, max_model_len=256,
+                        max_num_seqs=12, max_num_batched_tokens=256, num_gpu_blocks_override=400, enforce_eager=eager,
+                    )  # fmt: skip
+                    texts.append([a.outputs[0].token_ids for a in llm.generate(given, params, use_tqdm=False)])
+                    llm.reset_prefix_cache()
+                    answers = llm.generate(given, scored, use_tqdm=False)
+                    found = [
+                        next(iter(of_token.values())).logprob
+                        for answer in answers
+                        for of_token in answer.prompt_logprobs or []
+                        if of_token
+                    ]
+                    logprobs.append(torch.tensor(found))
+                    llm.close()
+                differs = sum(a != b for a, b in zip(*texts, strict=True)) / len(prompts)
+                checks.add(f"graphs of {name}, {dtype}: texts differ", differs, 0.0 if dtype == "float32" else 0.5)
+                error = (logprobs[0] - logprobs[1]).abs().mean().item()
+                checks.add(f"graphs of {name}, {dtype}: log-probabilities", error, 1e-5 if dtype == "float32" else 2e-2)
