@@ -29,6 +29,7 @@ from engine.one_line import one_line
 MAX_STEPS = 1_000_000  # loop rounds, calls, filters, operators
 MAX_CHARS = 1 << 27  # written, or made on the way
 MAX_SECONDS = 3.0
+_ATOMS = frozenset((bool, int, float, type(None)))
 MAX_NUMBER = 100_000  # width, count or digits asked of one operation
 
 _CONTINUE_HERE = "<|the answer continues here|> "  # its last space shows whether the template trims
@@ -166,17 +167,29 @@ class _Budget:
 
     def spend_on(self, value: Any) -> None:
         """For a value about to be written out, with all that it contains."""
-        if isinstance(value, (str, bytes)):
-            self.spend(0, len(value))
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self.spend(1)
-                self.spend_on(key)
-                self.spend_on(item)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            for item in value:
-                self.spend(1)
-                self.spend_on(item)
+        level = [value]
+        while level:
+            below: list[Any] = []
+            steps = chars = 0
+            for each in level:
+                kind = type(each)
+                if kind is str:
+                    chars += len(each)
+                elif kind in _ATOMS:
+                    continue
+                elif kind is dict or isinstance(each, Mapping):
+                    steps += len(each)
+                    below += each
+                    below += each.values()
+                elif isinstance(each, (list, tuple, set, frozenset)):
+                    steps += len(each)
+                    below += each
+                elif isinstance(each, (str, bytes)):
+                    chars += len(each)
+                if steps > self.steps:
+                    break
+            self.spend(steps, chars)
+            level = below
 
     def spend_length(self, value: Any) -> Any:
         """For a value just made, without what its parts contain. An iterator is counted as it goes."""

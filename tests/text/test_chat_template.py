@@ -3,12 +3,14 @@
 import time
 from typing import Any
 
+import jinja2
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from engine.text import chat_template
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -269,3 +271,24 @@ def test_long_conversations_are_well_within_bounds() -> None:
     start = time.process_time()
     assert ChatTemplate(CHATML_TOOLS, SPECIAL).render(messages).count("<|im_end|>") == 1000
     assert time.process_time() - start < 5, "seconds; 0.06 are usual"
+
+
+def test_what_is_written_out_is_counted_by_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the value, of which tools have tens of thousands."""
+    num_calls = 0
+
+    def clock() -> float:
+        nonlocal num_calls
+        num_calls += 1
+        return 0.0
+
+    monkeypatch.setattr(chat_template.time, "monotonic", clock)
+    budget = chat_template._Budget(100_000, 100_000, 1.0)
+    budget.spend_on({"a": [True, "text", None, {"b": ("c", 1.5)}] * 1000})
+    assert (budget.steps, budget.chars) == (100_000 - 7001, 100_000 - 6001)
+    assert num_calls <= 10
+    shared: list[Any] = []
+    for _ in range(60):
+        shared = [shared, shared]
+    with pytest.raises(jinja2.TemplateError):
+        budget.spend_on(shared)
