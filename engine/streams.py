@@ -28,7 +28,7 @@ class Stream:
     def __init__(
         self, request: EngineRequest, output: OutputCollector, interval: int, pace: Pace, turns: Turns
     ) -> None:
-        """`interval`: tokens per update, after the first token and unless it carries more than tokens."""
+        """`interval`: tokens per update, after the first one and but for the last one."""
         self.request, self.output = request, output
         self.num_losses = 0  # of the engine process, since the request came
         self.ready = False  # there is something to take
@@ -48,19 +48,28 @@ class Stream:
         return self._death is not None
 
     def add(self, output: EngineOutput, now: float) -> None:
-        if not self.output.finished:
-            self.output.add(output, now)
+        if self.output.finished:
+            return
+        can_wait = self.has_begun and output.finish_reason is None
+        self.output.add(output, now)
+        if can_wait:
+            self._hold(len(output.new_token_ids), now)
+        else:
             self.ready = True
             self._wake()
 
     def add_token(self, token_id: int, now: float) -> None:
         if not self.output.finished:
             self.output.add_token(token_id, now)
-            self._num_held += 1
-            if self._num_held >= self._interval and now - self._latest >= self._pace.seconds:
-                self._latest = now
-                self.ready = True
-                self._wake()
+            self._hold(1, now)
+
+    def _hold(self, num_tokens: int, now: float) -> None:
+        """So many more tokens have come: the reader is woken when they are enough and the last ones are some time ago."""
+        self._num_held += num_tokens
+        if self._num_held >= self._interval and now - self._latest >= self._pace.seconds:
+            self._latest = now
+            self.ready = True
+            self._wake()
 
     def take(self) -> RequestUpdate:
         self.ready, self._num_held = False, 0

@@ -145,25 +145,12 @@ class BlockManager:
         Returns the new blocks of each group. All or nothing: None unless `num_spare` blocks are still free afterwards.
         """
         size, pool = self.block_size, self.pool
-        num_cached = len(cached[0]) if cached else 0
-        computed = max(num_cached * size, request.num_computed_tokens)
-        tables, num_passed = request.block_tables, request.num_passed
-        if not tables:
-            tables = [[] for _ in self.groups]
-            num_passed = [group.first_needed(computed) // size for group in self.groups]
-        elif self._windowed:
+        if request.block_tables and self._windowed:
             self._give_back_passed(request)
-        held = (
-            [block_id for ids, first in zip(cached, num_passed, strict=True) for block_id in ids[first:]]
-            if cached
-            else []
-        )
-        counts = []
-        for group, table in zip(self.groups, tables, strict=True):
-            end = min(num_tokens, computed + self.max_chunk) if group.window else num_tokens
-            counts.append(max(-(-end // size) - len(table) - num_cached, 0))
+        tables, num_passed, held, counts = self._growth(request, num_tokens, cached)
         if sum(counts) + num_spare > pool.num_free - pool.num_unheld(held):
             return None
+        num_cached = len(cached[0]) if cached else 0
         pool.hold(held)
         new_ids = [pool.take(count) for count in counts]
         if not request.block_tables and self.enable_prefix_caching:
@@ -174,6 +161,34 @@ class BlockManager:
         request.block_tables, request.num_passed = tables, num_passed
         request.num_slots = min(map(len, tables)) * size
         return new_ids
+
+    def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
+        """Whether a request that holds no block would get them from `grow`."""
+        *_, held, counts = self._growth(request, num_tokens, cached)
+        return sum(counts) + num_spare <= self.pool.num_free - self.pool.num_unheld(held)
+
+    def _growth(
+        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[int], list[int], list[int]]:
+        """For `grow`: the tables and how many of their entries are passed, the cached blocks that it has to hold, and how many
+        new ones each group needs.
+        """
+        size, num_cached = self.block_size, len(cached[0]) if cached else 0
+        computed = max(num_cached * size, request.num_computed_tokens)
+        tables, num_passed = request.block_tables, request.num_passed
+        if not tables:
+            tables = [[] for _ in self.groups]
+            num_passed = [group.first_needed(computed) // size for group in self.groups]
+        held = (
+            [block_id for ids, first in zip(cached, num_passed, strict=True) for block_id in ids[first:]]
+            if cached
+            else []
+        )
+        counts = []
+        for group, table in zip(self.groups, tables, strict=True):
+            end = min(num_tokens, computed + self.max_chunk) if group.window else num_tokens
+            counts.append(max(-(-end // size) - len(table) - num_cached, 0))
+        return tables, num_passed, held, counts
 
     def _give_back_passed(self, request: Request) -> None:
         """Release the blocks that lie before the window of every query to come.

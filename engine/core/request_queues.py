@@ -114,6 +114,18 @@ class RequestQueues:
         ahead = first.order[0], not lacking.is_favoured, lacking.service
         return having.num_running > 2 * lacking.num_running + 1 and behind >= ahead
 
+    def num_ahead(self, request: Request) -> int:
+        """How many requests run before a waiting one once that runs."""
+        if not self.is_shared:
+            return len(self.running)
+        own = self.owner_of(request)
+        most = own.num_running + 1  # of another owner's come before it: it is its own owner's youngest
+        return sum(
+            each.num_running if each.is_favoured > own.is_favoured else min(each.num_running, most)
+            for each in self._owners.values()
+            if each.is_favoured >= own.is_favoured
+        )
+
     def start(self, request: Request) -> None:
         """A waiting request runs."""
         owner = self.owner_of(request)

@@ -125,7 +125,7 @@ class Scheduler(LaunchedSteps):
         assert len(self._in_flight) <= 1, "at most one step may be in flight"
         queues, plan = self.queues, _Plan()
         num_first = queues.sort_running()
-        if queues.is_shared and queues.num_waiting and self._give_way():
+        while queues.is_shared and queues.num_waiting and self._give_way():
             num_first = queues.sort_running()
         now = self._clock()
         self._fill(plan, num_first, self._budget(now))
@@ -213,19 +213,37 @@ class Scheduler(LaunchedSteps):
     def _give_way(self) -> bool:
         """Preempt the last running request when the first waiting one lacks a row or blocks and should have them."""
         queues = self.queues
-        is_full = len(queues.running) == self.max_num_seqs or self._lacks_blocks(queues.first_waiting())
-        if is_full and queues.should_give_way():
-            self._preempt_last()
-            return True
-        return False
+        if not queues.should_give_way():
+            return False
+        if len(queues.running) < self.max_num_seqs and not self._lacks_blocks(queues.first_waiting()):
+            return False
+        self._preempt_last()
+        return True
 
     def _num_cached(self, request: Request) -> int:
         """Tokens of it that the prefix cache holds."""
-        return len(self.blocks.match_prefix(request)[0]) * self.blocks.block_size if request.reads_cache else 0
+        cached = self._cached(request)
+        return len(cached[0]) * self.blocks.block_size if cached else 0
 
     def _lacks_blocks(self, request: Request) -> bool:
+        """Whether the blocks do not suffice for it."""
+        if not self._is_refused(request):
+            cached = self._cached(request)
+            if self.blocks.fits(request, request.num_tokens, cached, self._num_spare(request)):
+                return False
+            self._refused = request, self.blocks.pool.num_releases
+        return True
+
+    def _is_refused(self, request: Request) -> bool:
         """Whether the blocks did not suffice for it when it was last tried, and none was released since."""
         return self._refused == (request, self.blocks.pool.num_releases)
+
+    def _cached(self, request: Request) -> Sequence[Sequence[int]]:
+        return self.blocks.match_prefix(request) if request.reads_cache else ()
+
+    def _num_spare(self, request: Request) -> int:
+        """Blocks that it has to leave when it starts to run: one of each group for each request that runs before it."""
+        return self.queues.num_ahead(request) * len(self.blocks.groups)
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
         """`num_deferred`: requests that are not the scheduler's yet."""
@@ -247,16 +265,15 @@ class Scheduler(LaunchedSteps):
         """Move the first waiting request to `running`, or None when that has to wait, as a rule for blocks.
 
         It gets blocks for all its tokens at once (in a window group, for what its window and a chunk take), so that a
-        long prompt does not preempt others chunk by chunk. It leaves a block of each group for each running request, so
-        that these do not preempt it when they need their next one.
+        long prompt does not preempt others chunk by chunk. It leaves a block of each group for each running request before
+        it, so that these do not preempt it when they need their next one.
         """
-        if self._lacks_blocks(request):
+        if self._is_refused(request):
             return None
         if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
             return None
-        cached = self.blocks.match_prefix(request) if request.reads_cache else ()
-        num_spare = len(self.queues.running) * len(self.blocks.groups)
-        if self.blocks.grow(request, request.num_tokens, cached, num_spare) is None:
+        cached = self._cached(request)
+        if self.blocks.grow(request, request.num_tokens, cached, self._num_spare(request)) is None:
             self._refused = request, self.blocks.pool.num_releases
             return None
         self.queues.start(request)

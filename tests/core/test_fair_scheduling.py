@@ -62,6 +62,25 @@ def test_an_owner_that_comes_gets_a_row_at_once() -> None:
     assert s.stats().num_preemptions == 1
 
 
+def test_an_owner_that_comes_gets_blocks_at_once() -> None:
+    """Not when there is one left for each request of the other owner: those run after it, and it is preempted for none."""
+    s = make(max_num_seqs=64, num_blocks=100, caching=False)
+    add(s, names("a", 60), max_tokens=300)
+    while s.blocks.num_free_blocks > 10:
+        step(s)
+    add(s, ["b0"], max_tokens=8)
+    before = s.stats().num_preemptions
+    output = step(s)
+    assert [new.request_id for new in output.new_requests] == ["b0"]
+    assert s.stats().num_preemptions == before, "there are free blocks"
+    while num_running(s, "b"):
+        step(s)
+    add(s, ["b1"], prompt=40, max_tokens=8)
+    output = step(s)
+    assert [new.request_id for new in output.new_requests] == ["b1"], "several give way to it in one step"
+    assert s.stats().num_preemptions > before + 1
+
+
 def test_rows_are_divided_and_nothing_is_preempted_again_and_again() -> None:
     s = make(max_num_seqs=12)
     add(s, names("a", 40), max_tokens=400)

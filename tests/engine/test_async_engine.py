@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
-from engine.core.batch import EngineOutput
+from engine.core.batch import EngineOutput, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.messages import Abort
@@ -182,6 +182,30 @@ def test_updates_of_crowded_streams_have_pauses() -> None:
         pace.seconds = 50e-6
         stream.add_token(5, 10.0201)
         assert stream.ready, "it is the only one now"
+
+    asyncio.run(test())
+
+
+def test_crowded_streams_have_pauses_with_log_probabilities_too() -> None:
+    """Else hundreds of such streams would fill the event loop: no updates are dearer."""
+
+    def output(token_id: int) -> EngineOutput:
+        return EngineOutput("a", [token_id], logprobs=[TokenLogprobs(-1.0, 1, [token_id], [-1.0])])
+
+    async def test() -> None:
+        sampling = SamplingParams(max_tokens=22, logprobs=1)
+        stream = Stream(QUICK, OutputCollector([1, 2], sampling, None), 1, Pace(0.0125), Turns(1))
+        stream.add(output(7), 10.0)
+        assert stream.take().token_ids == [7]
+        stream.add(output(1), 10.005)
+        assert stream.ready
+        stream.take()
+        for token_id, now in ((2, 10.010), (3, 10.015)):
+            stream.add(output(token_id), now)
+            assert not stream.ready
+        stream.add(output(4), 10.020)
+        assert stream.ready
+        assert [at.top_ids for at in stream.take().logprobs or []] == [[2], [3], [4]]
 
     asyncio.run(test())
 
