@@ -23,6 +23,7 @@ from engine.models.hub import resolve_model
 from engine.models.pooling_config import read_pooling
 from engine.models.progress import Progress, silent
 from engine.models.spec import ModelSpec
+from engine.remembered import Remembered, TooSlowError
 from engine.structured.grammar import (
     Compiler,
     Vocabulary,
@@ -199,6 +200,13 @@ class InputProcessor:
         asked = sampling.structured_outputs
         if asked is None or asked.compiled is not None:
             return sampling
+        return sampling.clone(structured_outputs=self._grammars(asked))
+
+    @cached_property
+    def _grammars(self) -> Remembered:
+        return Remembered(self._grammar)
+
+    def _grammar(self, asked: StructuredOutputs) -> StructuredOutputs:
         content = None
         notes: list[tuple[int | None, str]] = []
         for name, write in GRAMMARS.items():
@@ -216,7 +224,7 @@ class InputProcessor:
             else:
                 content = compose(content, asked.tags, schemas, asked.thoughts, special)
             self._checked("structured_outputs", lambda _: content, None)
-        return sampling.clone(structured_outputs=StructuredOutputs(compiled=content, notes=tuple(notes)))
+        return StructuredOutputs(compiled=content, notes=tuple(notes))
 
     def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]], in_messages: bool) -> list[str]:
         if len(tags.tags) > MAX_TAGS:
@@ -225,7 +233,7 @@ class InputProcessor:
         until = time.monotonic() + CHECK_SECONDS
         for place, tag in enumerate(tags.tags):
             if time.monotonic() > until:
-                raise ValueError("structured_outputs.tags: together, their schemas are too complex")
+                raise TooSlowError("structured_outputs.tags: together, their schemas are too complex")
             try:
                 found: list[str] = []
                 grammars.append(self._tag_grammar(tag, found, in_messages))

@@ -17,7 +17,7 @@ from engine.turns import Turns
 from server.http.callers import caller_of
 from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, from_validation, unexpected
-from server.http.limits import check_values, is_small
+from server.http.limits import check_body, check_values, is_small
 from server.http.middleware import BEGIN_AT_ONCE
 from server.http.workers import Workers
 
@@ -28,6 +28,7 @@ _FORM = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, as O
 _LARGE = "quire.large_body"  # key of a scope
 _CLIENT_CLOSED = 499
 _CLOSE = {"Connection": "close"}
+_READ_AT_ONCE = 2  # parts of large bodies, in one iteration of the event loop
 _MAX_HELD_BYTES = 256 << 20  # of all bodies that are arriving or wait to be read, or four of the largest size
 
 
@@ -68,10 +69,11 @@ class Arrivals:
         """`max_bytes` of a body; `timeout`: seconds until it must have arrived; `limit`: where clients are told of the first."""
         self._max_bytes, self._timeout, self._limit = max_bytes, timeout, limit
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
+        self._turns = Turns(_READ_AT_ONCE)
 
-    async def receive(self, request: Request) -> bytes:
+    async def receive(self, request: Request, owner: str = "") -> bytes:
         """The body, which counts until `release`. `APIError` 413 when it is too large, 408 when it takes too long, 503 when
-        there are too many.
+        there are too many. What does not come with the headers is read alternately with those of others.
         """
         if int(request.headers.get("content-length", 0)) > self._max_bytes:
             raise self._too_large(request)
@@ -79,6 +81,8 @@ class Arrivals:
         try:
             async with asyncio.timeout(self._timeout):
                 while more:
+                    if data:
+                        await self._turns.wait(owner)
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(_CLIENT_CLOSED, "the client hung up")
@@ -123,7 +127,7 @@ class Bodies:
 
     async def receive(self, request: Request) -> bytes:
         """The body, for `checked`. `APIError` as `Arrivals.receive`."""
-        return await self._arrivals.receive(request)
+        return await self._arrivals.receive(request, caller_of(request).owner(""))
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """A body that has arrived, as its type has it. `APIError` says what is wrong."""
@@ -157,6 +161,7 @@ def _is_json(request: Request) -> bool:
 def _read(data: bytes, body_type: TypeAdapter[Any]) -> Any:
     if not data:
         raise APIError(400, "the body is empty: it must be a JSON object")
+    check_body(data)
     decoded = _decoded(data.removeprefix(_BYTE_ORDER_MARK))
     check_values(decoded)
     try:

@@ -78,5 +78,5 @@ def _fields_without_effect(body: Body, *above: str | int) -> Iterator[tuple[tupl
             yield from _fields_without_effect(value, *above, name)
         elif isinstance(value, list) and value and isinstance(value[0], Body | str):  # documents are either
             for index, item in enumerate(value):
-                if isinstance(item, Body):
+                if type(item) is not str and isinstance(item, Body):
                     yield from _fields_without_effect(item, *above, name, index)

@@ -12,8 +12,8 @@ from engine.fair_executor import FairExecutor
 from engine.memory import return_memory
 
 _T = TypeVar("_T")
-# No more than cores: each one at work may have Python's global lock once before the event loop has it again.
-NUM_THREADS = min(4, max(2, os.cpu_count() or 1))
+# Fewer than cores: each one at work may have Python's global lock before the event loop has it again, and a core.
+NUM_THREADS = min(4, max(1, (os.cpu_count() or 1) - 1))
 _TRIM_SECONDS = 5.0
 
 

@@ -39,7 +39,7 @@ class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         given = self.prompt
-        if not given or (not isinstance(given[0], int) and not all(given)):  # a text's characters are never empty
+        if not given or (isinstance(given, list) and not isinstance(given[0], int) and not all(given)):
             raise wrong("must not be empty", "prompt")
         if self.scores_prompts and self.stream and (self.n or 1) > 1:
             raise wrong("with logprobs and several answers is not possible in a stream", "echo")

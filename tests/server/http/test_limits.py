@@ -1,5 +1,6 @@
 """What is too large is refused before work is done for it, and what is large leaves the event loop."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from server.http import limits
+from server.http import limits, reading
 from server.http.errors import APIError
 from server.http.workers import NUM_THREADS
 from server.openai.chat.protocol import ChatCompletionRequest
@@ -137,6 +138,26 @@ def test_values_are_counted_before_anything_is_made_of_them() -> None:
         limits.check_values({"a": [{}] * (limits.MAX_VALUES - 2)})
 
 
+def test_values_are_counted_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = TypeAdapter(CompletionRequest)
+    body = json.dumps({"prompt": "a", "guided_json": {"enum": [{}] * limits.MAX_VALUES}}).encode()
+    with monkeypatch.context() as patch:
+        patch.setattr("server.http.reading._decode", pytest.fail)
+        with pytest.raises(APIError, match="more than 100000 objects"):
+            reading._read(body, read)
+    text = '{[:\\"' * limits.MAX_VALUES  # in a text they are none
+    assert reading._read(json.dumps({"prompt": text}).encode(), read).prompt == text
+
+
+def test_the_characters_of_a_prompt_are_not_looked_at_one_by_one() -> None:
+    class Text(str):
+        def __iter__(self) -> Iterator[str]:
+            pytest.fail("all threads of the process wait meanwhile")
+
+    body = CompletionRequest.model_construct(prompt=Text("a" * 10))
+    assert body._check_completion() is body
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -207,6 +228,34 @@ def test_prompts_that_cannot_fit_are_not_encoded(live: Live, monkeypatch: pytest
     monkeypatch.undo()
     assert live.complete(text, truncate_prompt_tokens=5).status_code == 200
     assert live.post(TOKENIZE, prompt=text).json()["count"] == len(text)
+
+
+def test_large_bodies_are_read_in_turns() -> None:
+    """Whatever else waits for the event loop comes in between."""
+
+    class Upload:
+        headers: dict[str, str] = {}  # noqa: RUF012
+
+        def __init__(self) -> None:
+            self.num_left = 10
+
+        async def receive(self) -> dict[str, Any]:
+            num_read[-1] += 1
+            self.num_left -= 1
+            return {"type": "http.request", "body": b"a", "more_body": bool(self.num_left)}
+
+    async def run() -> None:
+        arrivals = reading.Arrivals(1000, 60)
+        uploads = [asyncio.create_task(arrivals.receive(Upload())) for _ in range(20)]  # type: ignore[arg-type]
+        while not all(upload.done() for upload in uploads):
+            num_read.append(0)
+            await asyncio.sleep(0)
+
+    num_read = [0]
+    asyncio.run(run())
+    assert sum(num_read) == 200
+    assert max(num_read) <= 24, "the first part of each comes with its headers"
+    assert sorted(num_read)[-2] <= 4
 
 
 def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
