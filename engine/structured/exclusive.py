@@ -15,6 +15,7 @@ Resolve: TypeAlias = Callable[[str], Any]  # what a `$ref` points to, or None
 Opposites: TypeAlias = Callable[[Any, Any], "list[Schema] | None"]
 
 MAX_ITEMS = 16  # elements of arrays, and values, that are compared
+MAX_LENGTH = 2**31  # of arrays
 MAX_NAMES = 8  # of which one tells two schemas apart
 MAX_BRANCHES = 32
 MAX_WORK = 100_000  # schemas, names and values that are looked at for all of one document
@@ -51,8 +52,9 @@ def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] |
     for i, j in combinations(range(len(branches)), 2):  # as they are given: one narrowed says less of what it refuses
         if judge.work_left < 0:
             return None
-        if branches[i] == branches[j]:
-            found[i] = found[j] = False
+        if _without_formats(branches[i]) == _without_formats(branches[j]):
+            found[i] = found[j] = False  # a format is an annotation: what matches one matches both
+            continue
         if judge.disjoint(branches[i], branches[j], types):
             continue
         narrowed = [_minus(branches[a], branches[b], types, judge, opposites) for a, b in ((i, j), (j, i))]
@@ -68,6 +70,10 @@ def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] |
             else:
                 found[k]["allOf"].append(more)
     return found
+
+
+def _without_formats(schema: Any) -> Any:
+    return {word: value for word, value in schema.items() if word != "format"} if isinstance(schema, dict) else schema
 
 
 def _types(schema: Schema) -> set[str]:
@@ -145,7 +151,7 @@ class Judge:
         if common != {"object"}:
             return False
         for a, b in ((one, other), (other, one)):
-            if any(_forbids(b, name) for name in a.get("required", ())):
+            if any(self.forbids(b, name) for name in a.get("required", ())):
                 return True
         both = set(one.get("required", ())) & set(other.get("required", ()))
         everything = set(TYPES)
@@ -161,6 +167,16 @@ class Judge:
                     and len(given) <= MAX_ITEMS
                 )
         return "pattern" in one and "pattern" in other and self.texts.are_disjoint(one["pattern"], other["pattern"])
+
+    def forbids(self, schema: Schema, name: str) -> bool:
+        """Whether it is certain that no object with this name matches."""
+        if name in schema.get("properties", {}):
+            return schema["properties"][name] is False
+        patterns = schema.get("patternProperties", {})
+        self.work_left -= len(patterns)
+        return schema.get("additionalProperties") is False and all(
+            inner is False or self.texts.refuses(pattern, name) for pattern, inner in patterns.items()
+        )
 
     def _covers(self, wide: Any, schema: Schema, levels: int) -> bool:
         """Whether it is certain that every instance of `schema` matches `wide`."""
@@ -196,12 +212,6 @@ def _property(schema: Schema, name: str) -> Any:
     return schema.get("properties", {}).get(name, True)
 
 
-def _forbids(schema: Schema, name: str) -> bool:
-    if name in schema.get("properties", {}):
-        return schema["properties"][name] is False
-    return schema.get("additionalProperties") is False and "patternProperties" not in schema
-
-
 def _minus(schema: Any, other: Any, types: set[str], judge: Judge, opposites: Opposites) -> Any:
     """What keeps instances of `schema` from matching `other`. None: nothing is known to."""
     if other is True or other == {}:
@@ -216,6 +226,9 @@ def _minus(schema: Any, other: Any, types: set[str], judge: Judge, opposites: Op
         return found
     common = own & theirs
     parts: list[Schema] = [{"type": sorted(own - theirs)}] if own - theirs else []
+    if "array" in common and (lengths := _other_lengths(schema, other, judge)):
+        parts += lengths
+        common = common - {"array"}
     if "object" in common and (found := _apart(schema, other, judge)):
         parts.append(found)
     elif common and (
@@ -223,6 +236,15 @@ def _minus(schema: Any, other: Any, types: set[str], judge: Judge, opposites: Op
     ):
         parts += rests
     return parts[0] if len(parts) == 1 else {"anyOf": parts} if parts else None
+
+
+def _other_lengths(schema: Schema, other: Schema, judge: Judge) -> list[Schema]:
+    """Arrays of `schema` that are too short or too long for `other`."""
+    least = max(view.get("minItems", 0) for view in judge.views(other))
+    most = min(view.get("maxItems", MAX_LENGTH) for view in judge.views(other))
+    shorter: list[Schema] = [{"type": "array", "maxItems": least - 1}] if least else []
+    longer: list[Schema] = [{"type": "array", "minItems": most + 1}] if most < MAX_LENGTH else []
+    return [each for each in shorter + longer if not judge.disjoint(each, schema, {"array"})]
 
 
 def _apart(schema: Schema, other: Schema, judge: Judge) -> Any:
@@ -238,7 +260,7 @@ def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
         for name in dict.fromkeys(name for view in own for name in view.get("properties", {}))
         if all(_property(view, name) is not False for view in own)
         and any(
-            _forbids(theirs, name) or judge.disjoint(_property(view, name), _property(theirs, name), everything)
+            judge.forbids(theirs, name) or judge.disjoint(_property(view, name), _property(theirs, name), everything)
             for view, theirs in product(own, others)
         )
     ]

@@ -110,7 +110,7 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
     preparation = _Preparation(parsed, lenient)
     preparation.run()
     _check_written(parsed)
-    _check_recursion(parsed)
+    _drop_endless(parsed)
     if notes is not None:
         notes += dict.fromkeys(preparation.notes)
     return _dump(parsed)
@@ -194,6 +194,8 @@ class _Preparation:
 
     def run(self) -> None:
         self._apply(self.shapes, self.older)
+        if not self.has_resources:
+            self._fix_anchors()
         _check_length(text := _dump(self.root), MAX_LENGTH)
         as_given = json.loads(text)  # rewrites narrow: what one schema refuses is to be read from it as it was
         self.judge = Judge(partial(pointed_to, as_given), notes=self.notes)
@@ -218,6 +220,28 @@ class _Preparation:
                     stack.append(target)  # which may stand where no schema is looked for
             elif not isinstance(schema, bool):
                 raise ValueError(f"a schema must be an object or a boolean, got {_dump(schema)[:80]}")
+
+    def _fix_anchors(self) -> None:
+        """A `$dynamicRef` to the only such anchor of the only document is a `$ref`."""
+        found: dict[str, list[str]] = {}
+        owners: list[Schema] = []
+        stack: list[tuple[Any, Any]] = [(self.root, None)]  # the second is (key, that of what it is in)
+        while stack:
+            value, at = stack.pop()
+            if isinstance(value, dict) and value.keys() & {"$dynamicAnchor", "$dynamicRef"}:
+                owners.append(value)
+                if "$dynamicAnchor" in value:
+                    found.setdefault(f"#{value['$dynamicAnchor']}", []).append(_pointer(at))
+            inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            stack += [(each, (key, at)) for key, each in inner if isinstance(each, dict | list)]
+        for schema in owners:
+            pointers = found.get(str(schema.get("$dynamicRef")), [])
+            if len(pointers) == 1 and "$ref" not in schema:
+                del schema["$dynamicRef"]
+                schema["$ref"] = pointers[0]
+        if not any("$dynamicRef" in schema for schema in owners):
+            for schema in owners:
+                schema.pop("$dynamicAnchor", None)
 
     def shapes(self, schema: Schema) -> None:
         for name in _ANNOTATIONS:
@@ -340,6 +364,15 @@ def _portable(name: str, pattern: str) -> str:
         raise ValueError(f"{name}: {error}") from None
 
 
+def _pointer(at: Any) -> str:
+    """To what lies at (key, (key of what it is in, …))."""
+    keys: list[str] = []
+    while at is not None:
+        keys.append(str(at[0]).replace("~", "~0").replace("/", "~1"))
+        at = at[1]
+    return "/".join(["#", *reversed(keys)])
+
+
 def _is_list_of(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
@@ -361,20 +394,22 @@ def _check_value(value: Any) -> None:
         _check_value(inner)
 
 
-def _check_recursion(root: Schema) -> None:
-    """`ValueError` for a `$ref` to something that has no finite instance: generation would never end.
+def _drop_endless(root: Schema) -> None:
+    """A `$ref` to what has no finite instance is one to nothing, in place. `ValueError` when the root is such.
 
     Least fixed point: nothing is taken to be finite until shown. Doubt counts as finite.
     """
     targets: dict[str, Any] = {}
+    sources: dict[str, list[Schema]] = {}
     stack: list[Any] = [root]
     while stack:
         schema = stack.pop()
         if isinstance(schema, dict):
             stack += _subschemas(schema)
             reference = schema.get("$ref")
-            if isinstance(reference, str) and reference not in targets:
-                targets[reference] = pointed_to(root, reference)
+            if isinstance(reference, str):
+                targets.setdefault(reference, pointed_to(root, reference))
+                sources.setdefault(reference, []).append(schema)
     finite = {reference: False for reference, target in targets.items() if isinstance(target, dict)}
     unknown = list(finite)
     for _ in range(MAX_ROUNDS):
@@ -382,10 +417,15 @@ def _check_recursion(root: Schema) -> None:
         for reference in unknown:
             finite[reference] = _is_finite(targets[reference], finite)
         unknown = [reference for reference in reversed(unknown) if not finite[reference]]
-        if not unknown:
-            return
         if len(unknown) == before:
-            raise ValueError(f"$ref: {unknown[0]!r} refers to itself without end, nothing can match it")
+            break
+    else:
+        return
+    if unknown and not _is_finite(root, finite):
+        raise ValueError(f"$ref: {unknown[0]!r} refers to itself without end, nothing can match it")
+    for schema in [each for reference in unknown for each in sources[reference]]:
+        schema.clear()
+        schema["enum"] = []
 
 
 def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
@@ -393,7 +433,7 @@ def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
     if not isinstance(schema, dict):
         return schema is not False
     if "const" in schema or "enum" in schema:
-        return True
+        return schema.get("enum") != []
 
     def every(schemas: Any) -> bool:
         return all(_is_finite(each, finite) for each in schemas)
@@ -407,13 +447,13 @@ def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
         if schema.get(name) and not any(_is_finite(each, finite) for each in schema[name]):
             return False
     types = schema.get("type")
-    kinds = {types} if isinstance(types, str) else set(types or ("null",))
+    kinds = {types} if isinstance(types, str) else {"null"} if types is None else set(types)
     return bool(kinds - {"object", "array"}) or any(_OF_KIND[kind](schema, every) for kind in kinds)
 
 
 def _finite_object(schema: Schema, every: Callable[[Any], bool]) -> bool:
     properties = schema.get("properties") or {}
-    rest = schema.get("additionalProperties", True)
+    rest = schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
     return every(properties.get(name, rest) for name in schema.get("required") or ())
 
 

@@ -603,6 +603,16 @@ class Texts:
         found: str | None = self._answer((tuple(wanted), tuple(refused)), work)
         return found
 
+    def is_plain(self, pattern: str) -> bool:
+        """Whether it is certain that all dialects match the same texts with it."""
+
+        def work(languages: Languages) -> bool:
+            narrow = languages.opposite(languages.of(pattern, narrow=True))
+            doubtful = languages.intersection([languages.of(pattern, narrow=False), narrow])
+            return not _automaton(languages, doubtful, until_found=True).ends
+
+        return bool(self._answer((pattern, "plain"), work))
+
     def are_disjoint(self, one: str, other: str) -> bool:
         """Whether it is certain that no text matches both."""
 

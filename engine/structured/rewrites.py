@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from engine.structured.exclusive import MAX_LEVELS, Judge, Schema, exclusive, views
+from engine.structured.exclusive import MAX_BRANCHES, MAX_LEVELS, Judge, Schema, exclusive, views
 from engine.structured.languages import NOTHING
 from engine.structured.regex import MAX_LENGTH, end_of_group
 from engine.structured.values import TYPES, escaped, listed, pattern_without, values_of, without
@@ -20,7 +20,11 @@ MAX_AHEAD = 16  # parts of a pattern that look ahead
 _OTHERS = frozenset(["anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "not", "$dynamicRef", "$recursiveRef"])
 MAX_PATTERNS = 16  # of properties, where they overlap
 MAX_CONTAINED = 16  # elements that `minContains` asks for
+MAX_OTHERS = 400  # characters of a pattern of the names that no other one matches: the library compares all of them
 MAX_UNIQUE = 6  # values whose sets are written out
+# What a schema of names may hold beside what it says of them.
+_REFERENCES = frozenset(["$ref", "$dynamicRef", "$recursiveRef"])
+_SILENT = frozenset(["title", "description", "markdownDescription", "default", "examples", "format"])
 _NO_TEXT = {"type": [kind for kind in TYPES if kind not in ("string", "integer")]}
 _AHEAD = re.compile(r"\(\?[=!]")
 
@@ -35,6 +39,8 @@ def rewrite(schema: Schema, judge: Judge) -> None:
     _contains(schema)
     _unique(schema)
     _names(schema, judge)
+    _counts(schema)
+    _possible(schema, judge)
     _one_of(schema, judge)
 
 
@@ -114,16 +120,29 @@ def _unevaluated(schema: Schema, judge: Judge) -> None:
         schema.setdefault("items", schema.pop("unevaluatedItems"))
     if "unevaluatedProperties" not in schema:
         return
-    always = views(schema, judge.resolve)
-    if any(view.keys() & _OTHERS for view in always):
-        return
-    rest = schema.pop("unevaluatedProperties")
+    always, rest = views(schema, judge.resolve), schema.pop("unevaluatedProperties")
+    if not any(view.keys() & _OTHERS for view in always):
+        schema |= _closed(always, rest)
+    elif schema.keys() & _OTHERS == {"anyOf"} and not any(
+        view.keys() & _OTHERS for view in always if view is not schema
+    ):
+        schema["anyOf"] = [
+            {"allOf": [each, _closed([*always, *views(each, judge.resolve)], rest)]} for each in schema["anyOf"]
+        ]
+    else:  # some speak of more, but not for all instances: without those names none is left unevaluated
+        schema |= _closed(always, False)
+
+
+def _closed(always: list[Schema], rest: Any) -> Schema:
+    """That names of which these schemas for the same object do not speak have values of `rest`."""
     if any(view.keys() & {"additionalProperties", "unevaluatedProperties"} for view in always):
-        return  # all are spoken of
+        return {}  # all are spoken of
+    own = always[0]
+    closed: Schema = {"additionalProperties": rest}
     for keyword in ("properties", "patternProperties"):
         if names := {name: True for view in always for name in view.get(keyword, {})}:
-            schema[keyword] = names | schema.get(keyword, {})
-    schema["additionalProperties"] = rest
+            closed[keyword] = names | own.get(keyword, {})
+    return closed
 
 
 def _conditions(schema: Schema, judge: Judge) -> None:
@@ -270,8 +289,7 @@ def _names(schema: Schema, judge: Judge) -> None:
         schema.pop("propertyNames", None)
     given, rest = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
     if pattern == "":
-        if len(given) > 1 and (parted := _disjoint(list(given.items()), judge)) is not None:
-            schema["patternProperties"] = parted
+        _patterns(schema, given, rest, judge)
         return
     if pattern is None or "allOf" in schema or "$ref" in schema:
         return
@@ -291,6 +309,79 @@ def _names(schema: Schema, judge: Judge) -> None:
     if found:
         schema["patternProperties"] = found
     schema["additionalProperties"] = False
+
+
+def _patterns(schema: Schema, given: dict[str, Any], rest: Any, judge: Judge) -> None:
+    """`patternProperties` that no name matches two of, and that every reader tells from all other names."""
+    if len(given) > 1 and (parted := _disjoint(list(given.items()), judge)) is not None:
+        schema["patternProperties"] = parted
+    elif len(given) > 1:
+        _names_alone(schema, given, judge)
+        return
+    if rest is False or all(map(judge.texts.is_plain, given)):
+        return
+    own = list(schema.get("properties", {}))
+    known = [f"^(?:{'|'.join(map(escaped, own))})$"] if own and rest is not True else []
+    others = judge.texts.pattern([], [*given, *known])
+    schema["additionalProperties"] = False
+    if others is not None and others != NOTHING and len(others) <= MAX_OTHERS:
+        schema["patternProperties"] = {**schema["patternProperties"], others: rest}
+
+
+def _names_alone(schema: Schema, given: dict[str, Any], judge: Judge) -> None:
+    """Of patterns that overlap in ways which are not known, the names that are patterns themselves, and those spoken of."""
+    alternatives = [each for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word, ())]
+    required = [name for each in (schema, *alternatives) if isinstance(each, dict) for name in each.get("required", ())]
+    spoken_of = [pattern for pattern in given if pattern.isidentifier()] + [
+        name for name in required if not all(judge.texts.refuses(pattern, name) for pattern in given)
+    ]
+    names = dict.fromkeys(spoken_of, True) | schema.get("properties", {})
+    judge.work_left -= len(names) * len(given)
+    if not names or judge.work_left < 0:
+        return
+    schema["properties"] = {
+        name: {"allOf": [inner, *(each for pattern, each in given.items() if not judge.texts.refuses(pattern, name))]}
+        for name, inner in names.items()
+    }
+    del schema["patternProperties"]
+    schema["additionalProperties"] = False
+    judge.notes.append("patternProperties: where they overlap, only names that are spoken of are generated")
+
+
+def _counts(schema: Schema) -> None:
+    """`minProperties` and `maxProperties` where some of the listed names are required: one more, or the first of them."""
+    properties, required = schema.get("properties", {}), list(dict.fromkeys(schema.get("required", ())))
+    free = [name for name, inner in properties.items() if inner is not False and name not in required]
+    least, most = schema.get("minProperties", 0) - len(required), schema.get("maxProperties")
+    if not free or not schema.keys() & {"minProperties", "maxProperties"} or least > 1:
+        return
+    schema.pop("minProperties", None)
+    if most is not None:
+        del schema["maxProperties"]
+        kept = max(most - len(required), 0)
+        alone = kept == 1 and all(name in properties for name in required)
+        names = free[:MAX_BRANCHES] if alone else free[:kept]
+        schema["properties"] = properties | {name: False for name in free if name not in names}
+        schema.pop("patternProperties", None)
+        schema["additionalProperties"] = False
+        if alone:
+            nothing: list[Schema] = [{"properties": dict.fromkeys(names, False)}] if least < 1 else []
+            one = [{"properties": {other: other == name for other in names}, "required": [name]} for name in names]
+            also(schema, {"anyOf": one + nothing})
+            return
+        free = names
+    if least == 1:
+        also(schema, _any_of([{"required": [name]} for name in free[:MAX_BRANCHES]]))
+
+
+def _possible(schema: Schema, judge: Judge) -> None:
+    """Leaves out alternatives that the rest of the schema rules out."""
+    if "anyOf" in schema and schema.keys() & {"required", "type"}:
+        rest = {word: value for word, value in schema.items() if word not in ("anyOf", "allOf", "$ref")}
+        kept = [each for each in schema["anyOf"] if not judge.disjoint(rest, each, set(TYPES))]
+        schema |= {"anyOf": kept} if kept else {"enum": []}
+        if not kept:
+            del schema["anyOf"]
 
 
 def _disjoint(patterns: list[tuple[str, Any]], judge: Judge) -> dict[str, Any] | None:
@@ -332,7 +423,7 @@ def _pattern_of(names: Any, judge: Judge, levels: int = MAX_LEVELS) -> str | Non
     if not isinstance(names, dict) or not levels:
         return None
     judge.work_left -= 1
-    said = names.keys() - {"title", "description", "$comment", "format"}  # a format is an annotation
+    said = {word for word in names if word not in _SILENT and (not word.startswith("$") or word in _REFERENCES)}
     if "string" not in listed(names.get("type", "string")):
         return NOTHING
     said -= {"type"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -195,6 +196,69 @@ REWRITTEN: dict[str, Any] = {
             {"type": "object", "properties": {"kind": {"enum": [2, 3]}, "b": BOOLEAN}, "required": ["kind", "b"]},
         ]
     },
+    "unevaluated properties of one of several": {
+        "type": "object",
+        "properties": {"a": INTEGER},
+        "anyOf": [{"properties": {"b": BOOLEAN}, "required": ["b"]}, closed(a=INTEGER, c=BOOLEAN)],
+        "unevaluatedProperties": False,
+    },
+    "unevaluated properties beside a condition": {
+        "type": "object",
+        "properties": {"a": BOOLEAN, "c": BOOLEAN},
+        "required": ["a"],
+        "if": {"properties": {"a": {"const": True}}},
+        "then": {"properties": {"b": INTEGER}},
+        "unevaluatedProperties": False,
+    },
+    "one property of several": {**closed(a=INTEGER, b=BOOLEAN), "minProperties": 1, "maxProperties": 1},
+    "some properties of several": {**closed(a=INTEGER, b=BOOLEAN, c=BOOLEAN), "required": ["b"], "maxProperties": 2},
+    "any property of several": {**closed(a=INTEGER, b=BOOLEAN), "minProperties": 1},
+    "patterns of names that overlap beyond what is known": {
+        "type": "object",
+        "patternProperties": {
+            "^(a.)?file$": STRING,
+            "name": STRING,
+            "tags": {"type": "array"},
+            "vars": {"maxItems": 2},
+        },
+        "oneOf": [{"required": ["file"]}, {"required": ["a.file"]}],
+        "additionalProperties": False,
+    },
+    "no schema of some that are referred to": {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"$ref": "#/$defs/old"}, BOOLEAN]}, "b": {"$ref": "#/$defs/endless"}},
+        "$defs": {
+            "old": {"not": {}},
+            "endless": {"type": "array", "items": {"$ref": "#/$defs/endless"}, "minItems": 1},
+        },
+    },
+    "alternatives that the rest rules out": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/wide"}, "b": BOOLEAN},
+        "$defs": {
+            "wide": {
+                "type": "object",
+                "required": ["x"],
+                "properties": {"x": BOOLEAN},
+                "anyOf": [closed(y=BOOLEAN), {"type": "string"}],
+            }
+        },
+    },
+    "a reference to the only anchor": {
+        "$dynamicAnchor": "node",
+        "type": "object",
+        "properties": {"next": {"$dynamicRef": "#node"}, "value": BOOLEAN},
+        "additionalProperties": False,
+    },
+    "one of two lengths of arrays": {
+        "type": "array",
+        "oneOf": [{"maxItems": 2, "items": BOOLEAN}, {"items": BOOLEAN, "minItems": 1, "maxItems": 1}],
+    },
+    "names that other keywords may stand beside": {
+        "type": "object",
+        "propertyNames": {"$id": "names", "$$description": ["Names."], "enum": ["a", "b"]},
+        "additionalProperties": BOOLEAN,
+    },
     "then without if": {**STRING, "then": {"minLength": 100}},
     "64-bit integers": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "safe integers": {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1},
@@ -299,6 +363,25 @@ def test_instances_are_valid(name: str, compiler: Compiler) -> None:
         ("a path", "a..b", False),
         ("a path", "/a", False),
         ("format klingon", "Qapla", True),
+        ("unevaluated properties of one of several", {"a": 1, "b": True}, True),
+        ("unevaluated properties of one of several", {"c": True}, True),
+        ("unevaluated properties of one of several", {"a": 1, "x": 1}, False),
+        ("unevaluated properties beside a condition", {"a": True, "c": True}, True),
+        ("one property of several", {"b": True}, True),
+        ("one property of several", {"a": 1, "b": True}, False),
+        ("one property of several", {}, False),
+        ("some properties of several", {"b": True, "c": True}, True),
+        ("any property of several", {"a": 1, "b": True}, True),
+        ("any property of several", {}, False),
+        ("patterns of names that overlap beyond what is known", {"name": "x", "file": "y"}, True),
+        ("no schema of some that are referred to", {"a": True}, True),
+        ("no schema of some that are referred to", {"b": []}, False),
+        ("alternatives that the rest rules out", {"b": True}, True),
+        ("a reference to the only anchor", {"next": {"value": True}}, True),
+        ("one of two lengths of arrays", [], True),
+        ("one of two lengths of arrays", [True], False),
+        ("one of two lengths of arrays", [True, False], True),
+        ("names that other keywords may stand beside", {"b": True}, True),
     ],
 )
 def test_what_people_mean_can_be_said(name: str, instance: Any, good: bool, compiler: Compiler) -> None:
@@ -326,7 +409,6 @@ def test_multiples_are_reckoned_in_decimals(step: float, compiler: Compiler) -> 
         ("pattern", {"type": "string", "pattern": "^(?:a(?=b.).)*$"}),
         ("propertyNames", {**closed(a=STRING), "propertyNames": {"pattern": "^(a+)+$"}}),
         ("propertyNames", {**closed(a=STRING), "propertyNames": {"maxLength": 1}, "additionalProperties": INTEGER}),
-        ("unevaluatedProperties", {"anyOf": [closed(a=STRING), {}], "unevaluatedProperties": False}),
         ("minimum", {"type": "integer", "minimum": 2**60}),
         ("multipleOf", {"type": "number", "multipleOf": 1e-9}),
     ],
@@ -405,6 +487,26 @@ def test_what_overlaps_is_parted(schema: Any, valid: list[str], compiler: Compil
     for seed in range(8):
         if (drawn := walk(matcher, random.Random(seed))) is not None:
             judge.validate(json.loads(drawn))
+
+
+@pytest.mark.parametrize("pattern", ["^.*$", r"^\d+$", "^[a-z]*$"])
+def test_other_names_are_none_that_some_reader_finds_the_pattern_in(pattern: str, compiler: Compiler) -> None:
+    """`.` is not always U+2028, a digit not always of ASCII, and `$` may stand before a last line feed."""
+    schema = {"type": "object", "patternProperties": {pattern: INTEGER}, "additionalProperties": STRING}
+    grammar = json_grammar(schema)
+    compiler.check(grammar)
+    matcher = compiler.compile(grammar)
+    for name in ("a\u2028", "\u0664", "a\n", "1\n"):
+        if re.search(pattern, name):
+            follower, written = matcher.deep_copy(), list(json.dumps({name: "x"}, ensure_ascii=False).encode())
+            assert not (follower.try_consume_tokens(written) == len(written) and follower.is_accepting()), name
+
+
+def test_formats_alone_tell_no_alternatives_apart(compiler: Compiler) -> None:
+    texts = {"type": "string", "oneOf": [{"format": "uri"}, {"format": "hostname"}]}
+    matcher = compiler.compile(json_grammar({"type": "object", "properties": {"a": texts, "b": BOOLEAN}}))
+    assert matcher.deep_copy().try_consume_tokens(list(b'{"b": true}')) == 11
+    assert matcher.deep_copy().try_consume_tokens(list(b'{"a": "x"')) < 9
 
 
 def test_alternatives_that_another_holds_are_left_out_with_a_note() -> None:

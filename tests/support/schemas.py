@@ -365,7 +365,7 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "dependentSchemas": [{"type": "object", "dependentSchemas": {"a": 3}}],
     "dependencies": [{"type": "object", "dependencies": {"a": "b"}}],
     "dependentRequired": [{"type": "object", "dependentRequired": {"a": "b"}}],
-    "unevaluatedProperties": [{"type": "object", "unevaluatedProperties": False, "anyOf": [{"type": "object"}]}],
+    "unevaluatedItems": [{"type": "array", "unevaluatedItems": False, "anyOf": [{"prefixItems": [True]}, {}]}],
     "oneOf": [{"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}],
     "pattern": [
         {"type": "string", "pattern": "(?:a(?=b.).)*c"},

@@ -36,3 +36,16 @@ def walk(matcher: LLMatcher, dice: random.Random, unique: UniqueItems | None = N
             return written.decode()
         written.append(token)
     return None
+
+
+def follows(matcher: LLMatcher, text: str, unique: UniqueItems | None = None) -> bool:
+    """Whether the text can be written as a whole."""
+    matcher, written = matcher.deep_copy(), list(text.encode())
+    if unique is None:
+        return matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting()
+    for byte in written:
+        if byte not in allowed_by(matcher, unique):
+            return False
+        matcher.consume_token(byte)
+        unique.advance(TOKENS[byte])
+    return END in allowed_by(matcher, unique)
