@@ -7,7 +7,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.triton.codes import E2M1, E2M1_BYTES, E4M3, E4M3_BYTES, INT4, INT4_BYTES, INT8, INT8_BYTES, ptx
+from kernels.triton.codes import (
+    E2M1,
+    E2M1_BYTES,
+    E2M1_SMALL_BYTES,
+    E4M3,
+    E4M3_BYTES,
+    INT4,
+    INT4_BYTES,
+    INT8,
+    INT8_BYTES,
+    ptx,
+)
 
 PAIR = "w, {$, $}"  # an operand of 16 bits
 E4M3_PAIRS, E4M3_WORDS = ptx(E4M3, "a", PAIR), ptx(E4M3, "ab")
@@ -29,6 +40,12 @@ def decode_bytes(codes, KIND: gl.constexpr):
     else:
         TEXT: gl.constexpr = INT4_BYTES if KIND == "int4" else E2M1_BYTES
         return gl.inline_asm_elementwise(TEXT, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
+
+
+@gluon.jit
+def decode_small(codes):
+    """uint8 codes of e2m1 → bfloat16 of 2^-126 times the low codes' values, and the high ones', subnormal or nearly so."""
+    return gl.inline_asm_elementwise(E2M1_SMALL_BYTES, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
 
 
 @gluon.jit

@@ -22,10 +22,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.hopper.code_bits import decode_bytes, scale_of
+from kernels.hopper.code_bits import decode_bytes, decode_small, scale_of
 from kernels.hopper.matmul_few import _has_matrix_unit, _last, _middle
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
 NO_PAIR = gl.constexpr(1 << 30)
@@ -40,7 +40,12 @@ def _chunks(
 
     Of one expert, whose pointers are, the number is 0.
     """
-    chunk = i * WARPS + gl.arange(0, WARPS, layout=LAYOUT)
+    return _of_chunk(i * WARPS + gl.arange(0, WARPS, layout=LAYOUT), ids, first, E, PER_EXPERT, EXPERTS)
+
+
+@gluon.jit
+def _of_chunk(chunk, ids, first, E: gl.constexpr, PER_EXPERT: gl.constexpr, EXPERTS: gl.constexpr):
+    """See `_chunks`."""
     real = chunk < EXPERTS * PER_EXPERT
     choice = chunk * 0
     local = choice
@@ -65,9 +70,9 @@ def _load_step(
     codes, scale, zero, factor, ids, row, first, i, W: gl.constexpr, S: gl.constexpr, Z: gl.constexpr,
     E: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
-    EXPERTS: gl.constexpr, QUANTIZED: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr,
+    EXPERTS: gl.constexpr, QUANTIZED: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    """Weights of rows [row, row + BLOCK_N) for one step; scales, zero points and factors of each warp's group."""
+    """Weights of rows [row, row + BLOCK_N) for one step; their groups' zero points and, unless STAGED, scales and factors."""
     PER_EXPERT: gl.constexpr = BYTES // CHUNK
     MASKED: gl.constexpr = EXPERTS > 1 or PER_EXPERT % WARPS != 0
     local, _, chunk, real = _chunks(
@@ -80,7 +85,7 @@ def _load_step(
     scales = ()
     zeros = ()
     factors = ()
-    if QUANTIZED:
+    if QUANTIZED and not STAGED:
         local, _, chunk, real = _chunks(gl.SliceLayout(1, S), ids, first, i, E, WARPS, PER_EXPERT, EXPERTS)
         rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))[None, :]
         start = local * ((STORED + ROWS - 1) // ROWS * GROUPS)
@@ -118,23 +123,67 @@ def _load_x(
 
 
 @gluon.jit
-def _add_step(
-    total, step, xs, SHAPE: gl.constexpr, MMA: gl.constexpr, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr,
-    FACTOR: gl.constexpr,
+def _stage_scales(
+    scale, factor, ids, row, first, E: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, CHUNK: gl.constexpr,
+    WARPS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    EXPERTS: gl.constexpr, FACTOR: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr,
 ):  # fmt: skip
-    """total + the products of one step's weights and channels."""
+    """For each half, scales times factors of all STAGED steps in shared memory, float32 [WARPS, BLOCK_N, STAGED].
+
+    A warp that loads a scale of each of its rows reads eight lines for two bytes of each. SMALL: times 2^62, for codes that
+    are decoded to their value times 2^-126 and channels times 2^64.
+    """
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 1], [4, 4, 2], [WARPS // 4, 4, 1], [0, 2, 1])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0, 2])
+    CHUNKS: gl.constexpr = gl.SliceLayout(1, LOADED)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, CHUNKS))[:, None]
+    step = gl.arange(0, STAGED, layout=gl.SliceLayout(0, CHUNKS))[None, :]
+    local, _, chunk, real = _of_chunk(step * WARPS + warp, ids, first, E, BYTES // CHUNK, EXPERTS)
+    rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))[None, :, None]
+    staged = ()
+    for half in gl.static_range(HALVES):
+        group = (half * BYTES + chunk * CHUNK) // GROUP
+        at = (local * (STORED * GROUPS) + group)[:, None, :] + rows * GROUPS
+        values = scale_of(gl.load(scale + at, mask=real[:, None, :], other=0))
+        if FACTOR:
+            values *= gl.load(factor + (local * STORED)[:, None, :] + rows, mask=real[:, None, :], other=0.0)
+        if SMALL:
+            values *= 4611686018427387904.0
+        staged = staged + (gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_N, STAGED], SHARED, values),)
+    return staged
+
+
+@gluon.jit
+def _enlarge(xs, HALVES: gl.constexpr):
+    """Channels times 2^64, exactly."""
+    large = ()
+    for half in gl.static_range(HALVES):
+        large = large + (xs[half] * 18446744073709551616.0,)
+    return large
+
+
+@gluon.jit
+def _add_step(
+    total, step, staged, i, xs, SHAPE: gl.constexpr, MMA: gl.constexpr, KIND: gl.constexpr,
+    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr,
+):  # fmt: skip
+    """total + the products of one step's weights and channels; see `_stage_scales`."""
     if KIND == "float":
         return mma_v2(step[0], xs[0], total)
     else:
-        parts = decode_bytes(step[0], KIND)
+        parts = decode_small(step[0]) if SMALL else decode_bytes(step[0], KIND)
         for half in gl.static_range(HALVES):
             w = parts[half]
             if ZERO:
                 w = w - step[2][half].to(gl.bfloat16)[:, :, None]
-            s = scale_of(step[1][half])
-            if FACTOR:
-                s *= step[3][0]
-            total += mma_v2(w, xs[half], gl.zeros(SHAPE, gl.float32, MMA)) * s[:, :, None]
+            if STAGED:
+                s = staged[half].slice(i, 1, 2).load(MMA)
+            else:
+                s = scale_of(step[1][half])
+                if FACTOR:
+                    s *= step[3][0]
+                s = s[:, :, None]
+            total += mma_v2(w, xs[half], gl.zeros(SHAPE, gl.float32, MMA)) * s
         return total
 
 
@@ -156,7 +205,8 @@ def _few_experts_kernel(
     N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, M: gl.constexpr, CHOSEN: gl.constexpr, CHOICES: gl.constexpr,
     EXPERTS: gl.constexpr, ONE_TOKEN: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    AHEAD: gl.constexpr, WARPS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one expert, for all pairs of a token and that expert: the first such pair's program does it.
@@ -174,8 +224,8 @@ def _few_experts_kernel(
     STEPS: gl.constexpr = (EXPERTS * PER_EXPERT + WARPS - 1) // WARPS
     BLOCKS: gl.constexpr = N // BLOCK_N
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    W: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
-    X: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    W: gl.constexpr = gl.DotOperandLayout(0, MMA, WIDTH)
+    X: gl.constexpr = gl.DotOperandLayout(1, MMA, WIDTH)
     S: gl.constexpr = gl.SliceLayout(2, MMA)
     Z: gl.constexpr = gl.SliceLayout(2, W)
     SHAPE: gl.constexpr = [WARPS, BLOCK_N, M]
@@ -197,7 +247,7 @@ def _few_experts_kernel(
             early = early + (
                 _load_step(
                     codes, scale, zero, factor, ids, row, first, i, W, S, Z, E, STORED, BYTES, CHUNK, WARPS,
-                    BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR,
+                    BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                 ),
             )  # fmt: skip
         if PDL:
@@ -243,18 +293,30 @@ def _few_experts_kernel(
                 ahead = ahead + (
                     _load_step(
                         codes, scale, zero, factor, ids, row, first, i, W, S, Z, E, STORED, BYTES, CHUNK, WARPS,
-                        BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR,
+                        BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                     ),
                 )  # fmt: skip
                 if GATED:
                     ups = ups + (
                         _load_step(
                             codes, scale, zero, factor, ids, N + row, first, i, W, S, Z, E, STORED, BYTES, CHUNK,
-                            WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR,
+                            WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                         ),
                     )  # fmt: skip
         for i in gl.static_range(AHEAD):
             xs = xs + (_load_x(x, ids, x_row, x_real, first, i, stride_x, X, E, BYTES, CHUNK, WARPS, HALVES, EXPERTS),)
+        staged = ()
+        up_staged = ()
+        if STAGED:
+            staged = _stage_scales(
+                scale, factor, ids, row, first, E, STORED, BYTES, CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, HALVES, EXPERTS,
+                FACTOR, STAGED, SMALL,
+            )  # fmt: skip
+            if GATED:
+                up_staged = _stage_scales(
+                    scale, factor, ids, N + row, first, E, STORED, BYTES, CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, HALVES,
+                    EXPERTS, FACTOR, STAGED, SMALL,
+                )  # fmt: skip
         total = gl.zeros(SHAPE, gl.float32, MMA)
         up_total = gl.zeros(SHAPE, gl.float32, MMA)
         for i in gl.static_range(STEPS):
@@ -264,7 +326,7 @@ def _few_experts_kernel(
                 ahead = ahead + (
                     _load_step(
                         codes, scale, zero, factor, ids, row, first, i + AHEAD, W, S, Z, E, STORED, BYTES, CHUNK,
-                        WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR,
+                        WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                     ),
                 )  # fmt: skip
             if GATED:
@@ -274,7 +336,7 @@ def _few_experts_kernel(
                     ups = ups + (
                         _load_step(
                             codes, scale, zero, factor, ids, N + row, first, i + AHEAD, W, S, Z, E, STORED, BYTES,
-                            CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR,
+                            CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                         ),
                     )  # fmt: skip
             xi = xs[0]
@@ -285,9 +347,15 @@ def _few_experts_kernel(
                         x, ids, x_row, x_real, first, i + AHEAD, stride_x, X, E, BYTES, CHUNK, WARPS, HALVES, EXPERTS
                     ),
                 )
-            total = _add_step(total, step, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR)
+            if SMALL:
+                xi = _enlarge(xi, HALVES)
+            total = _add_step(
+                total, step, staged, i, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR, STAGED, SMALL
+            )  # fmt: skip
             if GATED:
-                up_total = _add_step(up_total, up_step, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR)
+                up_total = _add_step(
+                    up_total, up_step, up_staged, i, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR, STAGED, SMALL
+                )  # fmt: skip
 
         SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
         total_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, total)
@@ -330,6 +398,9 @@ class Config(NamedTuple):
     warps: int
     chunk: int
     ahead: int
+    width: int = 8  # bytes of a row that a thread takes at a time
+    staged: bool = False  # scales by way of shared memory, where each row has several
+    small: bool = False  # of staged e2m1: values times 2^-126, so channels must be below 2^64
 
 
 @functools.cache
@@ -392,6 +463,8 @@ def launch(
         zero, factor = weight.zero, weight.factor
         kind, group, rows, halves = weight.kind, weight.group, weight.rows, k // codes.shape[2]
     assert codes.is_contiguous()
+    steps = cdiv(experts * (k // halves // config.chunk), config.warps)
+    staged = next_power_of_2(steps) if config.staged and kind != "float" and rows == 1 and group < k else 0
     programs = (n // config.block_n) * (ids.numel() if experts == 1 else 1)
     _few_experts_kernel[(programs,)](
         x, codes, scale, scale if zero is None else zero, scale if factor is None else factor, x if bias is None else bias,
@@ -399,7 +472,8 @@ def launch(
         N=n, K=k, E=len(codes), M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen,
         CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
         HALVES=halves, ZERO=kind != "float" and zero is not None, FACTOR=kind != "float" and factor is not None,
-        BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, ACTIVATION=activation,
+        BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, WIDTH=config.width,
+        STAGED=staged, SMALL=config.small and staged > 0 and kind == "e2m1" and zero is None, ACTIVATION=activation,
         BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),
     )  # fmt: skip
 

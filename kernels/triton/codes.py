@@ -60,33 +60,38 @@ INT4 = """
     fma.rn.bf16x2 c, c, one, less;
     fma.rn.bf16x2 d, d, one, less;
 """  # (128 + code) - 136
-E2M1 = """
-    .reg .b32 s, t, u, v, big, zero;
-    prmt.b32 a, w, 0, 0x4140;
-    prmt.b32 b, w, 0, 0x4342;
-    shl.b32 s, a, 12;
-    shl.b32 t, b, 12;
-    shl.b32 u, a, 8;
-    shl.b32 v, b, 8;
+# A byte is twice in its 16 bits, so that the high code's sign is where it belongs.
+E2M1_SMALL = """
+    .reg .b32 s, t, u, v;
+    prmt.b32 a, w, 0, 0x1100;
+    prmt.b32 b, w, 0, 0x3322;
+    shl.b32 u, a, 4;
+    shl.b32 v, b, 4;
+    and.b32 s, a, 0x80008000;
+    and.b32 t, b, 0x80008000;
+    and.b32 u, u, 0x80008000;
+    and.b32 v, v, 0x80008000;
     shl.b32 c, a, 2;
     shl.b32 d, b, 2;
     shl.b32 a, a, 6;
     shl.b32 b, b, 6;
-    and.b32 s, s, 0x80008000;
-    and.b32 t, t, 0x80008000;
-    and.b32 u, u, 0x80008000;
-    and.b32 v, v, 0x80008000;
-    lop3.b32 a, a, 0x01c001c0, s, 0xea;
-    lop3.b32 b, b, 0x01c001c0, t, 0xea;
-    lop3.b32 c, c, 0x01c001c0, u, 0xea;
-    lop3.b32 d, d, 0x01c001c0, v, 0xea;
+    lop3.b32 c, c, 0x01c001c0, s, 0xea;
+    lop3.b32 d, d, 0x01c001c0, t, 0xea;
+    lop3.b32 a, a, 0x01c001c0, u, 0xea;
+    lop3.b32 b, b, 0x01c001c0, v, 0xea;
+"""
+E2M1 = (
+    E2M1_SMALL
+    + """
+    .reg .b32 big, zero;
     mov.b32 zero, 0x80008000;
     mov.b32 big, 0x7e807e80;
     fma.rn.bf16x2 a, a, big, zero;
     fma.rn.bf16x2 b, b, big, zero;
     fma.rn.bf16x2 c, c, big, zero;
     fma.rn.bf16x2 d, d, big, zero;
-"""  # (bits · 2^126) - 0
+"""
+)  # (bits · 2^126) - 0
 
 
 def ptx(body: str, results: str, operand: str = "w, $", halves: bool = True) -> tl.constexpr:
@@ -103,6 +108,7 @@ def ptx(body: str, results: str, operand: str = "w, $", halves: bool = True) -> 
 
 E4M3_BYTES, INT8_BYTES = ptx(E4M3, "ab", halves=False), ptx(INT8, "ab", halves=False)
 INT4_BYTES, E2M1_BYTES = ptx(INT4, "abcd", halves=False), ptx(E2M1, "abcd", halves=False)
+E2M1_SMALL_BYTES = ptx(E2M1_SMALL, "abcd", halves=False)
 
 
 @triton.jit

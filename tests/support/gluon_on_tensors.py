@@ -58,6 +58,10 @@ class Shared:
     def load(self, layout: object) -> Tensor:
         return self.value
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        part = self.value.narrow(dim, start, length)
+        return Shared(part.dtype, list(part.shape), None, part)
+
     def permute(self, order: tuple[int, ...]) -> Tensor:
         return self.value.permute(order)
 

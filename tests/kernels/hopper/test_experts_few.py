@@ -17,10 +17,14 @@ from tests.support.gluon_on_tensors import run_on_tensors
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_middle", "_last", "_chunks", "_load", "_load_step", "_load_x", "_add_step", "_activate")
+    helpers = (
+        "_middle", "_last", "_chunks", "_of_chunk", "_load", "_load_step", "_load_x", "_stage_scales", "_enlarge",
+        "_add_step", "_activate",
+    )  # fmt: skip
     run_on_tensors(monkeypatch, few, "_few_experts_kernel", helpers)
     monkeypatch.setattr(few, "NO_PAIR", 1 << 30)
     monkeypatch.setattr(few, "decode_bytes", values_of)
+    monkeypatch.setattr(few, "decode_small", lambda codes: tuple(v * 2.0**-126 for v in values_of(codes, "e2m1")))
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 
@@ -61,3 +65,14 @@ def test_experts(num_tokens: int, activation: str, biased: bool, first: int, wit
 def test_experts_of_few_bits(form: str, without_layouts: Any) -> None:
     for num_tokens in (1, 3):
         check(form, num_tokens, "gelu_tanh", True, 1)
+
+
+@pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "mxfp4"])
+@pytest.mark.parametrize("small", [False, True])
+def test_scales_by_way_of_shared_memory(
+    form: str, small: bool, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = few._choose
+    monkeypatch.setattr(few, "_choose", lambda *args: choose(*args)._replace(staged=True, small=small))  # type: ignore[union-attr]
+    for num_tokens in (1, 3):
+        check(form, num_tokens, "clamped_swiglu", True, 1)
