@@ -171,7 +171,7 @@ def _add_step(
     if KIND == "float":
         return mma_v2(step[0], xs[0], total)
     else:
-        parts = decode_small(step[0]) if SMALL else decode_bytes(step[0], KIND)
+        parts = decode_small(step[0], SMALL) if SMALL else decode_bytes(step[0], KIND)
         for half in gl.static_range(HALVES):
             w = parts[half]
             if ZERO:
@@ -400,21 +400,27 @@ class Config(NamedTuple):
     ahead: int
     width: int = 8  # bytes of a row that a thread takes at a time
     staged: bool = False  # scales by way of shared memory, where each row has several
-    small: bool = False  # of staged e2m1: values times 2^-126, so channels must be below 2^64
+    registers: int | None = None  # at most, of a thread
+    text: int = 0
 
 
 @functools.cache
-def _choose(row: int, size: int, halves: int, group: int, streams: int, experts: int, columns: int) -> Config | None:
-    """For rows of codes of `size` bytes: loads into some 100 registers of each thread in flight; a step within one group."""
+def _choose(kind: str, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int) -> Config | None:
+    """For rows of codes: loads into some 100 registers of each thread in flight; a step within one group."""
+    size = 2 if kind == "float" else 1
     whole = group if group < row * halves else row
     sizes = [128] if experts == halves == 1 and row % 512 == 0 else []  # only where all warps have such chunks
     chunk = next((size for size in (*sizes, 64, 32) if row % size == whole % size == 0), None)
     if chunk is None:
         return None
     chunks = row // chunk * experts
-    warps = 8 if experts > 1 and chunks % 8 == 0 else 4
+    staged = kind == "e2m1"
+    warps = 8 if staged or (experts > 1 and chunks % 8 == 0) else 4
+    columns = max(next_power_of_2(num_tokens), 8)
     registers = chunk * size * streams // 8 + chunk * halves * columns // 64  # of a thread for one step
-    return Config(16, warps, chunk, max(min(100 // registers, chunks // warps, 6), 1))
+    ahead = max(min(100 // registers, chunks // warps, 3 if staged else 6), 1)
+    blocks = kind == "e4m3" and group < row
+    return Config(16, warps, chunk, ahead, 16 if blocks and chunk >= 64 and num_tokens > 1 else 8, staged)
 
 
 def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int = 1) -> Config | None:
@@ -430,12 +436,11 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
         or not _has_matrix_unit(x.device)
     ):
         return None
-    columns = max(next_power_of_2(num_tokens), 8)
     if isinstance(weight, QuantizedWeight):
         if weight.order is not None or (n // streams) % weight.rows != 0:
             return None
-        return _choose(row, 1, x.shape[1] // row, weight.group, streams, experts, columns)
-    return _choose(row, 2, 1, row, streams, experts, columns)
+        return _choose(weight.kind, row, x.shape[1] // row, weight.group, streams, experts, num_tokens)
+    return _choose("float", row, 1, row, streams, experts, num_tokens)
 
 
 def launch(
@@ -473,8 +478,9 @@ def launch(
         CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
         HALVES=halves, ZERO=kind != "float" and zero is not None, FACTOR=kind != "float" and factor is not None,
         BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, WIDTH=config.width,
-        STAGED=staged, SMALL=config.small and staged > 0 and kind == "e2m1" and zero is None, ACTIVATION=activation,
-        BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),
+        STAGED=staged, SMALL=(1 + config.text) * (staged > 0 and kind == "e2m1" and zero is None), ACTIVATION=activation,
+        BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
+        maxnreg=config.registers, **pdl_options(x.device),
     )  # fmt: skip
 
 

@@ -42,6 +42,15 @@ def _last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
     return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
 
 
+@gluon.jit
+def _load_step(pointers, chunks, i: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr):
+    """The channels of step i of each warp, whose chunk of the first step is given; those from K on are 0, and are not read."""
+    if (i + 1) * CHUNK * WARPS <= K:
+        return gl.load(pointers + i * CHUNK * WARPS, eviction_policy=POLICY)
+    else:
+        return gl.load(pointers + i * CHUNK * WARPS, mask=chunks + i * WARPS < K // CHUNK, other=0.0, eviction_policy=POLICY)
+
+
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _few_linear_kernel(
     x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
@@ -55,8 +64,8 @@ def _few_linear_kernel(
     matrix unit's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile beyond
     the tokens (or the weight) repeat the last one, and are not stored.
     """
-    STEP: gl.constexpr = CHUNK * WARPS
-    STEPS: gl.constexpr = K // STEP
+    STEPS: gl.constexpr = (K // CHUNK + WARPS - 1) // WARPS
+    ONCE: gl.constexpr = "evict_first"
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
@@ -76,9 +85,11 @@ def _few_linear_kernel(
         ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
         TOKENS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
         w_rows = _last(W, BLOCK_N)
-        w_channels = _warps(W, WARPS) * CHUNK + _middle(W, CHUNK)
+        w_chunks = _warps(W, WARPS)
+        w_channels = w_chunks * CHUNK + _middle(W, CHUNK)
         x_rows = _middle(X, M)
-        x_channels = _warps(X, WARPS) * CHUNK + _last(X, CHUNK)
+        x_chunks = _warps(X, WARPS)
+        x_channels = x_chunks * CHUNK + _last(X, CHUNK)
         n = (first + gl.arange(0, BLOCK_N, layout=ROWS))[None, :]
         m = gl.arange(0, M, layout=TOKENS)[:, None]
     else:
@@ -90,9 +101,11 @@ def _few_linear_kernel(
         ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
         TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
         w_rows = _middle(W, BLOCK_N)
-        w_channels = _warps(W, WARPS) * CHUNK + _last(W, CHUNK)
+        w_chunks = _warps(W, WARPS)
+        w_channels = w_chunks * CHUNK + _last(W, CHUNK)
         x_rows = _last(X, M)
-        x_channels = _warps(X, WARPS) * CHUNK + _middle(X, CHUNK)
+        x_chunks = _warps(X, WARPS)
+        x_channels = x_chunks * CHUNK + _middle(X, CHUNK)
         n = (first + gl.arange(0, BLOCK_N, layout=ROWS))[:, None]
         m = gl.arange(0, M, layout=TOKENS)[None, :]
     if N % BLOCK_N != 0:
@@ -109,12 +122,12 @@ def _few_linear_kernel(
     gs = ()
     xs = ()
     for i in gl.static_range(AHEAD):
-        ws = ws + (gl.load(w_pointers + i * STEP, eviction_policy="evict_first"),)
+        ws = ws + (_load_step(w_pointers, w_chunks, i, K, CHUNK, WARPS, ONCE),)
         if SWIGLU:
-            ups = ups + (gl.load(up_pointers + i * STEP, eviction_policy="evict_first"),)
+            ups = ups + (_load_step(up_pointers, w_chunks, i, K, CHUNK, WARPS, ONCE),)
     if NORM:
         for i in gl.static_range(X_AHEAD):
-            gs = gs + (gl.load(g_pointers + i * STEP),)
+            gs = gs + (_load_step(g_pointers, x_chunks, i, K, CHUNK, WARPS, ""),)
     if BIAS:
         b = gl.load(bias + n, mask=n < N, other=0.0)
         if SWIGLU:
@@ -122,7 +135,7 @@ def _few_linear_kernel(
     if PDL:
         wait_for_inputs()
     for i in gl.static_range(X_AHEAD):
-        xs = xs + (gl.load(x_pointers + i * STEP),)
+        xs = xs + (_load_step(x_pointers, x_chunks, i, K, CHUNK, WARPS, ""),)
     if RESIDUAL:
         before = gl.load(residual + at, mask=mask, other=0.0)
     sums = ()
@@ -138,19 +151,19 @@ def _few_linear_kernel(
         ws = ws[1:]
         xs = xs[1:]
         if i + AHEAD < STEPS:
-            ws = ws + (gl.load(w_pointers + (i + AHEAD) * STEP, eviction_policy="evict_first"),)
+            ws = ws + (_load_step(w_pointers, w_chunks, i + AHEAD, K, CHUNK, WARPS, ONCE),)
         if SWIGLU:
             w_up = ups[0]
             ups = ups[1:]
             if i + AHEAD < STEPS:
-                ups = ups + (gl.load(up_pointers + (i + AHEAD) * STEP, eviction_policy="evict_first"),)
+                ups = ups + (_load_step(up_pointers, w_chunks, i + AHEAD, K, CHUNK, WARPS, ONCE),)
         if i + X_AHEAD < STEPS:
-            xs = xs + (gl.load(x_pointers + (i + X_AHEAD) * STEP),)
+            xs = xs + (_load_step(x_pointers, x_chunks, i + X_AHEAD, K, CHUNK, WARPS, ""),)
         if NORM:
             g = gs[0]
             gs = gs[1:]
             if i + X_AHEAD < STEPS:
-                gs = gs + (gl.load(g_pointers + (i + X_AHEAD) * STEP),)
+                gs = gs + (_load_step(g_pointers, x_chunks, i + X_AHEAD, K, CHUNK, WARPS, ""),)
             wide = xi.to(gl.float32)
             squares += wide * wide
             xi = (wide * g.to(gl.float32)).to(xi.dtype)
@@ -198,7 +211,7 @@ def _few_linear_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_few_linear_kernel`. CHUNK times the warps must divide the channels."""
+    """How a product is cut up; see `_few_linear_kernel`. CHUNK must divide the channels."""
 
     block_n: int
     warps: int
@@ -207,6 +220,7 @@ class Config(NamedTuple):
     x_ahead: int = 1
     chains: int = 1
     tokens_first: bool = False
+    registers: int | None = None  # at most, of a thread
 
 
 # Measured on an H200, in graphs of whole layers. (channels out, channels in, with SwiGLU): up to 8 tokens, and up to 16.
@@ -292,13 +306,14 @@ def launch(
     """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `config`."""
     num_tokens, k = x.shape
     n = out.shape[1]
-    steps = k // (config.chunk * config.warps)
-    assert steps * config.chunk * config.warps == k
+    assert k % config.chunk == 0
+    steps = cdiv(k // config.chunk, config.warps)
     _few_linear_kernel[(cdiv(n, config.block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
         M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
         AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps),
         WARPS=config.warps, TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None,
-        SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),
+        SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
+        maxnreg=config.registers, **pdl_options(x.device),
     )  # fmt: skip

@@ -24,7 +24,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_tensors(monkeypatch, few, "_few_experts_kernel", helpers)
     monkeypatch.setattr(few, "NO_PAIR", 1 << 30)
     monkeypatch.setattr(few, "decode_bytes", values_of)
-    monkeypatch.setattr(few, "decode_small", lambda codes: tuple(v * 2.0**-126 for v in values_of(codes, "e2m1")))
+    monkeypatch.setattr(few, "decode_small", lambda codes, small: tuple(v * 2.0**-126 for v in values_of(codes, "e2m1")))
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 
@@ -68,11 +68,8 @@ def test_experts_of_few_bits(form: str, without_layouts: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "mxfp4"])
-@pytest.mark.parametrize("small", [False, True])
-def test_scales_by_way_of_shared_memory(
-    form: str, small: bool, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_by_way_of_shared_memory(form: str, without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = few._choose
-    monkeypatch.setattr(few, "_choose", lambda *args: choose(*args)._replace(staged=True, small=small))  # type: ignore[union-attr]
+    monkeypatch.setattr(few, "_choose", lambda *args: choose(*args)._replace(staged=True))  # type: ignore[union-attr]
     for num_tokens in (1, 3):
         check(form, num_tokens, "clamped_swiglu", True, 1)

@@ -23,7 +23,7 @@ if few is None:
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("_warps", "_middle", "_last"))
+    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("_warps", "_middle", "_last", "_load_step"))
 
 
 CONFIGS = [
