@@ -159,6 +159,7 @@ def _tune_interpreter() -> None:
 def connections_of(settings: ServerConfig) -> Connections:
     """The limits and time-outs of `settings`. Raises the limit of open files."""
     from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
+    from server.http.entrance import Entrance
 
     max_connections = default_max_connections(raise_open_files())
     limits = ConnectionLimits(
@@ -167,7 +168,8 @@ def connections_of(settings: ServerConfig) -> Connections:
         header_timeout=settings.header_timeout,
         send_timeout=settings.send_timeout,
     )
-    return Connections(limits)
+    keys = settings.read_keys()
+    return Connections(limits, Entrance(keys.find if keys is not None else None))
 
 
 def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> uvicorn.Server:

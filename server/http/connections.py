@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from engine.turns import Turns
+from server.http.entrance import BEGIN_AT_ONCE, Entrance
 
 _ENOUGH_FILES = 1 << 18
 _OTHER_FILES = 256
@@ -27,10 +30,13 @@ class ConnectionLimits:
 
 
 class Connections:
-    """The connections of a server. When there are too many, the one that has been idle longest makes room."""
+    """The connections of a server. When there are too many, the one that has been idle longest makes room. Their requests
+    begin by turns, so that one owner's burst does not hold up what others wait for.
+    """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ConnectionLimits, entrance: Entrance) -> None:
+        self.limits, self.entrance = limits, entrance
+        self.turns = Turns(BEGIN_AT_ONCE)
         self._all: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # without a request, the longest first
 
@@ -177,6 +183,18 @@ class Connection(HttpToolsProtocol):
             super().send_400_response(msg)
             self._sending.start()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """At its owner's turn; not at all when the client has gone by then."""
+        owner = self._others.entrance.owner(cycle.scope)  # type: ignore[arg-type]  # uvicorn has types of its own
+        if owner is None:
+            self.start(cycle, app)
+        else:
+            self._others.turns.give(owner, _Arrived(self, cycle, app))
+
+    def start(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """The request begins."""
+        super()._start_asgi_task(cycle, app)
+
     def _check_header_bytes(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_header_bytes:
             most = self._limits.max_header_bytes
@@ -218,6 +236,24 @@ class Connection(HttpToolsProtocol):
         self.transport.write(f"{head}Connection: close\r\n\r\n{body}".encode())
         self.transport.close()
         self._sending.start()
+
+
+class _Arrived:
+    """A request that waits for its turn to begin."""
+
+    __slots__ = ("_app", "_connection", "_cycle")
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle, app: Any) -> None:
+        self._connection, self._cycle, self._app = connection, cycle, app
+
+    def done(self) -> bool:
+        return self._cycle.disconnected
+
+    def set_result(self, result: None) -> None:
+        self._connection.start(self._cycle, self._app)
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._connection.loop
 
 
 def raise_open_files() -> int:
