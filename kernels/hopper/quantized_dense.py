@@ -1,0 +1,400 @@
+"""Products of tens to hundreds of tokens with matrices of few bits on Hopper's matrix unit, for tall tiles, in Gluon.
+
+A program multiplies 256 rows of the weight by BLOCK_M tokens. Each of two warpgroups has 128 of the rows, 64 upper and 64
+lower ones (with SwiGLU: gate rows and up rows). While the matrix unit multiplies the lower rows of a step, the warpgroup
+decodes the upper ones of the next, into registers of their own. A third warp asks for codes and x, STAGES steps ahead.
+What a thread takes of a step, and the order of x that follows from it, are those of `kernels.hopper.quantized_experts`.
+"""
+
+# ruff: noqa: RUF005 - Gluon has no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.code_bits import decode_scaled, decode_words_in_order, packed_scale, packed_zero, scale_of
+from kernels.hopper.quantized_experts import _boxes, _layout, _operand, channel_of, width
+from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_kernel
+from kernels.quantized_weight import QuantizedWeight
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+
+
+@triton.jit
+def _order_kernel(
+    x, norm_weight, out, eps, stride_x,
+    BYTES: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, width]: x [tokens, K], or its norm, in order, with zeros where there is no channel.
+
+    A program writes BLOCK numbers of a row: all of them with NORM.
+    """
+    WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64 * HALVES
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    half, channel = channel_of(place, BYTES)
+    there = (place < WIDTH) & (channel < BYTES)
+    if NORM:
+        g = tl.load(norm_weight + half * BYTES + channel, mask=there, other=0.0).to(tl.float32)
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    values = tl.load(x + token * stride_x + half * BYTES + channel, mask=there, other=0.0)
+    if NORM:
+        wide = values.to(tl.float32)
+        wide = wide * tl.rsqrt(tl.sum(wide * wide) / (BYTES * HALVES) + eps)
+        values = (wide.to(x.dtype.element_ty).to(tl.float32) * g).to(x.dtype.element_ty)
+    tl.store(out + token * WIDTH + place, values, mask=place < WIDTH)
+
+
+def in_order(x: Tensor, weight: QuantizedWeight, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x [M, K], or its norm → [M, width], as `launch` takes it."""
+    out = torch.empty(len(x), width(weight), dtype=x.dtype, device=x.device)
+    block = next_power_of_2(out.shape[1])
+    block = block if norm_weight is not None else min(block, 2048)
+    row = weight.codes.shape[1]
+    assert x.stride(1) == 1
+    _order_kernel[(len(x), cdiv(out.shape[1], block))](
+        x, x if norm_weight is None else norm_weight, out, eps, x.stride(0), BYTES=row, HALVES=weight.num_channels // row,
+        NORM=norm_weight is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@gluon.jit
+def _bring(
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, token, row, first, steps,
+    N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, SWIGLU: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Ask for each step's codes and channels of x once its stage is empty; the first codes before x is there."""
+    NUM_BYTES: gl.constexpr = 4 * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
+    BY_GROUP: gl.constexpr = (
+        64 if SWIGLU else 128
+    )  # rows of a warpgroup, and how far below its upper ones the lower ones are
+    BELOW: gl.constexpr = N if SWIGLU else 64
+    for step in gl.static_range(STAGES):
+        if step < steps:
+            mbarrier.expect(full.index(step), NUM_BYTES)
+            for i in gl.static_range(4):
+                tma.async_copy_global_to_shared(
+                    codes_desc, [row + i // 2 * BY_GROUP + i % 2 * BELOW, (first + step) * 16], full.index(step),
+                    codes_smem.index(step * 4 + i),
+                )  # fmt: skip
+    if PDL:
+        wait_for_inputs()
+    for step in range(steps):
+        stage = step % STAGES
+        if step >= STAGES:
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), NUM_BYTES)
+            for i in gl.static_range(4):
+                tma.async_copy_global_to_shared(
+                    codes_desc, [row + i // 2 * BY_GROUP + i % 2 * BELOW, (first + step) * 16], full.index(stage),
+                    codes_smem.index(stage * 4 + i),
+                )  # fmt: skip
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                x_desc, [token, (half * STEPS + first + step) * 64], full.index(stage),
+                x_smem.index(stage * HALVES + half),
+            )  # fmt: skip
+
+
+@gluon.jit
+def _weights(words, scales, zeros, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr, HALVES: gl.constexpr,
+             CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):  # fmt: skip
+    """A step's weights of 64 rows as operands of the matrix unit: of the low (or only) codes, and of the high ones."""
+    if GROUPED:
+        scales, zeros = _packed(scales, zeros, KIND, HALVES, ZERO)
+        low, high = decode_scaled(words, zeros, scales, KIND, ZERO, CUT, CODES)
+    else:
+        low, high = decode_words_in_order(words, KIND, CUT, CODES)
+    low = _operand(low, A)
+    if HALVES == 2:
+        return low, _operand(high, A)
+    else:
+        return low, low
+
+
+@gluon.jit
+def _load_scales(
+    pointers, zero_pointers, step, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    ZERO: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Of the groups of each quarter of a step's channels, [rows, 4] for each half; beyond the last group, its own."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUT)))[None, :]
+    scales = ()
+    zeros = ()
+    for half in gl.static_range(HALVES):
+        at = gl.minimum((half * BYTES + step * 64 + quarter * 16) // GROUP, GROUPS - 1)
+        scales = scales + (gl.load(pointers + at),)
+        if ZERO:
+            zeros = zeros + (gl.load(zero_pointers + at),)
+    return scales, zeros
+
+
+@gluon.jit
+def _packed(scales, zeros, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr):
+    """Scales and zero points as `decode_scaled` takes them."""
+    s = ()
+    z = ()
+    for half in gl.static_range(HALVES):
+        s = s + (packed_scale(scales[half]),)
+        if ZERO:
+            z = z + (packed_zero(zeros[half], KIND),)
+    return s, z
+
+
+@gluon.jit
+def _multiply(
+    scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+    WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's rows. See `_dense_quantized_kernel`."""
+    BYTES: gl.constexpr = K // HALVES
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = _layout([64, 16])
+    CUT: gl.constexpr = _layout([64, 4, 4])
+    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, CUT)  # of scales
+    upper = n + WG * (64 if SWIGLU else 128)
+    lower = upper if SWIGLU else upper + 64
+    STORED: gl.constexpr = N if SWIGLU else 0  # rows before the lower ones
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    upper_rows = gl.minimum(upper + i, N - 1)[:, None]
+    lower_rows = STORED + gl.minimum(lower + i, N - 1)[:, None]
+    if GROUPED:
+        upper_scale = scale + upper_rows // ROWS * GROUPS
+        lower_scale = scale + lower_rows // ROWS * GROUPS
+        upper_zero = zero + upper_rows * GROUPS
+        lower_zero = zero + lower_rows * GROUPS
+        us, uz = _load_scales(upper_scale, upper_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        ls, lz = _load_scales(lower_scale, lower_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    else:
+        us = ()
+        uz = ()
+        ls = ()
+        lz = ()
+    top = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    bottom = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(full.index(0), 0)
+    low, high = _weights(
+        codes_smem.index(WG * 2).load(WORDS), us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A
+    )  # fmt: skip
+    for step in range(steps):
+        stage = step % STAGES
+        x_low = x_smem.index(stage * HALVES).permute((1, 0))
+        x_high = x_smem.index(stage * HALVES + HALVES - 1).permute((1, 0))
+        upper_sums = warpgroup_mma(low, x_low, warpgroup_mma_init(top), is_async=True)
+        if HALVES == 2:
+            upper_sums = warpgroup_mma(high, x_high, upper_sums, is_async=True)
+        # Registers that the matrix unit still reads must not be written: these are others.
+        if GROUPED:
+            us, uz = _load_scales(upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        words = codes_smem.index(stage * 4 + WG * 2 + 1).load(WORDS)
+        low_below, high_below = _weights(words, ls, lz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        lower_sums = warpgroup_mma(low_below, x_low, warpgroup_mma_init(bottom), is_async=True)
+        if HALVES == 2:
+            lower_sums = warpgroup_mma(high_below, x_high, lower_sums, is_async=True)
+        if GROUPED:
+            ls, lz = _load_scales(lower_scale, lower_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        following = gl.minimum(step + 1, steps - 1)
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        words = codes_smem.index(following % STAGES * 4 + WG * 2).load(WORDS)
+        low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
+        low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        top, bottom, low, high, _, _ = warpgroup_mma_wait(
+            0, deps=[upper_sums, lower_sums, low, high, low_below, high_below]
+        )
+        mbarrier.arrive(empty.index(stage))
+
+    top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC)
+    bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, ACC)
+    if SWIGLU:
+        _store(top / (1.0 + gl.exp(-top)) * bottom, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL)
+    else:
+        _store(top, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL)
+        _store(bottom, residual, out, lower, token, num_tokens, N, BLOCK_M, RESIDUAL)
+
+
+@gluon.jit
+def _finished(
+    acc, scale, factor, bias, n, before,
+    N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Sums of 64 rows from n on, which stand `before` rows further on in the weight, with what belongs to the rows."""
+    rows = before + gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC)), N - 1)
+    if not GROUPED:
+        acc *= scale_of(gl.load(scale + rows // ROWS))[:, None]
+    if FACTOR:
+        acc *= gl.load(factor + rows)[:, None]
+    if BIAS:
+        acc += gl.load(bias + rows).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def _store(result, residual, out, n, token, num_tokens, N: gl.constexpr, BLOCK_M: gl.constexpr, RESIDUAL: gl.constexpr):
+    """64 rows of BLOCK_M tokens, plus `residual` with RESIDUAL."""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))[:, None]
+    m = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))[None, :]
+    at = m.to(gl.int64) * N + rows
+    mask = (m < num_tokens) & (rows < N)
+    result = gl.convert_layout(result, OUT)
+    if RESIDUAL:
+        result += gl.load(residual + at, mask=mask, other=0.0).to(gl.float32)
+    gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _dense_quantized_kernel(
+    x_desc, codes_desc, scale, zero, factor, bias, residual, out, num_tokens,
+    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
+    ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out [M, N] from x [M, width] and codes of N rows, or of 2N with SWIGLU: gate, then up; plus `residual` with RESIDUAL.
+
+    With PARTS > 1, out is [PARTS, M, N] float32: the sums over as many parts of the channels, of which none may be empty.
+    """
+    STEPS: gl.constexpr = (K // HALVES + 63) // 64
+    PART: gl.constexpr = (STEPS + PARTS - 1) // PARTS
+    OWN: gl.constexpr = 128 if SWIGLU else 256  # rows of out
+    X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
+    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 64, 16], CODES_TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    num_m = gl.cdiv(num_tokens, BLOCK_M)
+    token = gl.program_id(0) % num_m * BLOCK_M
+    n = gl.program_id(0) // num_m * OWN
+    part = gl.program_id(1)
+    first = part * PART
+    steps = gl.minimum(STEPS - first, PART)
+    out += part.to(gl.int64) * num_tokens * N
+    if PDL:
+        launch_dependents()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M, STAGES,
+            )),
+            (_multiply, (
+                scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M, STAGES,
+            )),
+            (_bring, (
+                x_desc, codes_desc, x_smem, codes_smem, full, empty, token, n, first, steps,
+                N, STEPS, HALVES, STAGES, SWIGLU, PDL,
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
+
+
+class Config(NamedTuple):
+    """How a product is cut up; see `_dense_quantized_kernel`. max_registers: of a thread at the start; None: all."""
+
+    block_m: int
+    stages: int
+    parts: int = 1
+    registers: int = 240
+    max_registers: int | None = None
+
+
+SHARED_BYTES = 230_000  # of a multiprocessor
+
+
+@functools.cache
+def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config:
+    """One program on each multiprocessor; the channels in parts where rows and tokens are too few for all of them."""
+    block_m = min(max(next_power_of_2(num_tokens), 16), 128)
+    tiles = cdiv(num_tokens, block_m) * cdiv(n, 128 if swiglu else 256)
+    parts = 1 if swiglu else max(min(132 // tiles, 8, row_bytes // 256), 1)
+    sums = min(2 * 64 * block_m * 4, 33_000)  # of both warpgroups, on their way to other threads
+    stages = min((SHARED_BYTES - sums) // (256 * 64 + halves * block_m * 128), 8)
+    return Config(block_m, stages, parts)
+
+
+def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config | None:
+    """How to multiply x [M, K] by the weight; None where this kernel does not apply."""
+    row = weight.codes.shape[1]
+    if (
+        len(x) <= MAX_TOKENS
+        and x.dtype == torch.bfloat16
+        and weight.order is None
+        and row % 16 == 0
+        and (weight.scale.shape[1] == 1 or weight.group % 16 == 0)
+        and weight.scale.is_contiguous()
+        and _is_hopper(x.device)
+    ):
+        return _choose(len(x), len(weight) // (2 if swiglu else 1), row, weight.num_channels // row, swiglu)
+    return None
+
+
+def launch(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    config: Config,
+    *,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+) -> None:
+    """x [M, width], of `in_order` → out [M, N], plus `residual`, which lies in memory as out does; see `config`."""
+    num_tokens, n = out.shape
+    row, k = weight.codes.shape[1], weight.num_channels
+    steps = cdiv(row, 64)
+    parts = cdiv(steps, cdiv(steps, config.parts))  # none is empty
+    split = parts > 1
+    assert x.is_contiguous()
+    assert not (split and swiglu)
+    codes = weight.codes.view(torch.int32)
+    scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
+    sums = torch.empty(parts, num_tokens, n, dtype=torch.float32, device=x.device) if split else out
+    grid = (cdiv(num_tokens, config.block_m) * cdiv(n, 128 if swiglu else 256), parts)
+    _dense_quantized_kernel[grid](
+        _boxes(x, config.block_m, 64, 128), _boxes(codes, 64, 16, 64), scale,
+        scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
+        out if bias is None else bias, out if residual is None else residual, sums, num_tokens, N=n, K=k, KIND=weight.kind,
+        GROUP=weight.group, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None,
+        FACTOR=weight.factor is not None, BIAS=bias is not None and not split, RESIDUAL=residual is not None and not split,
+        SWIGLU=swiglu, BLOCK_M=config.block_m, STAGES=config.stages, PARTS=parts, REGISTERS=config.registers,
+        num_warps=4, maxnreg=config.max_registers, **pdl_options(x.device),
+    )  # fmt: skip
+    if split:
+        _sum_parts_kernel[(cdiv(out.numel(), 1024),)](
+            sums, out if bias is None else bias, out if residual is None else residual, out, out.numel(), N=n,
+            PARTS=parts, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=1024,
+            num_warps=4, **pdl_options(x.device),
+        )  # fmt: skip
