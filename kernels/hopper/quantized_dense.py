@@ -355,6 +355,7 @@ def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config |
         and row % 16 == 0
         and (weight.scale.shape[1] == 1 or weight.group % 16 == 0)
         and weight.scale.is_contiguous()
+        and (weight.zero is None or weight.zero.is_contiguous())
         and _is_hopper(x.device)
     ):
         return _choose(len(x), len(weight) // (2 if swiglu else 1), row, weight.num_channels // row, swiglu)
