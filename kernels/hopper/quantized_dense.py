@@ -274,11 +274,13 @@ def _dense_quantized_kernel(
     x_desc, codes_desc, scale, zero, factor, bias, residual, out, num_tokens,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, BAND: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, width] and codes of N rows, or of 2N with SWIGLU: gate, then up; plus `residual` with RESIDUAL.
 
     With PARTS > 1, out is [PARTS, M, N] float32: the sums over as many parts of the channels, of which none may be empty.
+    BAND tiles of tokens are multiplied by all rows before the next ones, so that their x is still in L2.
     """
     STEPS: gl.constexpr = (K // HALVES + 63) // 64
     PART: gl.constexpr = (STEPS + PARTS - 1) // PARTS
@@ -293,9 +295,11 @@ def _dense_quantized_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    num_m = gl.cdiv(num_tokens, BLOCK_M)
-    token = gl.program_id(0) % num_m * BLOCK_M
-    n = gl.program_id(0) // num_m * OWN
+    num_n: gl.constexpr = (N + OWN - 1) // OWN
+    first_m = gl.program_id(0) // (BAND * num_n) * BAND
+    height = gl.minimum(gl.cdiv(num_tokens, BLOCK_M) - first_m, BAND)
+    token = (first_m + gl.program_id(0) % (BAND * num_n) % height) * BLOCK_M
+    n = gl.program_id(0) % (BAND * num_n) // height * OWN
     part = gl.program_id(1)
     first = part * PART
     steps = gl.minimum(STEPS - first, PART)
@@ -332,6 +336,7 @@ class Config(NamedTuple):
 
 
 SHARED_BYTES = 230_000  # of a multiprocessor
+BAND = 16  # tiles of tokens that are multiplied side by side
 
 
 @functools.cache
@@ -390,7 +395,7 @@ def launch(
         out if bias is None else bias, out if residual is None else residual, sums, num_tokens, N=n, K=k, KIND=weight.kind,
         GROUP=weight.group, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None,
         FACTOR=weight.factor is not None, BIAS=bias is not None and not split, RESIDUAL=residual is not None and not split,
-        SWIGLU=swiglu, BLOCK_M=config.block_m, STAGES=config.stages, PARTS=parts, REGISTERS=config.registers,
+        SWIGLU=swiglu, BLOCK_M=config.block_m, STAGES=config.stages, PARTS=parts, BAND=BAND, REGISTERS=config.registers,
         num_warps=4, maxnreg=config.max_registers, **pdl_options(x.device),
     )  # fmt: skip
     if split:

@@ -94,6 +94,13 @@ def test_parts_of_the_channels(without_layouts: None, monkeypatch: pytest.Monkey
     check("int4 asymmetric", 40, 200, 768, "cpu")
 
 
+def test_bands_of_tokens(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles side by side, and one at the end."""
+    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(16, 4))
+    monkeypatch.setattr(dense, "BAND", 2)
+    check("int4", 75, 300, 512, "cpu")
+
+
 def test_rows_that_end_in_a_step(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 96 bytes, as gpt-oss has."""
     monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(32, 2))
