@@ -1,8 +1,9 @@
 """Products of tens to hundreds of tokens with matrices of few bits on Hopper's matrix unit, for tall tiles, in Gluon.
 
-A program multiplies 256 rows of the weight by BLOCK_M tokens. Each of two warpgroups has 128 of the rows, 64 upper and 64
-lower ones (with SwiGLU: gate rows and up rows). While the matrix unit multiplies the lower rows of a step, the warpgroup
-decodes the upper ones of the next, into registers of their own. A third warp asks for codes and x, STAGES steps ahead.
+A program multiplies 256 rows of the weight by up to 128 tokens, or 128 rows by 256 tokens. Each of two warpgroups has half
+of the rows: upper and lower ones, or with SwiGLU gate rows and up rows. In tall tiles the matrix unit multiplies the upper
+rows of a step, then the lower ones; in wide ones all rows of a step, then of the next. While it multiplies, the warpgroup
+decodes what comes then, into registers of their own. A third warp asks for codes and x, STAGES steps ahead.
 What a thread takes of a step, and the order of x that follows from it, are those of `kernels.hopper.quantized_experts`.
 """
 
@@ -34,6 +35,8 @@ from kernels.hopper.quantized_experts import _boxes, _layout, _operand, channel_
 from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_kernel
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+
+TALL = gl.constexpr(128)  # tokens of a tall tile at most; a wide one has 256
 
 
 @triton.jit
@@ -84,10 +87,9 @@ def _bring(
 ):  # fmt: skip
     """Ask for each step's codes and channels of x once its stage is empty; the first codes before x is there."""
     NUM_BYTES: gl.constexpr = 4 * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
-    BY_GROUP: gl.constexpr = (
-        64 if SWIGLU else 128
-    )  # rows of a warpgroup, and how far below its upper ones the lower ones are
-    BELOW: gl.constexpr = N if SWIGLU else 64
+    ROWS: gl.constexpr = codes_desc.block_shape[0]  # the upper ones of a warpgroup
+    BY_GROUP: gl.constexpr = ROWS if SWIGLU else 2 * ROWS
+    BELOW: gl.constexpr = N if SWIGLU else ROWS
     for step in gl.static_range(STAGES):
         if step < steps:
             mbarrier.expect(full.index(step), NUM_BYTES)
@@ -161,13 +163,13 @@ def _packed(scales, zeros, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.co
 
 
 @gluon.jit
-def _multiply(
+def _multiply_tall(
     scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's rows. See `_dense_quantized_kernel`."""
+    """One warpgroup's rows of a tall tile. See `_dense_quantized_kernel`."""
     BYTES: gl.constexpr = K // HALVES
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
@@ -232,11 +234,140 @@ def _multiply(
 
     top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC)
     bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, ACC)
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     if SWIGLU:
-        _store(top / (1.0 + gl.exp(-top)) * bottom, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL)
+        _store(top / (1.0 + gl.exp(-top)) * bottom, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
     else:
-        _store(top, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL)
-        _store(bottom, residual, out, lower, token, num_tokens, N, BLOCK_M, RESIDUAL)
+        _store(top, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
+        _store(bottom, residual, out, lower, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
+
+
+@gluon.constexpr_function
+def _half_words():
+    """The layout of words [32, 16] of the upper or the lower rows, sixteen bytes of a row to each thread."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
+    )
+
+
+@gluon.constexpr_function
+def _half_sums():
+    """The layout of sums [32, 256] of the upper or the lower rows, as the matrix unit leaves them."""
+    tokens = [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [0, 128]]
+    return gl.DistributedLinearLayout(
+        tokens, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 256]
+    )
+
+
+@gluon.jit
+def _words(codes_smem, at, WORDS: gl.constexpr, HALF: gl.constexpr):
+    """[64, 16] of a wide tile: of each sixteen rows, eight upper and eight lower ones, as one thread sums them."""
+    both = gl.join(codes_smem.index(at).load(HALF), codes_smem.index(at + 1).load(HALF))
+    return gl.convert_layout(both.reshape([4, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([64, 16]), WORDS)
+
+
+@gluon.jit
+def _multiply_wide(
+    scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+    WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's rows of a wide tile, two steps at a time: their number is even. See `_dense_quantized_kernel`."""
+    BYTES: gl.constexpr = K // HALVES
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
+    SHARED: gl.constexpr = GROUP % 128 == 0 and (BYTES % 128 == 0 or HALVES == 1)  # by both steps
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = _layout([64, 16])
+    CUT: gl.constexpr = _layout([64, 4, 4])
+    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
+    HALF: gl.constexpr = _half_words()
+    OUT: gl.constexpr = _half_sums()
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, CUT)  # of scales
+    upper = n + WG * (32 if SWIGLU else 64)
+    lower = upper if SWIGLU else upper + 32
+    STORED: gl.constexpr = N if SWIGLU else 0  # rows before the lower ones
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    below = at // 8 % 2
+    rows = gl.minimum(upper + below * (lower - upper) + at // 16 * 8 + at % 8, N - 1) + below * STORED
+    s = ()
+    z = ()
+    if GROUPED:
+        scales = scale + rows[:, None] // ROWS * GROUPS
+        zeros = zero + rows[:, None] * GROUPS
+        s, z = _load_scales(scales, zeros, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(full.index(0), 0)
+    words = _words(codes_smem, WG * 2, WORDS, HALF)
+    low, high = _weights(words, s, z, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+    if GROUPED and not SHARED:
+        s, z = _load_scales(scales, zeros, first + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    for pair in range(steps // 2):
+        step = pair * 2
+        stage = step % STAGES
+        sums = warpgroup_mma(low, x_smem.index(stage * HALVES).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
+        if HALVES == 2:
+            sums = warpgroup_mma(high, x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True)
+        # Registers that the matrix unit still reads must not be written: these are others.
+        next_s = s
+        next_z = z
+        if GROUPED:
+            next_s, next_z = _load_scales(scales, zeros, first + step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        second = (step + 1) % STAGES
+        mbarrier.wait(full.index(second), ((step + 1) // STAGES) & 1)
+        words = _words(codes_smem, second * 4 + WG * 2, WORDS, HALF)
+        second_low, second_high = _weights(words, s, z, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        sums = warpgroup_mma(second_low, x_smem.index(second * HALVES).permute((1, 0)), sums, is_async=True)
+        if HALVES == 2:
+            sums = warpgroup_mma(second_high, x_smem.index(second * HALVES + 1).permute((1, 0)), sums, is_async=True)
+        if GROUPED and not SHARED:
+            s, z = _load_scales(scales, zeros, first + step + 3, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        following = gl.minimum(step + 2, steps - 1)
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        words = _words(codes_smem, following % STAGES * 4 + WG * 2, WORDS, HALF)
+        low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
+        mbarrier.arrive(empty.index(stage))
+        low, high = _weights(words, next_s, next_z, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        if GROUPED and SHARED:
+            s = next_s
+            z = next_z
+        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        acc, low, high, _, _ = warpgroup_mma_wait(0, deps=[sums, low, high, second_low, second_high])
+        mbarrier.arrive(empty.index(second))
+
+    top, bottom = gl.split(acc.reshape([4, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]).reshape([32, BLOCK_M, 2]))
+    top = gl.convert_layout(top, OUT)
+    bottom = gl.convert_layout(bottom, OUT)
+    top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, OUT)
+    bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, OUT)
+    if SWIGLU:
+        _store(top / (1.0 + gl.exp(-top)) * bottom, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
+    else:
+        _store(top, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
+        _store(bottom, residual, out, lower, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
+
+
+@gluon.jit
+def _multiply(
+    scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+    WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's rows. See `_dense_quantized_kernel`."""
+    if BLOCK_M <= TALL:
+        _multiply_tall(
+            scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+            WG, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M, STAGES,
+        )  # fmt: skip
+    else:
+        _multiply_wide(
+            scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+            WG, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -244,8 +375,8 @@ def _finished(
     acc, scale, factor, bias, n, before,
     N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Sums of 64 rows from n on, which stand `before` rows further on in the weight, with what belongs to the rows."""
-    rows = before + gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC)), N - 1)
+    """Sums of rows from n on, which stand `before` rows further on in the weight, with what belongs to the rows."""
+    rows = before + gl.minimum(n + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC)), N - 1)
     if not GROUPED:
         acc *= scale_of(gl.load(scale + rows // ROWS))[:, None]
     if FACTOR:
@@ -256,10 +387,12 @@ def _finished(
 
 
 @gluon.jit
-def _store(result, residual, out, n, token, num_tokens, N: gl.constexpr, BLOCK_M: gl.constexpr, RESIDUAL: gl.constexpr):
-    """64 rows of BLOCK_M tokens, plus `residual` with RESIDUAL."""
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))[:, None]
+def _store(
+    result, residual, out, n, token, num_tokens,
+    N: gl.constexpr, BLOCK_M: gl.constexpr, RESIDUAL: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Rows from n on of BLOCK_M tokens, plus `residual` with RESIDUAL."""
+    rows = n + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, OUT))[:, None]
     m = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))[None, :]
     at = m.to(gl.int64) * N + rows
     mask = (m < num_tokens) & (rows < N)
@@ -274,21 +407,21 @@ def _dense_quantized_kernel(
     x_desc, codes_desc, scale, zero, factor, bias, residual, out, num_tokens,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, BAND: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, BAND: gl.constexpr,
     REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, width] and codes of N rows, or of 2N with SWIGLU: gate, then up; plus `residual` with RESIDUAL.
 
-    With PARTS > 1, out is [PARTS, M, N] float32: the sums over as many parts of the channels, of which none may be empty.
+    Each program takes PART steps of the channels; if these are not all, out is [parts, M, N] float32, the sums of each part.
     BAND tiles of tokens are multiplied by all rows before the next ones, so that their x is still in L2.
     """
     STEPS: gl.constexpr = (K // HALVES + 63) // 64
-    PART: gl.constexpr = (STEPS + PARTS - 1) // PARTS
-    OWN: gl.constexpr = 128 if SWIGLU else 256  # rows of out
+    ROWS_OF_CODES: gl.constexpr = codes_desc.block_shape[0]
+    OWN: gl.constexpr = 2 * ROWS_OF_CODES if SWIGLU else 4 * ROWS_OF_CODES  # rows of out
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 64, 16], CODES_TILE)
+    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, ROWS_OF_CODES, 16], CODES_TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -342,12 +475,18 @@ BAND = 16  # tiles of tokens that are multiplied side by side
 @functools.cache
 def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config:
     """One program on each multiprocessor; the channels in parts where rows and tokens are too few for all of them."""
-    block_m = min(max(next_power_of_2(num_tokens), 16), 128)
-    tiles = cdiv(num_tokens, block_m) * cdiv(n, 128 if swiglu else 256)
+    wide = cdiv(num_tokens, 128) % 2 == 0 and cdiv(row_bytes, 64) % 2 == 0  # no tile is empty, no step left over
+    block_m = 256 if wide else min(max(next_power_of_2(num_tokens), 16), 128)
+    tiles = cdiv(num_tokens, block_m) * cdiv(n, _own_rows(block_m, swiglu))
     parts = 1 if swiglu else max(min(132 // tiles, 8, row_bytes // 256), 1)
-    sums = min(2 * 64 * block_m * 4, 33_000)  # of both warpgroups, on their way to other threads
-    stages = min((SHARED_BYTES - sums) // (256 * 64 + halves * block_m * 128), 8)
+    sums = 0 if wide else min(2 * 64 * block_m * 4, 33_000)  # of both warpgroups, on their way to other threads
+    stages = min((SHARED_BYTES - sums) // (64 * (128 if wide else 256) + halves * block_m * 128), 8)
     return Config(block_m, stages, parts)
+
+
+def _own_rows(block_m: int, swiglu: bool) -> int:
+    """Of out, that a program writes."""
+    return (256 if block_m <= TALL else 128) // (2 if swiglu else 1)
 
 
 def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config | None:
@@ -381,21 +520,24 @@ def launch(
     num_tokens, n = out.shape
     row, k = weight.codes.shape[1], weight.num_channels
     steps = cdiv(row, 64)
-    parts = cdiv(steps, cdiv(steps, config.parts))  # none is empty
+    at_once = 1 if config.block_m <= TALL else 2
+    part = cdiv(cdiv(steps, at_once), config.parts) * at_once
+    parts = cdiv(steps, part)  # none is empty
     split = parts > 1
     assert x.is_contiguous()
     assert not (split and swiglu)
     codes = weight.codes.view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     sums = torch.empty(parts, num_tokens, n, dtype=torch.float32, device=x.device) if split else out
-    grid = (cdiv(num_tokens, config.block_m) * cdiv(n, 128 if swiglu else 256), parts)
+    own = _own_rows(config.block_m, swiglu)
+    grid = (cdiv(num_tokens, config.block_m) * cdiv(n, own), parts)
     _dense_quantized_kernel[grid](
-        _boxes(x, config.block_m, 64, 128), _boxes(codes, 64, 16, 64), scale,
+        _boxes(x, config.block_m, 64, 128), _boxes(codes, own // (2 if swiglu else 4), 16, 64), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         out if bias is None else bias, out if residual is None else residual, sums, num_tokens, N=n, K=k, KIND=weight.kind,
         GROUP=weight.group, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None,
         FACTOR=weight.factor is not None, BIAS=bias is not None and not split, RESIDUAL=residual is not None and not split,
-        SWIGLU=swiglu, BLOCK_M=config.block_m, STAGES=config.stages, PARTS=parts, BAND=BAND, REGISTERS=config.registers,
+        SWIGLU=swiglu, BLOCK_M=config.block_m, STAGES=config.stages, PART=part, BAND=BAND, REGISTERS=config.registers,
         num_warps=4, maxnreg=config.max_registers, **pdl_options(x.device),
     )  # fmt: skip
     if split:
