@@ -542,7 +542,7 @@ def launch(
     )  # fmt: skip
     if split:
         _sum_parts_kernel[(cdiv(out.numel(), 1024),)](
-            sums, out if bias is None else bias, out if residual is None else residual, out, out.numel(), N=n,
+            sums, out if bias is None else bias, out if residual is None else residual, out, len(out), N=n,
             PARTS=parts, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=1024,
             num_warps=4, **pdl_options(x.device),
         )  # fmt: skip

@@ -39,13 +39,26 @@ def decode_scaled(
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_multiply", "_load_scales", "_operand", "_weights", "_packed", "_finished", "_store")
+    helpers = (
+        "_bring",
+        "_multiply",
+        "_multiply_tall",
+        "_multiply_wide",
+        "_words",
+        "_load_scales",
+        "_operand",
+        "_weights",
+        "_packed",
+        "_finished",
+        "_store",
+    )
     run_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
     monkeypatch.setattr(dense, "decode_words_in_order", decode)
     monkeypatch.setattr(dense, "decode_scaled", decode_scaled)
     monkeypatch.setattr(dense, "packed_scale", lambda scale: scale_of(scale).bfloat16())
     monkeypatch.setattr(dense, "packed_zero", lambda zero, kind: zero.bfloat16())
-    monkeypatch.setattr(dense, "_layout", lambda shape: None)
+    for layout in ("_layout", "_half_words", "_half_sums"):
+        monkeypatch.setattr(dense, layout, lambda *shape: None)
     monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)
     monkeypatch.setattr(dense, "scale_of", scale_of)
 
@@ -94,6 +107,13 @@ def test_parts_of_the_channels(without_layouts: None, monkeypatch: pytest.Monkey
     check("int4 asymmetric", 40, 200, 768, "cpu")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_wide_tiles(form: str, without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 tokens, two steps at a time; the channels in parts, of which the last is shorter."""
+    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(256, 12, 1 if shape[-1] else 2))
+    check(form, 260, 256 if form == "fp8 blocks" else 200, 768, "cpu")
+
+
 def test_bands_of_tokens(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles side by side, and one at the end."""
     monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(16, 4))
@@ -114,7 +134,8 @@ def test_chosen_configurations_fit(num_tokens: int, n: int, row: int) -> None:
         for swiglu in (False, True):
             chosen = dense._choose(num_tokens, n, row, pieces, swiglu)
             assert chosen.stages >= 2
-            assert chosen.stages * (256 * 64 + pieces * chosen.block_m * 128) <= 231_000
+            rows = 256 if chosen.block_m <= 128 else 128
+            assert chosen.stages * (rows * 64 + pieces * chosen.block_m * 128) <= 231_000
 
 
 def run_ptx(text: str, inputs: list[int]) -> list[float]:
