@@ -90,17 +90,18 @@ def _variants(name: str, tokens: int) -> Iterator[tuple[str, Callable[[Any], Cal
 
     yield "before", before
     yield "cuBLAS", lambda weight: lambda: None
-    tall = 128 if swiglu else 256
-    for block_m in sorted({min(max(1 << (tokens - 1).bit_length(), 16), m) for m in (16, 32, 64, 128)}):
-        if tokens > 32 * block_m or (tokens > 512 and block_m < 128):
+    largest = max(1 << (tokens - 1).bit_length(), 16)
+    for block_m in (16, 32, 64, 128, 256):
+        if block_m > largest or tokens > 8 * block_m or (tokens > 512 and block_m < 256):
             continue
-        tiles = cdiv(tokens, block_m) * cdiv(n // 2 if swiglu else n, tall)
-        for parts in (1,) if swiglu else sorted({max(min(full // tiles, 16, k // 512), 1) for full in (100, 132, 264)}):
-            stages = min((230_000 - min(512 * block_m, 33_000)) // (256 * 64 + 256 * block_m), 8)
+        tiles = cdiv(tokens, block_m) * cdiv(n // 2 if swiglu else n, dense._own_rows(block_m, swiglu))
+        for parts in (1,) if swiglu else sorted({max(min(full // tiles, 16, k // 512), 1) for full in (70, 100, 132, 264)}):
+            stages = dense._stages(block_m, 2)
             config = dense.Config(block_m, stages, parts)
             label = f"{block_m} tokens, {parts} parts, {stages} stages"
             yield label, functools.partial(_call, x, norm, residual, config, swiglu, True)
-            yield f"{label}, x in order", functools.partial(_call, x, norm, residual, config, swiglu, False)
+            if block_m >= 128:
+                yield f"{label}, x in order", functools.partial(_call, x, norm, residual, config, swiglu, False)
 
 
 def _call(

@@ -479,9 +479,14 @@ def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) 
     block_m = 256 if wide else min(max(next_power_of_2(num_tokens), 16), 128)
     tiles = cdiv(num_tokens, block_m) * cdiv(n, _own_rows(block_m, swiglu))
     parts = 1 if swiglu else max(min(132 // tiles, 8, row_bytes // 256), 1)
+    return Config(block_m, _stages(block_m, halves), parts)
+
+
+def _stages(block_m: int, halves: int) -> int:
+    """As many as fit into shared memory."""
+    wide = block_m > TALL
     sums = 0 if wide else min(2 * 64 * block_m * 4, 33_000)  # of both warpgroups, on their way to other threads
-    stages = min((SHARED_BYTES - sums) // (64 * (128 if wide else 256) + halves * block_m * 128), 8)
-    return Config(block_m, stages, parts)
+    return min((SHARED_BYTES - sums) // (64 * (128 if wide else 256) + halves * block_m * 128), 8)
 
 
 def _own_rows(block_m: int, swiglu: bool) -> int:

@@ -240,7 +240,7 @@ def test_what_it_does_not_apply_to(without_layouts: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon")
-@pytest.mark.parametrize("num_tokens", [17, 64, 100, 300])
+@pytest.mark.parametrize("num_tokens", [17, 64, 100, 250, 300, 500])
 @pytest.mark.parametrize("form", FORMS)
 def test_on_a_gpu(form: str, num_tokens: int) -> None:
     check(form, num_tokens, 1024, 2048, "cuda")
