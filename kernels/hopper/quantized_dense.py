@@ -469,19 +469,18 @@ class Config(NamedTuple):
 
 
 SHARED_BYTES = 230_000  # of a multiprocessor
-BAND = 16  # tiles of tokens that are multiplied side by side
+BAND = 2  # tiles of tokens that are multiplied side by side
+MAX_SWIGLU = 2048  # tokens with SwiGLU, which cuBLAS leaves to another kernel
 
 
 @functools.cache
 def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config | None:
     """One program on each multiprocessor; the channels in parts where rows and tokens are too few for all of them.
 
-    None where `kernels.hopper.quantized_tiles`, or cuBLAS, was faster.
+    None where `kernels.hopper.quantized_tiles`, or cuBLAS with the matrix written out, was faster.
     """
     even = cdiv(row_bytes, 64) % 2 == 0
-    if num_tokens > MAX_TOKENS and not even:
-        return None
-    if 32 < num_tokens <= TALL and not swiglu:
+    if num_tokens > (MAX_SWIGLU if swiglu and even else MAX_TOKENS) or (32 < num_tokens <= TALL and not swiglu):
         return None
     block_m = 256 if num_tokens > TALL and even else min(max(next_power_of_2(num_tokens), 16), TALL)
     tiles = cdiv(num_tokens, block_m) * cdiv(n, _own_rows(block_m, swiglu))
