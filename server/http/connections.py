@@ -184,7 +184,7 @@ class Connection(HttpToolsProtocol):
             self._sending.start()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """At its owner's turn; not at all when the client has gone by then."""
+        """By turns between owners; not at all when the client has gone by then."""
         owner = self._others.entrance.owner(cycle.scope)  # type: ignore[arg-type]  # uvicorn has types of its own
         if owner is None:
             self.start(cycle, app)
@@ -239,7 +239,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Arrived:
-    """A request that waits for its turn to begin."""
+    """A request that has not begun."""
 
     __slots__ = ("_app", "_connection", "_cycle")
 

@@ -18,7 +18,7 @@ BEGIN_AT_ONCE = 1  # requests, in one iteration of the event loop: a millisecond
 
 
 class Entrance:
-    """Where requests wait for their turn. It refuses nothing."""
+    """Says whose a request is. It refuses nothing."""
 
     def __init__(self, find_caller: FindCaller | None = None) -> None:
         """`find_caller`: None where no keys are asked for."""
