@@ -29,14 +29,14 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
         return
     generator = torch.Generator().manual_seed(seed)  # on the CPU: no process but an engine's own may hold GPU memory
     wanted = checkpoint_tensors(decoder_of_shapes(read_spec(folder), torch.bfloat16, folder))
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 
     def write() -> None:
         if shard:
-            name = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
             save_file(shard, folder / name, metadata={"format": "pt"})
-            places.update(dict.fromkeys(shard, name))
+            weight_map.update(dict.fromkeys(shard, name))
             shard.clear()
 
     for name, tensor in wanted.items():
@@ -47,7 +47,7 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
         shard[name] = value
     write()
     total = sum(tensor.memory.nbytes for tensor in wanted.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
