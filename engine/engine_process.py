@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from engine.heartbeat import Heartbeat
-from engine.messages import Command, Shutdown, encode
+from engine.messages import Command, Shutdown, Start, encode
 
 ENGINE_MODULE = "engine.process_main"  # what runs in the other process
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
@@ -51,7 +51,9 @@ class EngineProcess:
             env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._closed = False
-        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how the process ended
+        self._loop = asyncio.get_running_loop()
+        self._unsent: list[Command] = []
+        self.exited: asyncio.Future[str] = self._loop.create_future()  # how the process ended
         threading.Thread(target=self._wait, name="engine process watch", daemon=True).start()
 
     @property
@@ -59,7 +61,19 @@ class EngineProcess:
         return self._popen.pid
 
     def send(self, command: Command) -> None:
-        self._commands.send(encode(command), zmq.NOBLOCK)
+        """In one message with what else is sent in this iteration of the event loop, since each wakes the process. What begins
+        or ends it goes at once.
+        """
+        self._unsent.append(command)
+        if isinstance(command, Start | Shutdown):
+            self._send_all()
+        elif len(self._unsent) == 1:
+            self._loop.call_soon(self._send_all)
+
+    def _send_all(self) -> None:
+        commands, self._unsent = self._unsent, []
+        if commands and not self._closed:
+            self._commands.send(encode(commands), zmq.NOBLOCK)
 
     async def receive(self) -> bytes:
         return await self._events.recv()
@@ -94,11 +108,11 @@ class EngineProcess:
         """End the process if it has not ended, wait for that, and release everything. `kill`: do not ask it first."""
         if self._closed:
             return
-        self._closed = True
         if kill:
             self._popen.kill()
         else:
             self.send(Shutdown())
+        self._closed = True
         try:
             self._popen.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -148,11 +148,11 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
 
 def _tune_interpreter() -> None:
     """Garbage collection looks at requests only: what is loaded by now stays. It looks at few objects at a time, for nothing is
-    answered meanwhile (a hundred thousand take 100 ms), and seldom at all. The event loop waits less for threads that read
-    large requests: a stream wakes it some times for each token.
+    answered meanwhile (ten thousand take 2 ms, and more where a core is shared), and seldom at all. The event loop waits less
+    for threads that read large requests: a stream wakes it some times for each token.
     """
     gc.freeze()
-    gc.set_threshold(5_000, 2, 250)
+    gc.set_threshold(2_000, 2, 600)
     sys.setswitchinterval(0.0005)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import select
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -167,6 +168,7 @@ class Connection(HttpToolsProtocol):
         self._receiving.stop()
         self._others.working(self)
         super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, _HeadAndBody(self.transport, self.loop))
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -194,6 +196,15 @@ class Connection(HttpToolsProtocol):
     def start(self, cycle: RequestResponseCycle, app: Any) -> None:
         """The request begins."""
         super()._start_asgi_task(cycle, app)
+
+    def has_hung_up(self) -> bool:
+        """Whether the client has, which the event loop may not have seen yet."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is None or self.transport.is_closing():
+            return connection is not None
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def _check_header_bytes(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_header_bytes:
@@ -238,6 +249,39 @@ class Connection(HttpToolsProtocol):
         self._sending.start()
 
 
+class _HeadAndBody:
+    """Sends a response's head with the begin of its body, which mostly follows at once: each `write` is a system call, and
+    wakes the client. To be used in place of a transport for one response.
+    """
+
+    __slots__ = ("_head", "_is_sent", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head, self._is_sent = b"", False
+
+    def write(self, data: bytes) -> None:
+        if self._is_sent:
+            self._transport.write(data)
+        elif self._head:
+            self._send(data)
+        else:
+            self._head = data
+            self._loop.call_soon(self._send)  # where nothing follows at once
+
+    def _send(self, more: bytes = b"") -> None:
+        if not self._is_sent:
+            self._is_sent = True
+            self._transport.write(self._head + more)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class _Arrived:
     """A request that has not begun."""
 
@@ -247,7 +291,7 @@ class _Arrived:
         self._connection, self._cycle, self._app = connection, cycle, app
 
     def done(self) -> bool:
-        return self._cycle.disconnected
+        return self._cycle.disconnected or self._connection.has_hung_up()
 
     def set_result(self, result: None) -> None:
         self._connection.start(self._cycle, self._app)
