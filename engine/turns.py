@@ -17,7 +17,7 @@ class Turn(Protocol):
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
 
-LONG_SECONDS = 2e-3  # for an iteration of the event loop: others wait for several of them
+LONG_SECONDS = 1e-3  # for an iteration of the event loop: others wait for several of them
 
 
 class Turns:
