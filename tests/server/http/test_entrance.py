@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,14 @@ LIMITS = ConnectionLimits(max_connections=1000, max_header_bytes=1000, header_ti
 
 
 class Transport(asyncio.Transport):
-    """Nothing is sent."""
+    """Remembers what is written."""
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        super().__init__({"socket": connection})
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append(bytes(data))
 
     def close(self) -> None: ...
     def is_closing(self) -> bool:
@@ -29,7 +37,7 @@ class Transport(asyncio.Transport):
 
 
 class Served:
-    """Connections of an app that answers nothing; to be used in an event loop."""
+    """Connections of an app that begins an answer or gives none; to be used in an event loop."""
 
     def __init__(self, entrance: Entrance) -> None:
         self.begun: list[Scope] = []
@@ -41,13 +49,19 @@ class Served:
 
     async def _app(self, scope: Scope, receive: Any, send: Any) -> None:
         self.begun.append(scope)
+        if scope["path"] == "/whole":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"1", "more_body": True})
+            await send({"type": "http.response.body", "body": b"2", "more_body": True})
+        elif scope["path"] == "/head":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
         await asyncio.Event().wait()
 
-    def ask(self, key: str, path: str = "/v1/completions") -> Connection:
+    def ask(self, key: str, path: str = "/v1/completions", transport: Transport | None = None) -> Connection:
         connection = self._connections.protocol(
             config=self._config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop()
         )
-        connection.connection_made(Transport())
+        connection.connection_made(transport or Transport())
         connection.data_received(
             b"POST %b HTTP/1.1\r\nAuthorization: Bearer %b\r\n\r\n" % (path.encode(), key.encode())
         )
@@ -87,6 +101,35 @@ def test_requests_whose_clients_have_gone_never_begin() -> None:
         await _turns(4)
         assert served.begun_paths()[-1] == "/last"
         assert len(served.begun) <= 2  # the first one began at once
+
+    asyncio.run(run())
+
+
+def test_clients_that_hung_up_are_seen_before_their_requests_begin() -> None:
+    async def run() -> None:
+        served = Served(Entrance(CALLERS.get))
+        served.ask("a", "/first")  # begins at once
+        here, there = socket.socketpair()
+        with here:
+            served.ask("a", "/gone", Transport(here))
+            there.close()
+            served.ask("a", "/last")
+            await _turns(8)
+        assert served.begun_paths() == ["/first", "/last"]
+
+    asyncio.run(run())
+
+
+def test_the_head_of_a_response_is_sent_with_what_follows_it() -> None:
+    async def run() -> None:
+        served, whole, head = Served(Entrance()), Transport(), Transport()
+        served.ask("", "/whole", whole)
+        served.ask("", "/head", head)
+        await _turns(8)
+        assert len(whole.written) == 2
+        assert whole.written[0].startswith(b"HTTP/1.1 200 OK")
+        assert whole.written[0].endswith(b"1\r\n1\r\n")
+        assert len(head.written) == 1, "nothing follows, and it is sent"
 
     asyncio.run(run())
 
