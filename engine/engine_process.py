@@ -11,11 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from engine.heartbeat import Heartbeat
 from engine.messages import Command, Shutdown, encode
@@ -23,6 +22,7 @@ from engine.messages import Command, Shutdown, encode
 ENGINE_MODULE = "engine.process_main"  # what runs in the other process
 EXIT_SECONDS = 10  # that the engine process may take to end by itself
 PROC = Path("/proc")
+RECEIVED_AT_ONCE = 16  # messages, in one iteration of the event loop
 
 
 class EngineProcess:
@@ -35,7 +35,7 @@ class EngineProcess:
         self.heartbeat = Heartbeat(self._folder / "heartbeat")
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
-        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        self._events = self._context.socket(zmq.PULL)
         for socket in (self._commands, self._events):
             socket.set_hwm(0)
             socket.linger = 0
@@ -51,7 +51,10 @@ class EngineProcess:
             env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._closed = False
-        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how the process ended
+        self._loop = asyncio.get_running_loop()
+        self._unsent: list[Command] = []
+        self._is_called = False  # `_send_rest`, in the next iteration of the event loop
+        self.exited: asyncio.Future[str] = self._loop.create_future()  # how the process ended
         threading.Thread(target=self._wait, name="engine process watch", daemon=True).start()
 
     @property
@@ -59,10 +62,41 @@ class EngineProcess:
         return self._popen.pid
 
     def send(self, command: Command) -> None:
-        self._commands.send(encode(command), zmq.NOBLOCK)
+        """The first command in an iteration of the event loop goes at once, all others of it together: each message wakes the
+        process.
+        """
+        self._unsent.append(command)
+        if not self._is_called or isinstance(command, Shutdown):
+            self._send_all()
+        if not self._is_called and not self._loop.is_closed():
+            self._is_called = True
+            self._loop.call_soon(self._send_rest)
 
-    async def receive(self) -> bytes:
-        return await self._events.recv()
+    def _send_rest(self) -> None:
+        self._is_called = False
+        self._send_all()
+
+    def _send_all(self) -> None:
+        commands, self._unsent = self._unsent, []
+        if commands and not self._closed:
+            self._commands.send(encode(commands), zmq.NOBLOCK)
+
+    def listen(self, take: Callable[[bytes], None]) -> None:
+        """Have each message of the process given to `take`, in the very iteration of the event loop in which it has come."""
+        self._take = take
+        self._loop.add_reader(self._events.fileno(), self._receive)
+        self._receive()
+
+    def _receive(self) -> None:
+        for _ in range(RECEIVED_AT_ONCE):
+            if self._closed:
+                return
+            try:
+                message = self._events.recv(zmq.NOBLOCK)
+            except zmq.Again:  # only then the descriptor becomes readable anew
+                return
+            self._take(message)
+        self._loop.call_soon(self._receive)
 
     def _wait(self) -> None:
         how = _described(self._popen.wait())
@@ -94,11 +128,11 @@ class EngineProcess:
         """End the process if it has not ended, wait for that, and release everything. `kill`: do not ask it first."""
         if self._closed:
             return
-        self._closed = True
         if kill:
             self._popen.kill()
         else:
             self.send(Shutdown())
+        self._closed = True
         try:
             self._popen.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -106,6 +140,8 @@ class EngineProcess:
             self._popen.wait()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._events.fileno())
         self._commands.close()
         self._events.close()
         self._context.term()

@@ -35,7 +35,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """The last command."""
 
 
-Command = Start | Add | Abort | Shutdown
+Command = Start | Add | Abort | Shutdown  # a message has some of them
 
 # Events: engine process → API process
 
@@ -76,5 +76,5 @@ class Step(msgspec.Struct, tag=True, omit_defaults=True):
 Event = Starting | Ready | Failed | Step
 
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
 decode_event = msgspec.msgpack.Decoder(Event).decode

@@ -27,7 +27,7 @@ from engine.expert_tokens import ExpertTokens
 from engine.heartbeat import Heartbeat
 from engine.isolation import client_reason, failed_output, refused_output
 from engine.log import configure_logging, debugging
-from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Starting, Step, decode_command, encode
+from engine.messages import Abort, Add, Event, Failed, Ready, Shutdown, Start, Starting, Step, decode_commands, encode
 from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.progress import TerminalProgress
@@ -87,15 +87,16 @@ class EngineLoop:
                 message = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            match decode_command(message):
-                case Add(request):
-                    self._add(request)
-                case Abort(request_id):
-                    self._engine.abort(request_id)
-                case Shutdown():
-                    return False
-                case unexpected:
-                    raise AssertionError(f"{unexpected!r} after the start")
+            for command in decode_commands(message):
+                match command:
+                    case Add(request):
+                        self._add(request)
+                    case Abort(request_id):
+                        self._engine.abort(request_id)
+                    case Shutdown():
+                        return False
+                    case unexpected:
+                        raise AssertionError(f"{unexpected!r} after the start")
 
     def _add(self, request: EngineRequest) -> None:
         request_id = request.request_id
@@ -129,7 +130,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
         commands.bind(sys.argv[1])
         events.connect(sys.argv[2])
         events.linger = 1000
-        start = decode_command(commands.recv())
+        (start,) = decode_commands(commands.recv())
         assert isinstance(start, Start)
         build = partial(build, lost=heartbeat.end_because)
         engine, answer = _start(start, build, _Progress(events))

@@ -142,7 +142,7 @@ class Supervisor:
         """From its first command to its end; why it ended."""
         process = self.process
         process.send(start)
-        reader = asyncio.create_task(self._read(process))
+        reader = self._listen(process)
         watch = asyncio.create_task(self._watch(process))
         try:
             asked = self._restart_asked
@@ -167,27 +167,42 @@ class Supervisor:
     def _moment(self) -> str:
         return "" if self._states.has_been_ready else " while starting"
 
-    async def _read(self, process: EngineProcess) -> str:
-        """Take what the process says, until it says why it ends."""
-        while True:
-            message = await process.receive()
+    def _listen(self, process: EngineProcess) -> asyncio.Future[str]:
+        """Take what the process says, until it says why it ends, which is the result."""
+        reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def take(message: bytes) -> None:
+            if reason.done():
+                return
             try:
-                event = decode_event(message)
-            except ValueError:
-                _log.exception("a message of the engine process cannot be read")
-                return "what the engine process says cannot be understood"
-            match event:
-                case Step() as step:
-                    self._owner.stepped(step)
-                case Starting(phase, done, total):
-                    self._states.advance(phase, done / total if total else None)
-                case Ready() as ready:
-                    process.remove_files()
-                    self._takes_commands = True
-                    self._states.enter("ready")
-                    self._owner.started(ready)
-                case Failed(message=reason):
-                    return reason
+                if (said := self._take(process, message)) is not None:
+                    reason.set_result(said)
+            except Exception as error:
+                reason.set_exception(error)
+
+        process.listen(take)
+        return reason
+
+    def _take(self, process: EngineProcess, message: bytes) -> str | None:
+        """One message; why the process ends, if that is what it says."""
+        try:
+            event = decode_event(message)
+        except ValueError:
+            _log.exception("a message of the engine process cannot be read")
+            return "what the engine process says cannot be understood"
+        match event:
+            case Step() as step:
+                self._owner.stepped(step)
+            case Starting(phase, done, total):
+                self._states.advance(phase, done / total if total else None)
+            case Ready() as ready:
+                process.remove_files()
+                self._takes_commands = True
+                self._states.enter("ready")
+                self._owner.started(ready)
+            case Failed(message=reason):
+                return reason
+        return None
 
     async def _watch(self, process: EngineProcess) -> str:
         """Look for signs of life, until there have been none for too long: the heartbeat once the process takes commands, until

@@ -6,10 +6,18 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import Protocol
 
-Turn = asyncio.Future[None]
 
-LONG_SECONDS = 2e-3  # for an iteration of the event loop: others wait for several of them
+class Turn(Protocol):
+    """What waits. A future does."""
+
+    def done(self) -> bool: ...  # it waits no more
+    def set_result(self, result: None, /) -> None: ...  # it may go on
+    def get_loop(self) -> asyncio.AbstractEventLoop: ...
+
+
+LONG_SECONDS = 1e-3  # for an iteration of the event loop: others wait for several of them
 
 
 class Turns:
@@ -33,12 +41,12 @@ class Turns:
             self._num_left -= 1
             self._call(loop)
             return
-        turn: Turn = loop.create_future()
+        turn = loop.create_future()
         self.give(owner, turn)
         await turn
 
     def give(self, owner: str, turn: Turn) -> None:
-        """Set the result of `turn`, for which a task waits, when that may go on."""
+        """Set the result of `turn` when it may go on."""
         if self._num_left and not self._waiting:
             self._num_left -= 1
             turn.set_result(None)

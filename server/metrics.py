@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,8 +117,7 @@ class Metrics:
         """`tokens`: the buckets of token counts."""
         seconds = self._histogram
         self._first_token = seconds("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN)
-        self.between = TokenTimes("vllm:inter_token_latency_seconds", "Between two tokens", self._labels)
-        self.registry.register(self.between)
+        self.between = seconds("inter_token_latency_seconds", "Between two tokens", _BETWEEN_TOKENS)
         self._per_token = seconds(
             "request_time_per_output_token_seconds", "Mean of a request, without its first token", _BETWEEN_TOKENS
         )
@@ -144,9 +143,10 @@ class Metrics:
         counter = Counter(f"vllm:{name}", help, (*_LABELS, *extra), registry=self.registry)
         return counter if extra else counter.labels(*self._labels)
 
-    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
-        metric = Histogram(f"vllm:{name}", help, _LABELS, buckets=tuple(buckets), registry=self.registry)
-        return metric.labels(*self._labels)
+    def _histogram(self, name: str, help: str, bounds: Sequence[float]) -> RequestHistogram:
+        metric = RequestHistogram(f"vllm:{name}", help, self._labels, bounds)
+        self.registry.register(metric)
+        return metric
 
     def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
         """For one sample of a request, which is to be shown each of its updates. `UNSAMPLED`: it is an embedding."""
@@ -234,20 +234,20 @@ class SampleWatch:
                 metrics._per_token.observe(decode / (self.num_tokens - 1))
 
 
-class TokenTimes(Collector):
-    """A histogram of what happens for each token: the library's costs several times as much. For one thread."""
+class RequestHistogram(Collector):
+    """A histogram of what happens for each request or token: the library's costs several times as much. For one thread."""
 
-    def __init__(self, name: str, help: str, labels: tuple[str, str]) -> None:
-        self._name, self._help, self._labels = name, help, labels
-        self._counts = [0] * (len(_BETWEEN_TOKENS) + 1)
+    def __init__(self, name: str, help: str, labels: tuple[str, str], bounds: Sequence[float]) -> None:
+        self._name, self._help, self._labels, self._bounds = name, help, labels, bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float, times: int) -> None:
-        self._counts[bisect_left(_BETWEEN_TOKENS, seconds)] += times
-        self._sum += seconds * times
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def collect(self) -> Iterator[Metric]:
-        yield _histogram(self._name, self._help, self._labels, _BETWEEN_TOKENS, self._counts, self._sum)
+        yield _histogram(self._name, self._help, self._labels, self._bounds, self._counts, self._sum)
 
 
 class _EngineCollector(Collector):

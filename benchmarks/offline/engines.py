@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks import llama_cpp, workloads
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
+from benchmarks.random_weights import write_random_weights
 from benchmarks.workloads import Workload
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load, nearest
@@ -77,6 +78,10 @@ class EnginesFlags:
     llama_server: str | None = flag(None, "program of the engine llama.cpp, to be named in --engines", metavar="FILE")
     gguf: str | None = flag(None, "the model as llama.cpp reads it", metavar="FILE")
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
+    write_weights: bool = flag(
+        False,
+        "write random weights there, for all engines to load: dummy weights of few bits differ, and zeros are faster",
+    )
     output_json: str | None = flag(
         None, "where to save the results, with a Markdown table beside them (else under out/bench)", metavar="FILE"
     )
@@ -213,6 +218,8 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
     pairs, more = [], flags.engine_args or {}
     for model in flags.models:
         folder = model_folder(model, Path(flags.models_dir))
+        if flags.write_weights:
+            write_random_weights(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         groups: dict[tuple[int, bool], list[Workload]] = {}
         for name in flags.work:
@@ -226,7 +233,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             groups.setdefault((context, work.prefix_caching), []).append(work)
         for (context, prefix_caching), works in groups.items():
             settings = {
-                "load_format": "dummy",
+                "load_format": "auto" if flags.write_weights else "dummy",
                 "skip_tokenizer_init": True,
                 "max_model_len": context,
                 "dtype": flags.dtype or ("bfloat16" if has_gpu else "float32"),

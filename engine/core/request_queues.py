@@ -133,7 +133,7 @@ class RequestQueues:
         self.num_waiting -= 1
         owner.num_running += 1
         self._place(owner)
-        if self.running and (self.is_shared or request.order < self.running[-1].order):
+        if self.is_shared or (self.running and request.order < self.running[-1].order):
             self._is_sorted = False
         self.running.append(request)
 

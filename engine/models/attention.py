@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, empty
+from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 
 # Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them, and which rows of kv_scale
@@ -21,7 +22,7 @@ SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
 
 
-MakeNorm = Callable[[Scope, int], Norm]
+MakeNorm = Callable[[Scope, int | Span], Norm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,12 @@ class Attention(CheckpointModule):
         self.qkv = Linear(
             scope, hidden_size, parts, bias=spec.qkv_bias, shard="column", width=spec.head_dim, fused=fused
         )
-        over = (query_size, kv_size) if spec.qk_norm_over_heads else (spec.head_dim,) * 2
+        over: tuple[int | Span, int | Span] = spec.head_dim, spec.head_dim
+        if spec.qk_norm_over_heads:
+            over = (
+                scope.shard.span("num_attention_heads", spec.num_heads, width=spec.head_dim),
+                scope.shard.span("num_key_value_heads", spec.num_kv_heads, width=spec.head_dim, replicate=True),
+            )
         self.q_norm = make_norm(scope / "q_norm", over[0]) if spec.qk_norm else None
         self.k_norm = make_norm(scope / "k_norm", over[1]) if spec.qk_norm and spec.kv_of is None else None
         self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
@@ -106,9 +112,7 @@ class Attention(CheckpointModule):
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
         qkv, q_norm, k_norm = residual.project(self.qkv, x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
         if q_norm is not None and k_norm is not None and spec.qk_norm_over_heads:
-            query, key = qkv.split((len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)), 1)[:2]
-            query.copy_(q_norm(query))
-            key.copy_(k_norm(key))
+            self._norm_over_heads(qkv, q_norm, k_norm)
             q_norm = k_norm = None
         slots = metadata.slot_mapping
         if spec.kv_of is not None:
@@ -132,6 +136,20 @@ class Attention(CheckpointModule):
         )  # [T, H, D]
         out = attend(query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         return residual.add(self.o, hidden, out.flatten(1))
+
+    def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
+        """Norm the queries of all ranks together, and their keys, in qkv's memory."""
+        query, key = qkv.split((len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)), 1)[:2]
+        num_ranks, communicator = self._scope.shard.size, self._scope.communicator
+        if num_ranks == 1:
+            query.copy_(q_norm(query))
+            key.copy_(k_norm(key))
+            return
+        # Of equally long parts: a key head that several ranks hold counts as often as any other.
+        means = torch.stack([mean_square(query), mean_square(key)], 1)
+        scales = (communicator.all_reduce(means) / num_ranks).add_(q_norm.eps).rsqrt_()
+        query.mul_(scales[:, :1]).mul_(q_norm.weight)
+        key.mul_(scales[:, 1:]).mul_(k_norm.weight)
 
     def _with_normed_values(self, qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[T, (H + 2 Hkv) D], from that or, where keys are values, from [T, (H + Hkv) D]."""
@@ -162,6 +180,12 @@ class Attention(CheckpointModule):
         heads = self._scope.shard.span("num_key_value_heads", num_kv_heads, replicate=True)
         own = scale.expand(num_kv_heads)[heads.start : heads.stop]
         self.kv_scale[rows] = own.to(self.kv_scale.device)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """x [T, n] → [T], at least float32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square_().div_(x.shape[1])
 
 
 class _Options(TypedDict):

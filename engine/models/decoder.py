@@ -22,6 +22,7 @@ from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.rope import rope_table
+from engine.models.shard import Span
 from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 
 
@@ -185,9 +186,9 @@ class OutputScale(Norm):
 
 
 def norm_maker(spec: ModelSpec) -> MakeNorm:
-    """What makes the norms of a model, of a size in a scope."""
+    """What makes the norms of a model: see `Norm`."""
 
-    def make(scope: Scope, size: int) -> Norm:
+    def make(scope: Scope, size: int | Span) -> Norm:
         if spec.norm == "rms":
             return RMSNorm(scope, size, spec.norm_eps, spec.norm_offset)
         return LayerNorm(scope, size, spec.norm_eps, spec.norm_offset, bias=spec.norm == "layer_bias")

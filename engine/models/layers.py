@@ -339,15 +339,17 @@ class Embedding(CheckpointModule):
 class Norm(CheckpointModule):
     """A norm of x [..., n] times its stored weight plus `offset`."""
 
-    def __init__(self, scope: Scope, size: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, scope: Scope, size: int | Span, eps: float, offset: float = 0.0) -> None:
+        """size: of x; a span: this rank's part of what ranks divide."""
         super().__init__()
         self.eps, self._name, self._offset = eps, scope.name("weight"), offset
+        self._span = size if isinstance(size, Span) else Span.whole(size)
         dtype = torch.float32 if offset else scope.dtype  # in which the sum is exact
-        self.weight = empty(size, dtype=dtype, device=scope.device)
+        self.weight = empty(len(self._span), dtype=dtype, device=scope.device)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         take = self._take if self._offset else None
-        yield CheckpointTensor(self._name, (Span.whole(len(self.weight)),), self.weight, take=take)
+        yield CheckpointTensor(self._name, (self._span,), self.weight, take=take)
 
     def _take(self, stored: Tensor) -> None:
         self.weight.copy_(stored.float() + self._offset)
@@ -363,9 +365,9 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """(x - mean(x)) / std(x) · weight, and a bias where there is one."""
 
-    def __init__(self, scope: Scope, size: int, eps: float, offset: float = 0.0, *, bias: bool = False) -> None:
+    def __init__(self, scope: Scope, size: int | Span, eps: float, offset: float = 0.0, *, bias: bool = False) -> None:
         super().__init__(scope, size, eps, offset)
-        self.bias = empty(size, dtype=self.weight.dtype, device=scope.device) if bias else None
+        self.bias = empty(len(self._span), dtype=self.weight.dtype, device=scope.device) if bias else None
         self._bias_name = scope.name("bias")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -375,7 +377,7 @@ class LayerNorm(Norm):
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield from super().tensors()
         if self.bias is not None:
-            yield CheckpointTensor(self._bias_name, (Span.whole(len(self.bias)),), self.bias)
+            yield CheckpointTensor(self._bias_name, (self._span,), self.bias)
 
 
 class Residual(nn.Module):

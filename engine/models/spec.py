@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.models.errors import ModelError
 from engine.models.quantization import Quantization
 from engine.models.shard import Shard
 
@@ -64,8 +63,6 @@ class AttentionSpec:
 
     def for_rank(self, shard: Shard) -> AttentionSpec:
         """One rank's heads. Where there are fewer KV heads than ranks, several ranks hold the same one."""
-        if self.qk_norm_over_heads and shard.size > 1:
-            raise ModelError(f"{shard.size} ranks cannot divide heads that are normed together; use one GPU")
         heads = shard.span("num_attention_heads", self.num_heads)
         return replace(
             self,

@@ -26,6 +26,28 @@ E4M3_PAIRS, E4M3_WORDS = ptx(E4M3, "a", PAIR), ptx(E4M3, "ab")
 INT8_PAIRS, INT8_WORDS = ptx(INT8, "a", PAIR), ptx(INT8, "ab")
 INT4_PAIRS, INT4_WORDS = ptx(INT4, "ac", PAIR), ptx(INT4, "abcd")
 E2M1_PAIRS, E2M1_WORDS = ptx(E2M1, "ac", PAIR), ptx(E2M1, "abcd")
+
+
+def _scaled(body: str, results: str, zero: str) -> gl.constexpr:
+    """With operands after the word: zero points of low and high codes, and scales of theirs, each twice in a register."""
+    first = 2 * len(results) + 1
+    pairs = [(name, first + i * 2 // len(results)) for i, name in enumerate(results)]
+    lines = [f"{zero}.bf16x2 {name}, {name}, ${at};" for name, at in pairs if zero]
+    lines += [f"mul.rn.bf16x2 {name}, {name}, ${at + 2};" for name, at in pairs]
+    return ptx(body + "\n".join(lines), results)
+
+
+def _shifted(body: str) -> str:
+    """INT4 with zero points that are -(136 + zero): the subtraction is done anyway."""
+    low_and_high = body.replace("mov.b32 less, 0xc308c308;", "mov.b32 less, $9;\n    mov.b32 more, $10;")
+    low_and_high = low_and_high.replace(".reg .b32 one, less;", ".reg .b32 one, less, more;")
+    return low_and_high.replace("c, c, one, less", "c, c, one, more").replace("d, d, one, less", "d, d, one, more")
+
+
+INT4_SCALED = _scaled(_shifted(INT4), "abcd", "")
+E2M1_SCALED = _scaled(E2M1, "abcd", "")
+INT8_SCALED, E4M3_SCALED = _scaled(INT8, "ab", ""), _scaled(E4M3, "ab", "")
+INT8_SHIFTED = _scaled(INT8, "ab", "sub")
 TWO = gl.constexpr((gl.bfloat16,) * 2)
 FOUR = gl.constexpr((gl.bfloat16,) * 4)
 EIGHT = gl.constexpr((gl.bfloat16,) * 8)
@@ -112,6 +134,56 @@ def decode_words_in_order(words, KIND: gl.constexpr, CUT: gl.constexpr, LAYOUT: 
         TEXT: gl.constexpr = INT4_WORDS if KIND == "int4" else E2M1_WORDS
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [cut], dtype=EIGHT, is_pure=True, pack=1
+        )
+        low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
+        return low, gl.convert_layout(gl.join(gl.join(e, f), gl.join(g, h)), LAYOUT)
+
+
+@gluon.jit
+def packed_scale(scale):
+    """A scale as bfloat16, twice in an int32."""
+    bits = scale_of(scale).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
+    return bits & 0xFFFF | bits << 16
+
+
+@gluon.jit
+def packed_zero(zero, KIND: gl.constexpr):
+    """A zero point as `decode_scaled` takes it: -(136 + zero) for int4, -8 <= zero < 120; else itself, as bfloat16."""
+    if KIND == "int4":
+        bits = zero.to(gl.int32) + 0xC308
+    else:
+        bits = zero.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | bits << 16
+
+
+@gluon.jit
+def decode_scaled(
+    words, zeros, scales, KIND: gl.constexpr, ZERO: gl.constexpr, CUT: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """As `decode_words_in_order`, less zero points, times scales: of each half [rows, 4], `packed_zero`, `packed_scale`."""
+    cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
+    s = scales[0][:, :, None]
+    t = scales[len(scales) - 1][:, :, None]
+    if KIND == "int4" and not ZERO:
+        y = gl.full([1, 1, 1], -0x3CF73CF8, gl.int32, CUT)
+        z = y
+    elif ZERO:
+        y = zeros[0][:, :, None]
+        z = zeros[len(zeros) - 1][:, :, None]
+    else:
+        y = s
+        z = t
+    if KIND == "e4m3" or KIND == "int8":
+        TEXT: gl.constexpr = E4M3_SCALED if KIND == "e4m3" else INT8_SHIFTED if ZERO else INT8_SCALED
+        a, b, c, d = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,=h,=h,r,r,r,r,r", [cut, y, z, s, t], dtype=FOUR, is_pure=True, pack=1
+        )
+        low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
+        return low, low
+    else:
+        TEXT: gl.constexpr = INT4_SCALED if KIND == "int4" else E2M1_SCALED
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [cut, y, z, s, t], dtype=EIGHT, is_pure=True, pack=1
         )
         low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
         return low, gl.convert_layout(gl.join(gl.join(e, f), gl.join(g, h)), LAYOUT)

@@ -198,20 +198,21 @@ def _tiles_quantized_kernel(
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _sum_parts_kernel(
-    parts, bias, residual, out, num_elements,
+    parts, bias, residual, out, num_tokens,
     N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = the sum of parts [PARTS, M, N], bias [N] and residual [M, N]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_elements
+    size = num_tokens.to(tl.int64) * N  # a multiple of N, which the compiler must know to load several at once
+    inside = at < size
     if PDL:
         launch_dependents()
         wait_for_inputs()
     total = tl.load(parts + at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * num_elements + at, mask=inside, other=0.0)
+        total += tl.load(parts + part * size + at, mask=inside, other=0.0)
     if BIAS:
         total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -302,7 +303,7 @@ def launch(
     )  # fmt: skip
     if split:
         _sum_parts_kernel[(cdiv(out.numel(), 1024),)](
-            sums, out if bias is None else bias, out if residual is None else residual, out, out.numel(), N=n,
+            sums, out if bias is None else bias, out if residual is None else residual, out, len(out), N=n,
             PARTS=config.parts, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=1024, num_warps=4,
             **pdl_options(x.device),
         )  # fmt: skip

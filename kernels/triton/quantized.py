@@ -26,10 +26,11 @@ from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_
 from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import quantized_dense as dense
     from kernels.hopper import quantized_few as few
     from kernels.hopper import quantized_tiles as tiles
 else:
-    few = tiles = None  # type: ignore[assignment]
+    dense = few = tiles = None  # type: ignore[assignment]
 
 MAX_FEW = 16  # tokens up to which x stays as it is: one tile of the matrix unit
 MAX_WEIGHT_ONLY = 64  # tokens up to which the kernel here does better than cuBLAS with the matrix written out
@@ -388,6 +389,12 @@ def _multiply(
     if _rounds(x, weight):
         result = _rounded(x, weight, bias, norm_weight, eps)
     else:
+        dense_config = dense.config(x, weight, swiglu) if dense is not None else None
+        if dense_config is not None:
+            into = _empty(x, weight, swiglu) if into is None else into
+            x = dense.in_order(x, weight, norm_weight, eps)
+            dense.launch(x, weight, bias, into, dense_config, residual=residual, swiglu=swiglu)
+            return into
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps)
         config = tiles.config(x, weight, swiglu) if tiles is not None else None

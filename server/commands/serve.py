@@ -148,17 +148,18 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
 
 def _tune_interpreter() -> None:
     """Garbage collection looks at requests only: what is loaded by now stays. It looks at few objects at a time, for nothing is
-    answered meanwhile (a hundred thousand take 100 ms), and seldom at all. The event loop waits less for threads that read
-    large requests: a stream wakes it some times for each token.
+    answered meanwhile (ten thousand take 2 ms, and more where a core is shared), and seldom at all. The event loop waits less
+    for threads that read large requests: a stream wakes it some times for each token.
     """
     gc.freeze()
-    gc.set_threshold(5_000, 2, 250)
+    gc.set_threshold(2_000, 2, 600)
     sys.setswitchinterval(0.0005)
 
 
 def connections_of(settings: ServerConfig) -> Connections:
     """The limits and time-outs of `settings`. Raises the limit of open files."""
     from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
+    from server.http.entrance import Entrance
 
     max_connections = default_max_connections(raise_open_files())
     limits = ConnectionLimits(
@@ -167,7 +168,8 @@ def connections_of(settings: ServerConfig) -> Connections:
         header_timeout=settings.header_timeout,
         send_timeout=settings.send_timeout,
     )
-    return Connections(limits)
+    keys = settings.read_keys()
+    return Connections(limits, Entrance(keys.find if keys is not None else None))
 
 
 def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> uvicorn.Server:

@@ -48,7 +48,7 @@ class APIKeyMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        caller = self._find_caller(_key(scope))
+        caller = self._find_caller(key_of(scope))
         if caller is not None:
             set_caller(scope, caller)
         elif not is_open(path) and not (path == "/metrics" and self._open_metrics):
@@ -67,7 +67,7 @@ class APIKeyMiddleware:
         return response
 
 
-def _key(scope: Scope) -> bytes:
+def key_of(scope: Scope) -> bytes:
     """The key that a request brings; empty: none."""
     headers = Headers(scope=scope)
     scheme, _, given = headers.get("authorization", "").partition(" ")

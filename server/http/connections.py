@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import select
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from engine.turns import Turns
+from server.http.entrance import BEGIN_AT_ONCE, Entrance
 
 _ENOUGH_FILES = 1 << 18
 _OTHER_FILES = 256
@@ -27,10 +31,13 @@ class ConnectionLimits:
 
 
 class Connections:
-    """The connections of a server. When there are too many, the one that has been idle longest makes room."""
+    """The connections of a server. When there are too many, the one that has been idle longest makes room. Their requests
+    begin by turns, so that one owner's burst does not hold up what others wait for.
+    """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ConnectionLimits, entrance: Entrance) -> None:
+        self.limits, self.entrance = limits, entrance
+        self.turns = Turns(BEGIN_AT_ONCE)
         self._all: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # without a request, the longest first
 
@@ -161,6 +168,7 @@ class Connection(HttpToolsProtocol):
         self._receiving.stop()
         self._others.working(self)
         super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, _HeadAndBody(self.transport, self.loop))
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -176,6 +184,27 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing():  # else it has been refused for another reason
             super().send_400_response(msg)
             self._sending.start()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """By turns between owners; not at all when the client has gone by then."""
+        owner = self._others.entrance.owner(cycle.scope)  # type: ignore[arg-type]  # uvicorn has types of its own
+        if owner is None:
+            self.start(cycle, app)
+        else:
+            self._others.turns.give(owner, _Arrived(self, cycle, app))
+
+    def start(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """The request begins."""
+        super()._start_asgi_task(cycle, app)
+
+    def has_hung_up(self) -> bool:
+        """Whether the client has, which the event loop may not have seen yet."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is None or self.transport.is_closing():
+            return connection is not None
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def _check_header_bytes(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_header_bytes:
@@ -218,6 +247,57 @@ class Connection(HttpToolsProtocol):
         self.transport.write(f"{head}Connection: close\r\n\r\n{body}".encode())
         self.transport.close()
         self._sending.start()
+
+
+class _HeadAndBody:
+    """Sends a response's head with the begin of its body, which mostly follows at once: each `write` is a system call, and
+    wakes the client. To be used in place of a transport for one response.
+    """
+
+    __slots__ = ("_head", "_is_sent", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head, self._is_sent = b"", False
+
+    def write(self, data: bytes) -> None:
+        if self._is_sent:
+            self._transport.write(data)
+        elif self._head:
+            self._send(data)
+        else:
+            self._head = data
+            self._loop.call_soon(self._send)  # where nothing follows at once
+
+    def _send(self, more: bytes = b"") -> None:
+        if not self._is_sent:
+            self._is_sent = True
+            self._transport.write(self._head + more)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
+class _Arrived:
+    """A request that has not begun."""
+
+    __slots__ = ("_app", "_connection", "_cycle")
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle, app: Any) -> None:
+        self._connection, self._cycle, self._app = connection, cycle, app
+
+    def done(self) -> bool:
+        return self._cycle.disconnected or self._connection.has_hung_up()
+
+    def set_result(self, result: None) -> None:
+        self._connection.start(self._cycle, self._app)
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._connection.loop
 
 
 def raise_open_files() -> int:

@@ -11,17 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.turns import Turns
 from server.http.callers import caller_in
 from server.http.context import CURRENT, new_context
+from server.http.entrance import BEGIN_AT_ONCE
 from server.http.sse import DIRECT_SEND
 from server.metrics import HTTPMetrics
 
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
 
-BEGIN_AT_ONCE = 1  # requests for work, in one iteration of the event loop: a millisecond or two
-
-
 class TurnsMiddleware:
-    """Lets requests for work in by turns between their callers, so that one's burst does not hold up what others wait for."""
+    """Lets requests for work in by turns between their callers, so that one's burst does not hold up what others wait for:
+    those that come by no `Connection`, as in Ray's replicas.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._turns = app, Turns(BEGIN_AT_ONCE)

@@ -16,9 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 from engine.turns import Turns
 from server.http.callers import caller_of
 from server.http.disconnect import disconnected, ended_by
+from server.http.entrance import BEGIN_AT_ONCE
 from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_body, check_values, is_small
-from server.http.middleware import BEGIN_AT_ONCE
 from server.http.workers import Workers
 
 _decode = msgspec.json.decode

@@ -175,6 +175,13 @@ def test_who_comes_does_not_hold_up_one_that_is_there_with_less_to_do() -> None:
     assert s.queues.find("b0") is None
 
 
+def test_others_pause_where_none_of_them_runs_yet() -> None:
+    s = make(max_num_batched_tokens=128)
+    add(s, names("a", 20))
+    add(s, ["b0"])
+    assert [step(s).batch.request_ids for _ in range(3)] == [["b0"]] * 3
+
+
 def test_a_crowd_is_not_favoured() -> None:
     s = make(max_num_batched_tokens=128, max_num_seqs=64)
     add(s, ["b0"], prompt=5, max_tokens=8)

@@ -33,8 +33,7 @@ class Front:
         self._commands, self._events, self.runner, self.thread = commands, events, runner, thread
 
     def send(self, *commands: Command) -> None:
-        for command in commands:
-            self._commands.send(encode(command))
+        self._commands.send(encode(commands))
 
     def receive(self) -> Step:
         step = decode_event(self._events.recv())
@@ -91,7 +90,7 @@ def running_loop(
         try:
             yield Front(front_commands, front_events, engine.runner, thread)
         finally:
-            front_commands.send(encode(Shutdown()))
+            front_commands.send(encode([Shutdown()]))
             thread.join(60)
             for socket in sockets:
                 socket.close(linger=0)

@@ -296,7 +296,8 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 ]
 
 HOPPER = tuple(  # for compute capability 9.0 alone
-    f"kernels.hopper.{name}" for name in ("attention_prefill", "quantized_experts", "quantized_tiles")
+    f"kernels.hopper.{name}"
+    for name in ("attention_prefill", "quantized_dense", "quantized_experts", "quantized_tiles")
 )
 
 

@@ -145,7 +145,8 @@ def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: 
         SwizzledSharedLayout=layout, NVMMASharedLayout=layout,
         allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
         arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout: value,
-        split=lambda value: value.unbind(-1), maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        join=lambda a, b: torch.stack([a, b], -1), split=lambda value: value.unbind(-1),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), sum=torch.sum,
         zeros=lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype),
     )  # fmt: skip

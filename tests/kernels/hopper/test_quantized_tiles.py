@@ -28,6 +28,7 @@ def decode(pairs: Tensor, kind: str, layout: object = None) -> tuple[Tensor, Ten
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_tensors(monkeypatch, tiles, "_tiles_quantized_kernel", ("_ask", "_rows", "_weights"))
+    monkeypatch.setattr(quantized.dense, "config", lambda *_: None)  # type: ignore[attr-defined]
     monkeypatch.setattr(tiles, "decode_pairs", decode)
     monkeypatch.setattr(tiles, "_pairs_layout", lambda warps: None)
     monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)

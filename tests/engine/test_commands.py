@@ -1,0 +1,32 @@
+"""Commands to the engine process: few messages, however many there are."""
+
+import asyncio
+
+import pytest
+import zmq
+
+from engine import engine_process
+from engine.engine_process import EngineProcess
+from engine.messages import Abort, decode_commands
+
+
+def test_commands_of_one_iteration_of_the_event_loop_are_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "ENGINE_MODULE", "this")  # the test is the other side
+
+    async def run() -> list[list[str]]:
+        process = EngineProcess()
+        with zmq.Context() as context, context.socket(zmq.PULL) as other:
+            other.rcvtimeo = 60_000
+            other.bind(f"ipc://{process._folder}/commands")
+            for number in range(5):
+                process.send(Abort(str(number)))
+            await asyncio.sleep(0)
+            process.send(Abort("later"))
+            process.close(kill=False)
+            received: list[list[str]] = []
+            while received[-1:] != [["Shutdown"]]:
+                commands = decode_commands(other.recv())
+                received.append([each.request_id if isinstance(each, Abort) else "Shutdown" for each in commands])
+        return received
+
+    assert asyncio.run(run()) == [["0"], ["1", "2", "3", "4"], ["later"], ["Shutdown"]]
