@@ -10,6 +10,10 @@ attack is held when the server answered all of it without an error of its own an
 a fifth, and no block stayed in use. Of the request both times are the 95th percentile; the one alone is taken while one
 core is busy, as it is with an attack's own client. Before the first attack the KV cache was full once.
 
+An attack that is not held for these two times alone is made once more, right after the time alone was taken anew: a virtual
+machine has moments of its own. The table shows both figures, and the second one counts; so it does where it is worse. It
+also shows for how long the host gave the machine's cores to others ("stolen") in that time.
+
 Then the engine process is killed under load, for the time until requests are answered again.
 """
 
@@ -19,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import os
 import resource
 import subprocess
 import sys
@@ -67,11 +72,24 @@ class Result:
     memory_before: int
     memory_after: int
     blocks_in_use: float
+    stolen: float  # seconds of all cores together, while it was made
+    first_slower: float | None  # `slower` when it was made for the first time, if it was made twice
     failures: list[str]
+
+    @property
+    def slower(self) -> float:
+        """How many times as long another client's request took as alone."""
+        return self.request / self.alone
+
+    @property
+    def slow(self) -> list[str]:
+        """Which times are too long."""
+        found = [f"/health {self.health:.2f} s"] if self.health > HEALTH_SECONDS else []
+        return found + ([f"another's request {self.slower:.1f} times as long"] if self.slower > SLOWER else [])
 
 
 async def attack(target: Target, each: Attack, alone: Waits) -> Result:
-    before, start = target.resident_bytes(), time.perf_counter()
+    before, stolen, start = target.resident_bytes(), _stolen(), time.perf_counter()
     statuses, rounds = Counter[int](), 0
     with watching(target) as waits:
         while not rounds or time.perf_counter() - start < LEAST_SECONDS:
@@ -79,14 +97,20 @@ async def attack(target: Target, each: Attack, alone: Waits) -> Result:
             rounds += 1
             if target.process.poll() is not None:
                 break
-    seconds = time.perf_counter() - start
+    seconds, stolen = time.perf_counter() - start, _stolen() - stolen
     after, in_use = await asyncio.to_thread(_settled, target, int(before * GROWTH))
     result = Result(
         each.name, seconds, dict(sorted(statuses.items())), rounds, waits.longest_health, waits.slow_request,
-        waits.median_request, waits.longest_request, len(waits.requests), alone.slow_request, before, after, in_use, [],
+        waits.median_request, waits.longest_request, len(waits.requests), alone.slow_request, before, after,
+        in_use, stolen, None, [],
     )  # fmt: skip
     result.failures = list(_failures(result, each, statuses))
     return result
+
+
+def _stolen() -> float:
+    """Seconds for which the cores were ready to run and the host ran others on them, so far; 0 on a machine of its own."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def _settled(target: Target, enough: int) -> tuple[int, float]:
@@ -107,10 +131,7 @@ def _failures(result: Result, each: Attack, statuses: Counter[int]) -> list[str]
         found.append(f"served {sorted(served)}")
     if each.refused and HANGS in statuses:
         found.append(f"{statuses[HANGS]} left hanging")
-    if result.health > HEALTH_SECONDS:
-        found.append(f"/health {result.health:.2f} s")
-    if result.request > SLOWER * result.alone:
-        found.append(f"another's request {result.request / result.alone:.1f} times as long")
+    found += result.slow
     if result.memory_after > GROWTH * result.memory_before:
         found.append(f"memory {result.memory_after / result.memory_before:.2f} times as much")
     if result.blocks_in_use:
@@ -146,14 +167,19 @@ async def used(target: Target) -> None:
             (await client.post("/v1/completions", json=each)).raise_for_status()
 
 
+async def _alone(target: Target) -> Waits:
+    with busy_core(), watching(target) as alone:
+        await asyncio.sleep(ALONE_SECONDS)
+    return alone
+
+
 async def run_all(target: Target, attacks: list[Attack], console: Console) -> list[Result]:
     await used(target)
     with watching(target):
         await asyncio.sleep(ALONE_SECONDS / 2)  # the first requests warm up what start-up does not
     with watching(target) as idle:
         await asyncio.sleep(ALONE_SECONDS)
-    with busy_core(), watching(target) as alone:
-        await asyncio.sleep(ALONE_SECONDS)
+    alone = await _alone(target)
     for name, waits in (("nothing else running", idle), ("one core busy", alone)):
         console.print(
             f"alone, {name}: /health {waits.longest_health * 1e3:.0f} ms at most; {len(waits.requests)} requests, "
@@ -164,6 +190,11 @@ async def run_all(target: Target, attacks: list[Attack], console: Console) -> li
     results = []
     for each in attacks:
         results.append(await attack(target, each, alone))
+        if results[-1].failures and results[-1].failures == results[-1].slow and target.process.poll() is None:
+            first = results.pop()
+            console.print(f"{each.name}: {'; '.join(first.failures)}; once more", highlight=False)
+            results.append(await attack(target, each, await _alone(target)))
+            results[-1].first_slower = first.slower
         console.print(f"{each.name}: {'; '.join(results[-1].failures) or 'held'}", highlight=False)
         if target.process.poll() is not None:
             console.print("the server has ended")
@@ -172,16 +203,28 @@ async def run_all(target: Target, attacks: list[Attack], console: Console) -> li
 
 
 def table(results: list[Result]) -> Table:
-    drawn = Table("attack", "s", "answers", "/health", "requests: median, 95 %, longest", "95 %", "memory", "")
+    drawn = Table(
+        "attack", "s", "stolen", "answers", "/health", "requests: median, 95 %, longest", "95 %", "memory", ""
+    )
     for result in results:
         statuses = ", ".join(f"{count} x {status}" for status, count in result.statuses.items())
         memory = f"{result.memory_before >> 20} > {result.memory_after >> 20} MiB"
         times = (result.request_median, result.request, result.request_longest)
         wait = f"{result.num_requests}: {', '.join(f'{seconds * 1e3:.0f}' for seconds in times)} ms"
-        slower = f"{result.request / result.alone:.1f}x"
+        slower = f"{result.slower:.1f}x"
+        if result.first_slower is not None:
+            slower = f"{result.first_slower:.1f}x, then {slower}"
         verdict = "; ".join(result.failures) or "held"
         drawn.add_row(
-            result.name, f"{result.seconds:.1f}", statuses, f"{result.health:.2f} s", wait, slower, memory, verdict
+            result.name,
+            f"{result.seconds:.1f}",
+            f"{result.stolen:.1f} s",
+            statuses,
+            f"{result.health:.2f} s",
+            wait,
+            slower,
+            memory,
+            verdict,
         )
     return drawn
 
