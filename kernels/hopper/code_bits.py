@@ -11,7 +11,6 @@ from kernels.triton.codes import (
     E2M1,
     E2M1_BYTES,
     E2M1_SMALL_BYTES,
-    E2M1_SMALL2_BYTES,
     E4M3,
     E4M3_BYTES,
     INT4,
@@ -66,10 +65,9 @@ def decode_bytes(codes, KIND: gl.constexpr):
 
 
 @gluon.jit
-def decode_small(codes, SMALL: gl.constexpr = 1):
+def decode_small(codes):
     """uint8 codes of e2m1 → bfloat16 of 2^-126 times the low codes' values, and the high ones', subnormal or nearly so."""
-    TEXT: gl.constexpr = E2M1_SMALL_BYTES if SMALL == 1 else E2M1_SMALL2_BYTES
-    return gl.inline_asm_elementwise(TEXT, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(E2M1_SMALL_BYTES, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
 
 
 @gluon.jit

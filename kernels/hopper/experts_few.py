@@ -171,7 +171,7 @@ def _add_step(
     if KIND == "float":
         return mma_v2(step[0], xs[0], total)
     else:
-        parts = decode_small(step[0], SMALL) if SMALL else decode_bytes(step[0], KIND)
+        parts = decode_small(step[0]) if SMALL else decode_bytes(step[0], KIND)
         for half in gl.static_range(HALVES):
             w = parts[half]
             if ZERO:
@@ -400,8 +400,6 @@ class Config(NamedTuple):
     ahead: int
     width: int = 8  # bytes of a row that a thread takes at a time
     staged: bool = False  # scales by way of shared memory, where each row has several
-    registers: int | None = None  # at most, of a thread
-    text: int = 0
 
 
 @functools.cache
@@ -414,11 +412,11 @@ def _choose(kind: str, row: int, halves: int, group: int, streams: int, experts:
     if chunk is None:
         return None
     chunks = row // chunk * experts
-    staged = kind == "e2m1"
-    warps = 8 if staged or (experts > 1 and chunks % 8 == 0) else 4
+    staged, small = kind in ("e2m1", "int4"), kind == "e2m1"
+    warps = 8 if small or (experts > 1 and chunks % 8 == 0) else 4
     columns = max(next_power_of_2(num_tokens), 8)
     registers = chunk * size * streams // 8 + chunk * halves * columns // 64  # of a thread for one step
-    ahead = max(min(100 // registers, chunks // warps, 3 if staged else 6), 1)
+    ahead = max(min(100 // registers, chunks // warps, 3 if small else 6), 1)
     blocks = kind == "e4m3" and group < row
     return Config(16, warps, chunk, ahead, 16 if blocks and chunk >= 64 and num_tokens > 1 else 8, staged)
 
@@ -478,9 +476,9 @@ def launch(
         CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
         HALVES=halves, ZERO=kind != "float" and zero is not None, FACTOR=kind != "float" and factor is not None,
         BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, WIDTH=config.width,
-        STAGED=staged, SMALL=(1 + config.text) * (staged > 0 and kind == "e2m1" and zero is None), ACTIVATION=activation,
+        STAGED=staged, SMALL=staged > 0 and kind == "e2m1" and zero is None, ACTIVATION=activation,
         BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
-        maxnreg=config.registers, **pdl_options(x.device),
+        **pdl_options(x.device),
     )  # fmt: skip
 
 

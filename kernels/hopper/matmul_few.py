@@ -43,12 +43,16 @@ def _last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(pointers, chunks, i: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr):
+def _load_step(
+    pointers, chunks, i: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr
+):
     """The channels of step i of each warp, whose chunk of the first step is given; those from K on are 0, and are not read."""
     if (i + 1) * CHUNK * WARPS <= K:
         return gl.load(pointers + i * CHUNK * WARPS, eviction_policy=POLICY)
     else:
-        return gl.load(pointers + i * CHUNK * WARPS, mask=chunks + i * WARPS < K // CHUNK, other=0.0, eviction_policy=POLICY)
+        return gl.load(
+            pointers + i * CHUNK * WARPS, mask=chunks + i * WARPS < K // CHUNK, other=0.0, eviction_policy=POLICY
+        )
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -245,8 +249,13 @@ MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     (4096, 4096, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2), None),
     (14336, 4096, True): (Config(block_n=16, warps=8, ahead=4, x_ahead=2), None),
     (4096, 14336, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2), None),
-    (8192, 3840, False): (Config(block_n=32, warps=4, ahead=3, x_ahead=2, chains=2), None),
+    (8192, 3840, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, registers=128), None),
     (30720, 3840, False): (Config(block_n=16, warps=4, chunk=32, ahead=8, x_ahead=2, chains=2), None),
+    (5120, 2880, False): (Config(block_n=16, warps=4, ahead=6, x_ahead=2, registers=168),) * 2,
+    (2880, 4096, False): (
+        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
+        Config(block_n=8, warps=4, ahead=8, x_ahead=2, tokens_first=True),
+    ),
 }
 
 
@@ -262,6 +271,7 @@ def _choose(n: int, k: int, swiglu: bool, more_than_8: bool) -> Config | None:
         return None
     chunks = k // 64
     warps = min(chunks & -chunks, 8)
+    warps = warps if warps > 2 else 4  # of which some have a chunk less
     narrow = n < 2048  # as many programs as multiprocessors only with 8 rows each
     block_n = 8 if narrow else 16
     ahead = max(64 // (2 * block_n if swiglu else block_n), 1)

@@ -80,23 +80,6 @@ E2M1_SMALL = """
     lop3.b32 a, a, 0x01c001c0, u, 0xea;
     lop3.b32 b, b, 0x01c001c0, v, 0xea;
 """
-E2M1_SMALL2 = """
-    .reg .b32 s, t;
-    prmt.b32 c, w, 0, 0x1100;
-    prmt.b32 d, w, 0, 0x3322;
-    and.b32 a, c, 0x000f000f;
-    and.b32 b, d, 0x000f000f;
-    and.b32 s, c, 0x80008000;
-    and.b32 t, d, 0x80008000;
-    mul.lo.u32 a, a, 0x1040;
-    mul.lo.u32 b, b, 0x1040;
-    shl.b32 c, c, 2;
-    shl.b32 d, d, 2;
-    and.b32 a, a, 0x81c081c0;
-    and.b32 b, b, 0x81c081c0;
-    lop3.b32 c, c, 0x01c001c0, s, 0xea;
-    lop3.b32 d, d, 0x01c001c0, t, 0xea;
-"""
 E2M1 = (
     E2M1_SMALL
     + """
@@ -126,7 +109,6 @@ def ptx(body: str, results: str, operand: str = "w, $", halves: bool = True) -> 
 E4M3_BYTES, INT8_BYTES = ptx(E4M3, "ab", halves=False), ptx(INT8, "ab", halves=False)
 INT4_BYTES, E2M1_BYTES = ptx(INT4, "abcd", halves=False), ptx(E2M1, "abcd", halves=False)
 E2M1_SMALL_BYTES = ptx(E2M1_SMALL, "abcd", halves=False)
-E2M1_SMALL2_BYTES = ptx(E2M1_SMALL2, "abcd", halves=False)
 
 
 @triton.jit

@@ -39,6 +39,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def _build_launcher(kernel: Any) -> None:
+    """Triton 3.6 builds one in C for each signature, when the first such kernel is launched, unless it finds it built."""
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
     """Kernels launched in this context are compiled in parallel instead of run; on leaving it all of them are compiled.
@@ -54,8 +59,12 @@ def compiling_only() -> Iterator[None]:
     JITFunction.run = compile_only
     num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
     try:
-        with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-            yield
+        with ThreadPoolExecutor(num_threads) as threads:
+            with triton.AsyncCompileMode(threads, ignore_errors=True) as compiled:
+                yield
+            kernels = [each.kernel for each in compiled.future_kernels.values() if each.kernel is not None]
+            by_signature = {str(kernel.src.signature.values()): kernel for kernel in kernels}
+            threads.map(_build_launcher, by_signature.values())
     finally:
         JITFunction.run = run
 

@@ -24,7 +24,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_tensors(monkeypatch, few, "_few_experts_kernel", helpers)
     monkeypatch.setattr(few, "NO_PAIR", 1 << 30)
     monkeypatch.setattr(few, "decode_bytes", values_of)
-    monkeypatch.setattr(few, "decode_small", lambda codes, small: tuple(v * 2.0**-126 for v in values_of(codes, "e2m1")))
+    monkeypatch.setattr(few, "decode_small", lambda codes: tuple(v * 2.0**-126 for v in values_of(codes, "e2m1")))
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 

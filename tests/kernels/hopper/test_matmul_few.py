@@ -32,6 +32,8 @@ CONFIGS = [
     few.Config(16, 2, ahead=3, x_ahead=2, chains=2),
     few.Config(8, 4, ahead=2, x_ahead=2, chains=2, tokens_first=True),
     few.Config(16, 1, ahead=4, x_ahead=3, tokens_first=True),
+    few.Config(16, 16, chunk=32, ahead=2, x_ahead=2, chains=2),
+    few.Config(16, 16),  # half of the warps have no channels
 ]
 
 
@@ -83,7 +85,7 @@ def test_chosen_configurations_divide_the_channels(n: Any, k: Any, swiglu: Any) 
     for config in (few._choose(n, k, swiglu, False), few._choose(n, k, swiglu, True)):
         if config is None:
             continue
-        assert k % (config.chunk * config.warps) == 0
+        assert k % config.chunk == 0
         assert config.block_n >= (8 if config.tokens_first else 16)
 
 
