@@ -137,6 +137,7 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])
     runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
+    # With sums over ranks in them, graphs of steps that prefill have not run on GPUs yet.
     if runner.options.num_ranks_per_stage == 1 and (shapes := runner.prefill_shapes()):
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
         runner.prefill_graphs = PrefillGraphs(runner.device, runner.run_prefill, buffer, shapes, progress)
