@@ -87,10 +87,8 @@ def compile_kernels(runner: ModelRunner) -> None:
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
         for size in graph_sizes(max_num_seqs) if runner.model.stage.count == 1 else ():
-            if size // (size & -size) in (1, 3) or size in (
-                *kernels.FEW_SEQS,
-                max_num_seqs,
-            ):  # those between share kernels
+            # Powers of two and those halfway between: others share their kernels.
+            if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
                 runner.run_filtered(*runner.run_decode(packed, size))
     runner.batch.state.last_token.zero_()  # what the dummy run left there was not sampled
 
