@@ -54,6 +54,7 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         self._unsent: list[Command] = []
         self._is_called = False  # `_send_rest`, in the next iteration of the event loop
+        self._take: Callable[[bytes], None] = _ignore
         self.exited: asyncio.Future[str] = self._loop.create_future()  # how the process ended
         threading.Thread(target=self._wait, name="engine process watch", daemon=True).start()
 
@@ -142,10 +143,15 @@ class EngineProcess:
         self._popen.stdin.close()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._events.fileno())
+        self._take = _ignore  # the other refers to this process, whose heartbeat is open for as long as it lives
         self._commands.close()
         self._events.close()
         self._context.term()
         self.remove_files()
+
+
+def _ignore(message: bytes) -> None:
+    """Takes what comes before `listen`, and after `close`."""
 
 
 def _described(code: int) -> str:

@@ -1,6 +1,9 @@
 """Commands to the engine process: few messages, however many there are."""
 
 import asyncio
+import gc
+import time
+import weakref
 
 import pytest
 import zmq
@@ -30,3 +33,23 @@ def test_commands_of_one_iteration_of_the_event_loop_are_two_messages(monkeypatc
         return received
 
     assert asyncio.run(run()) == [["0"], ["1", "2", "3", "4"], ["later"], ["Shutdown"]]
+
+
+def test_a_process_that_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the next collection of garbage: what listens to it refers to it, and it keeps a file open."""
+    monkeypatch.setattr(engine_process, "ENGINE_MODULE", "this")  # ends at once
+
+    async def run() -> weakref.ref[EngineProcess]:
+        process = EngineProcess()
+        process.listen(lambda message: process.remove_files())
+        process.close(kill=True)
+        return weakref.ref(process)
+
+    gc.disable()
+    try:
+        closed, deadline = asyncio.run(run()), time.monotonic() + 60
+        while closed() is not None and time.monotonic() < deadline:  # its thread saw it end
+            time.sleep(0.01)
+        assert closed() is None
+    finally:
+        gc.enable()
