@@ -80,7 +80,7 @@ class EnginesFlags:
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
     write_weights: bool = flag(
         False,
-        "write random weights there, for all engines to load: dummy weights of few bits differ, and zeros are faster",
+        "write random weights for shapes there, and load weights: dummy ones of few bits differ, and zeros are faster",
     )
     output_json: str | None = flag(
         None, "where to save the results, with a Markdown table beside them (else under out/bench)", metavar="FILE"
@@ -218,7 +218,9 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
     pairs, more = [], flags.engine_args or {}
     for model in flags.models:
         folder = model_folder(model, Path(flags.models_dir))
-        if flags.write_weights:
+        if (
+            flags.write_weights and folder.parent == Path(flags.models_dir).resolve()
+        ):  # a shape: no folder of the user's own
             write_random_weights(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         groups: dict[tuple[int, bool], list[Workload]] = {}

@@ -35,6 +35,20 @@ def test_names_may_be_separated_by_commas() -> None:
     assert flags().work == ("latency1", "latency8", "nano")
 
 
+def test_weights_are_written_for_shapes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(engines, "write_random_weights", written.append)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.json").write_text('{"vocab_size": 1000}', encoding="utf-8")
+    wanted = flags(
+        models=("qwen3-0.6b", str(own)), work=("1x2x3",), models_dir=str(tmp_path / "shapes"), write_weights=True
+    )
+    pairs = engines.plan(wanted, has_gpu=True)
+    assert written == [tmp_path / "shapes" / "qwen3-0.6b"]
+    assert {job.settings["load_format"] for pair in pairs for job in pair} == {"auto"}
+
+
 def test_work_is_grouped_by_what_an_engine_must_be_started_with(tmp_path: Path) -> None:
     wanted = flags(models=("qwen3-0.6b",), work=("nano", "prefix", "longctx", "decode"), models_dir=str(tmp_path))
     pairs = engines.plan(wanted, has_gpu=True)
