@@ -1,4 +1,4 @@
-"""The queues of the scheduler: the requests that run, the requests that wait, and the order among them and their owners."""
+"""The queues of the scheduler: running requests, waiting requests, and the order between them and between owners."""
 
 from __future__ import annotations
 
@@ -11,61 +11,68 @@ from itertools import islice
 from engine.core.request import Request
 from engine.core.visits import Visits
 
-FAVOURED_STEPS = 32  # of its own, for which an owner is favoured at most
-FAVOURED_REQUESTS = 8  # that a favoured owner may have at a time
-OUTPUT_WEIGHT = 2  # how many prompt tokens one token of an answer counts as
+FAVOURED_STEPS = 32  # most steps with others paused for which an owner is favoured
+FAVOURED_REQUESTS = 8  # most unfinished requests of a favoured owner
+OUTPUT_WEIGHT = 2  # service of a generated token, in prompt tokens
 
 _Key = tuple[int, bool, int, int, int, str]
 
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One that has unfinished requests."""
+    """An owner (API key, user or client address) with unfinished requests."""
 
     name: str
-    service: int  # tokens computed for it, weighted, since it came; it began with the service of those that were there
-    favoured_until: int  # a service: up to there others give way to it
+    service: int  # weighted tokens computed for the owner, plus the others' service when it arrived
+    favoured_until: int  # the owner is favoured while its service is below this
     num_favoured_steps: int = 0
     is_favoured: bool = True
     waiting: OrderedDict[str, Request] = field(default_factory=OrderedDict)  # in queue order
     num_running: int = 0
-    key: _Key | None = None  # its position among the owners that have requests waiting
+    key: _Key | None = None  # its sort key among the owners with waiting requests
 
 
 class RequestQueues:
-    """`running` holds the requests that have a device row and blocks; all others wait, in a queue of each owner.
+    """All unfinished requests, in the order in which they are scheduled.
 
-    Of one owner all is in queue order: by priority, then the oldest first; of one priority, every running request is
-    older than every waiting one. Between owners a virtual token counter decides (Sheng et al., 2024): the next request
-    to run is of the best priority that waits and, among those, of the owner that had the least service. An owner that
-    comes begins with the service of the others, so it can neither save up nor lag behind, and for a few tokens and steps it
-    is favoured, unless it has many requests: a short request of an owner that asks seldom is hardly delayed by those that
-    ask much.
+    `running` holds the requests that have a device row and blocks. All other requests wait, in one queue per owner.
 
-    `running` has favoured owners first, then each owner's oldest request, then each one's second, and so on. The last one
-    is therefore the youngest of the owner that has most, and the first one stays first until it ends or a favoured owner
-    comes. With one owner that is queue order, and nothing is counted.
+    The requests of one owner are in queue order: by priority, then the oldest first. Within a priority, every running
+    request is older than every waiting one.
+
+    Between owners, a virtual token counter decides (Sheng et al., 2024). It counts each owner's service: the tokens
+    computed for it, with generated tokens weighted by `OUTPUT_WEIGHT`. The next request to run has the best priority
+    that waits and, within that priority, belongs to the owner with the least service. A newly arrived owner starts with
+    the service of the others, so it neither saves up service while idle nor falls behind.
+
+    A newly arrived owner with few requests is favoured for a few tokens and steps: its requests go first. Heavy users
+    therefore hardly delay a short request of an occasional user.
+
+    `running` starts with favoured owners. Next come each owner's oldest request, then each owner's second oldest, and
+    so on. So the last request is the youngest one of the owner with the most running requests, and it is preempted
+    first. The first request stays first until it finishes or a favoured owner arrives. With a single owner this is
+    queue order, and no service is counted.
     """
 
     def __init__(self, favour: int, visits: Visits) -> None:
-        """`favour`: weighted tokens for which an owner that comes is favoured. `visits`: told of who comes and goes."""
+        """`favour`: weighted tokens for which a new owner is favoured. `visits`: told when owners arrive and leave."""
         self.running: list[Request] = []
         self.num_waiting = 0
-        self.is_shared = False  # there are requests of more than one owner
+        self.is_shared = False  # more than one owner has requests
         self._favour, self._visits = favour, visits
         self._owners: dict[str, Owner] = {}
-        self._heads: list[_Key] = []  # of owners that have requests waiting, the next one to run first
+        self._heads: list[_Key] = []  # of owners with waiting requests, the next to run first
         self._by_id: dict[str, Request] = {}
         self._num_arrivals = self._newest_service = 0
         self._favoured: dict[str, Owner] = {}
-        self._num_first = 0  # requests of favoured owners at the beginning of `running`, when that was last sorted
+        self._num_first = 0  # leading requests of favoured owners in `running` when last sorted
         self._is_sorted = True  # `running`
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, in the order of their arrival."""
+        """Iterate over all requests in order of arrival."""
         return iter(self._by_id.values())
 
     def find(self, request_id: str) -> Request | None:
@@ -76,7 +83,7 @@ class RequestQueues:
 
     @property
     def waiting(self) -> list[Request]:
-        """All of them, by owner."""
+        """All waiting requests, owner by owner."""
         return [request for owner in self._owners.values() for request in owner.waiting.values()]
 
     @property
@@ -85,7 +92,7 @@ class RequestQueues:
         return 0 < len(self._favoured) < len(self._owners)
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Queue a new request."""
         self._num_arrivals += 1
         request.order = (request.engine_request.priority, self._num_arrivals)
         owner = self._owners.get(request.engine_request.owner) or self._new_owner(request)
@@ -103,8 +110,10 @@ class RequestQueues:
         return next(iter(self._owners[self._heads[0][-1]].waiting.values()))
 
     def should_give_way(self) -> bool:
-        """Whether the last running request should wait again for the sake of the first waiting one: its owner has more
-        than twice as many running, and would itself wait behind it. So no owner loses its only one, and none in vain.
+        """Whether the last running request should be preempted for the first waiting one.
+
+        True if its owner has more than twice as many running requests, and it would then wait behind that request. So
+        no owner loses its only running request, and the preempted request does not come back at once.
         """
         if not self.running:
             return False
@@ -115,11 +124,11 @@ class RequestQueues:
         return having.num_running > 2 * lacking.num_running + 1 and behind >= ahead
 
     def num_ahead(self, request: Request) -> int:
-        """How many requests run before a waiting one once that runs."""
+        """Return how many running requests will precede a waiting request once it runs."""
         if not self.is_shared:
             return len(self.running)
         own = self.owner_of(request)
-        most = own.num_running + 1  # of another owner's come before it: it is its own owner's youngest
+        most = own.num_running + 1  # requests of another owner precede it: it is its owner's youngest
         return sum(
             each.num_running if each.is_favoured > own.is_favoured else min(each.num_running, most)
             for each in self._owners.values()
@@ -127,7 +136,7 @@ class RequestQueues:
         )
 
     def start(self, request: Request) -> None:
-        """A waiting request runs."""
+        """Move a waiting request to `running`."""
         owner = self.owner_of(request)
         del owner.waiting[request.request_id]
         self.num_waiting -= 1
@@ -138,7 +147,7 @@ class RequestQueues:
         self.running.append(request)
 
     def stop_last(self) -> Request:
-        """The last running request waits again, before all of its owner that are younger or of lower priority."""
+        """Return the last running request to its owner's queue, before all younger and lower-priority requests."""
         request = self.running.pop()
         owner = self.owner_of(request)
         first = next(iter(owner.waiting.values()), request)
@@ -153,7 +162,7 @@ class RequestQueues:
         return request
 
     def remove(self, request: Request) -> None:
-        """A request has ended."""
+        """Remove a finished request."""
         del self._by_id[request.request_id]
         owner = self.owner_of(request)
         if owner.waiting.pop(request.request_id, None) is not None:
@@ -170,7 +179,7 @@ class RequestQueues:
             self.is_shared = len(self._owners) > 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Its first `num_tokens` tokens are computed now or were before. What was charged once is not charged again."""
+        """Charge the owner for the request's first `num_tokens` tokens, except those that were charged before."""
         start, end, num_prompt = request.num_charged, num_tokens, request.num_prompt_tokens
         if end <= start:
             return
@@ -188,7 +197,7 @@ class RequestQueues:
             del self._favoured[owner.name]
 
     def favoured_step(self) -> None:
-        """A step was for favoured owners alone."""
+        """Count a step that was for favoured owners only."""
         for owner in [owner for owner in self._favoured.values() if owner.num_running]:
             owner.num_favoured_steps += 1
             if owner.num_favoured_steps == FAVOURED_STEPS:
@@ -196,7 +205,7 @@ class RequestQueues:
                 self._place(owner)
 
     def sort_running(self) -> int:
-        """Order `running`. Returns how many requests of favoured owners are at its beginning."""
+        """Sort `running`. Returns how many requests of favoured owners it starts with."""
         if not self._is_sorted:
             self._is_sorted = True
             self.running.sort(key=lambda each: each.order)
@@ -208,7 +217,7 @@ class RequestQueues:
         return self._num_first if self.is_shared else 0
 
     def _running_keys(self) -> dict[Request, tuple[bool, int, tuple[int, int]]]:
-        """Of each running request; they are in queue order."""
+        """Return the sort key of each running request. `running` must be in queue order."""
         ranks: Counter[str] = Counter()
         keys = {}
         for request in self.running:
@@ -218,14 +227,14 @@ class RequestQueues:
         return keys
 
     def _new_owner(self, request: Request) -> Owner:
-        """The owner of its first request."""
+        """Create the owner of its first request."""
         name = request.engine_request.owner
         service = self._heads[0][2] if self._heads else self._newest_service
-        if len(self._owners) == 1:  # nothing was counted while it was alone
+        if len(self._owners) == 1:  # no service was counted while it was alone
             (other,) = self._owners.values()
             service = other.service
             if sum(map(_to_do, islice(self, FAVOURED_REQUESTS))) > 2 * _to_do(request):
-                self._stop_favouring(other)  # else neither pauses for the other
+                self._stop_favouring(other)  # else neither owner pauses for the other
                 self._place(other)
             for each in self.running:
                 each.num_charged = max(each.num_charged, each.num_computed_tokens)
@@ -236,7 +245,7 @@ class RequestQueues:
         return owner
 
     def _place(self, owner: Owner) -> None:
-        """Its position among the owners that have requests waiting may have changed."""
+        """Update the owner's position among the owners with waiting requests."""
         key: _Key | None = None
         if owner.waiting:
             (priority, arrival) = next(iter(owner.waiting.values())).order
@@ -281,7 +290,7 @@ class RequestQueues:
 
 
 def _to_do(request: Request) -> int:
-    """Tokens that are to be computed for it at most, weighted."""
+    """Return the most tokens still to be computed for the request, weighted."""
     num_prompt = request.num_prompt_tokens
     prompt = max(num_prompt - request.num_computed_tokens, 0)
     return prompt + OUTPUT_WEIGHT * (request.max_num_tokens - max(request.num_tokens, num_prompt))

@@ -1,11 +1,12 @@
-"""Which requests run next, and with how many tokens: queues, budgets, preemption.
+"""The scheduler: selects the requests of each step and the number of tokens that each computes.
 
-One rule: every request's computed tokens catch up with its tokens. Prefill, decode, chunks, prefix-cache hits and
-resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
+One rule: every request's computed tokens catch up with its tokens. Prefill, decode, chunked prefill, prefix-cache hits
+and resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
 
 `schedule()` for step n+1 runs before `update()` of step n. A token that a launched step samples counts in `num_tokens`
-at once, so its request is scheduled on before the CPU knows it. When it turns out to be the last one, the request is
-finished, and what step n+1 computed for it is dropped when read. Ends by length are known ahead and waste nothing.
+at once, so its request is scheduled again before the CPU knows the token. If it turns out to be the request's last
+token, the request finishes and the result of step n+1 for it is discarded when read. A request that ends by length
+wastes no step, because its end is known in advance.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
 
-PAUSED_STEPS = 16  # in a row, of favoured owners alone; then others get a step too
-SHARED_STEPS = 16  # short steps for which the owners that there are wait for each other's, about, at most
-SHARED_SECONDS = 0.03  # that they may wait in any case
-COMING_STEPS = SHARED_STEPS // 2  # the same for an owner that is expected
+PAUSED_STEPS = 16  # most successive steps for favoured owners only; the next step is for all owners
+# With several owners, the steps that a new request waits for take at most about this long, whichever is longer:
+SHARED_STEPS = 16  # as many short steps
+SHARED_SECONDS = 0.03
+COMING_STEPS = SHARED_STEPS // 2  # the same limits while an idle owner is expected to return
 COMING_SECONDS = SHARED_SECONDS / 2
 
 _Batched = tuple[list[Request], ScheduledBatch]
@@ -38,12 +40,12 @@ _Batched = tuple[list[Request], ScheduledBatch]
 
 @dataclass(slots=True)
 class _Plan:
-    """A step in the making."""
+    """A step that is being planned."""
 
-    decodes: list[Request] = field(default_factory=list)  # they compute one token each
-    longer: list[Request] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # of `longer`
-    partial: list[Request] = field(default_factory=list)  # whose chunks were cut by the token budget
+    decodes: list[Request] = field(default_factory=list)  # requests that compute one token each
+    longer: list[Request] = field(default_factory=list)  # requests that compute more
+    lengths: list[int] = field(default_factory=list)  # tokens of each request of `longer`
+    partial: list[Request] = field(default_factory=list)  # requests with a chunk cut by the token budget
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
 
@@ -51,13 +53,13 @@ class _Plan:
         return bool(self.decodes or self.longer)
 
     def batch(self, last: _Batched) -> _Batched:
-        """The requests in the batch's order, and the batch: `last`, the step before's, when nothing changed."""
+        """Return the requests in batch order, and the batch; `last`, the previous step's, if nothing changed."""
         num_decodes = len(self.decodes)
         requests = self.decodes + self.longer
         num_tokens = [1] * num_decodes + self.lengths
         partial = sorted(map(requests.index, self.partial))
         last_requests, last_batch = last
-        is_same = requests == last_requests and not self.new_requests  # which have new rows
+        is_same = requests == last_requests and not self.new_requests  # new requests have new rows
         if is_same and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
             return last
         request_ids = [request.request_id for request in requests]
@@ -65,24 +67,26 @@ class _Plan:
 
 
 class Scheduler(LaunchedSteps):
-    """Which requests run, under a budget of tokens and of sequences in each step: first come, first served among the
-    requests of one owner and priority, fair between owners (see `RequestQueues`).
+    """Schedules requests step by step, within a token budget and a maximum number of running sequences.
 
-    When blocks run out the last running request is preempted: it loses its blocks, waits again, and is recomputed later,
-    mostly from the prefix cache. The first request in queue order therefore always progresses once it runs, and all
-    requests finish. A request that waits for a row or for blocks takes those of the last running one if its owner has
-    much less than that one's (`should_give_way`); otherwise no request is preempted for a waiting one, whatever its priority.
+    Order: first come, first served among requests of the same owner and priority, and fair between owners. The owner of
+    a request is the API key, user or client address to which it is accounted. `RequestQueues` defines the order.
 
-    Owners do not wait long for each other's steps. While there is more than one, a step has only as many tokens as it computes
-    in the time of a few short steps (`StepPace`), and half as many while one that has left is expected (`Visits`), so that it
-    soon meets its first. While an owner is favoured, all others pause, but for a step now and then. With one owner, and none
-    that is expected, nothing is bounded.
+    Preemption: when blocks run out, the last running request loses its blocks, waits again, and is recomputed later,
+    mostly from the prefix cache. The first running request therefore always progresses, and all requests finish. A
+    waiting request takes the row or blocks of the last running one only if its own owner has far fewer running requests
+    (`RequestQueues.should_give_way`). A higher priority alone never preempts a running request.
 
-    Most requests in most steps are steady: they compute their newest token and nothing else happens to them. Up to
-    `Request.steady_until` tokens that is known, and `schedule` and `update` take a fast path.
+    Latency: owners do not wait long for each other's steps. While several owners have requests, a step gets only as
+    many tokens as it computes in the time of a few short steps (`StepPace`). While an idle owner is expected to return
+    (`Visits`), that time is halved, so that the owner's first step starts soon. While an owner is favoured, all others
+    pause, except in every 17th step. With a single owner, and no other expected, the full token budget applies.
 
-    n > 1 needs no special case: each answer to a prompt finds the blocks of the one before it published, in the very
-    step that fills them.
+    Fast path: in most steps, most requests are steady, which means that they only append a token. `schedule` and
+    `update` handle a request in a few operations while it has no more than `Request.steady_until` tokens.
+
+    n > 1 needs no special case: each completion of a prompt finds the blocks of the previous completion in the prefix
+    cache, in the very step that fills them.
     """
 
     def __init__(
@@ -97,15 +101,15 @@ class Scheduler(LaunchedSteps):
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
     ) -> None:
-        """`num_batches`: that take turns where steps overlap, as in a pipeline: a request whose newest token is in flight is in
-        no other step, so each takes its part of the running requests.
+        """`num_batches`: batches that alternate where steps overlap, as in pipeline parallelism. A request with a token
+        in flight is in no other step, so each batch takes an equal part of the running requests.
         """
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
         self._num_batches = num_batches
-        self._num_paused = 0  # steps in a row of favoured owners alone
-        self._refused: tuple[Request, int] | None = None  # lacked blocks, after so many releases of blocks
-        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
+        self._num_paused = 0  # successive steps for favoured owners only
+        self._refused: tuple[Request, int] | None = None  # a request that lacked blocks, and `num_releases` then
+        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # the last step's
         self._step = self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0
 
     def drain(self) -> tuple[list[Request], list[Request]]:
@@ -114,13 +118,13 @@ class Scheduler(LaunchedSteps):
         return super().drain()
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished, its end is not told or a launched step is not read back."""
+        """Whether a request is unfinished, a time-out is not yet reported, or a launched step is not read back."""
         return bool(self.queues or self._in_flight or self._late)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step, on the assumption that it is launched at once, before any other call.
+        """Plan the next step. The caller must launch it before any other call to the scheduler.
 
-        An empty output must not be launched: what it would have told the worker comes with a later one.
+        An empty output must not be launched: the next non-empty one includes its `removed` requests.
         """
         assert len(self._in_flight) <= 1, "at most one step may be in flight"
         queues, plan = self.queues, _Plan()
@@ -139,9 +143,9 @@ class Scheduler(LaunchedSteps):
         return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
 
     def _budget(self, now: float) -> int:
-        """How many tokens the next step may have."""
+        """Return the token budget of the next step."""
         most, short = self.max_num_batched_tokens, self._pace.short
-        num_waited = 1 + len(self._in_flight)  # steps, for which one that comes waits
+        num_waited = 1 + len(self._in_flight)  # steps that a request arriving now waits for
         seconds = self._visits.seconds_to_next(now) + max(COMING_STEPS * short, COMING_SECONDS)
         if self.queues.is_shared:
             seconds = min(seconds, max(SHARED_STEPS * short, SHARED_SECONDS))
@@ -150,9 +154,9 @@ class Scheduler(LaunchedSteps):
         return min(self._pace.num_tokens(seconds / num_waited) or most, most)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
-        """Schedule those that run, `num_first` favoured ones first, then admit those that wait."""
+        """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured owners."""
         queues, num_preemptions = self.queues, self._num_preemptions
-        running = iter(queues.running)  # preemption pops the tail, at or after the request at hand
+        running = iter(queues.running)  # preemption pops the tail, at or after the current request
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
         budget = self._continue(self._part(islice(running, num_first)), budget, plan)
         if others_pause and num_preemptions == self._num_preemptions:
@@ -163,18 +167,18 @@ class Scheduler(LaunchedSteps):
             return
         self._num_paused = 0
         budget = self._continue(self._part(running), budget, plan)
-        if num_preemptions == self._num_preemptions:  # else blocks are short, and no request is admitted
+        if num_preemptions == self._num_preemptions:  # else blocks are short: admit no request
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Of requests that run, those of the next one of several batches: their tokens are all known."""
+        """Return the running requests for the next of `num_batches` batches: those with no token in flight."""
         if self._num_batches == 1:
             return requests
         known = (each for each in requests if each.num_tokens == len(each.token_ids))
         return islice(known, -(-len(self.queues.running) // self._num_batches))
 
     def _continue(self, running: Iterable[Request], budget: int, plan: _Plan) -> int:
-        """Schedule running requests; returns what they leave of the budget."""
+        """Schedule running requests and return the remaining budget."""
         decodes = plan.decodes
         for request in running:
             if not budget:
@@ -193,7 +197,7 @@ class Scheduler(LaunchedSteps):
         return budget
 
     def _admit_waiting(self, budget: int, plan: _Plan, favoured: bool = False) -> None:
-        """`favoured`: only requests of favoured owners."""
+        """Admit waiting requests in queue order. `favoured`: only those of favoured owners."""
         queues = self.queues
         while budget and queues.num_waiting and len(queues.running) < self.max_num_seqs:
             request = queues.first_waiting()
@@ -211,7 +215,7 @@ class Scheduler(LaunchedSteps):
             budget -= granted
 
     def _give_way(self) -> bool:
-        """Preempt the last running request when the first waiting one lacks a row or blocks and should have them."""
+        """Preempt the last running request if the first waiting one needs its row or blocks and is entitled to them."""
         queues = self.queues
         if not queues.should_give_way():
             return False
@@ -221,12 +225,12 @@ class Scheduler(LaunchedSteps):
         return True
 
     def _num_cached(self, request: Request) -> int:
-        """Tokens of it that the prefix cache holds."""
+        """Return how many of the request's tokens are in the prefix cache."""
         cached = self._cached(request)
         return len(cached[0]) * self.blocks.block_size if cached else 0
 
     def _lacks_blocks(self, request: Request) -> bool:
-        """Whether the blocks do not suffice for it."""
+        """Whether there are too few free blocks to admit the request."""
         if not self._is_refused(request):
             cached = self._cached(request)
             if self.blocks.fits(request, request.num_tokens, cached, self._num_spare(request)):
@@ -235,18 +239,18 @@ class Scheduler(LaunchedSteps):
         return True
 
     def _is_refused(self, request: Request) -> bool:
-        """Whether the blocks did not suffice for it when it was last tried, and none was released since."""
+        """Whether the request lacked blocks when it was last tried and no block was released since."""
         return self._refused == (request, self.blocks.pool.num_releases)
 
     def _cached(self, request: Request) -> Sequence[Sequence[int]]:
         return self.blocks.match_prefix(request) if request.reads_cache else ()
 
     def _num_spare(self, request: Request) -> int:
-        """Blocks that it has to leave when it starts to run: one of each group for each request that runs before it."""
+        """Blocks to leave free when admitting the request: one in each group for each request that runs before it."""
         return self.queues.num_ahead(request) * len(self.blocks.groups)
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
-        """`num_deferred`: requests that are not the scheduler's yet."""
+        """`num_deferred`: requests not yet added to the scheduler, because their grammars are being compiled."""
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
@@ -262,15 +266,15 @@ class Scheduler(LaunchedSteps):
         )
 
     def _admit(self, request: Request) -> NewRequest | None:
-        """Move the first waiting request to `running`, or None when that has to wait, as a rule for blocks.
+        """Move the first waiting request to `running`. Returns None if it cannot run yet, usually for lack of blocks.
 
-        It gets blocks for all its tokens at once (in a window group, for what its window and a chunk take), so that a
-        long prompt does not preempt others chunk by chunk. It leaves a block of each group for each running request before
-        it, so that these do not preempt it when they need their next one.
+        The request gets blocks for all its tokens at once (in a group with a window: for the window and a chunk), so
+        that a long prompt does not preempt others chunk by chunk. One block of each group stays free for each running
+        request before it, so that these do not preempt it when they need their next block.
         """
         if self._is_refused(request):
             return None
-        if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
+        if len(request.token_ids) < request.num_tokens:  # just preempted, with a token in flight
             return None
         cached = self._cached(request)
         if self.blocks.grow(request, request.num_tokens, cached, self._num_spare(request)) is None:
@@ -295,11 +299,11 @@ class Scheduler(LaunchedSteps):
         )
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
-        """Schedule as many of its tokens as the budget allows, as if the step were launched; returns how many.
+        """Schedule as many of the request's tokens as the budget allows, and return how many.
 
-        Blocks that it lacks come from preempting the last requests. 0 when it became the last one and was preempted too.
+        Preempts the last running requests if blocks are missing. Returns 0 if the request preempted itself that way.
         """
-        start = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one again, when it was deferred
+        start = min(request.num_computed_tokens, request.num_tokens - 1)  # a deferred token is computed again
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
