@@ -1,7 +1,7 @@
-"""Physical KV blocks: who holds them, what the cached ones contain, which one is evicted next.
+"""Physical KV blocks: their holders, their cached content and the order of eviction.
 
-A block's life: free and empty → held (by one request, which fills it) → published (full, its content findable by name;
-held by any number of requests) → free but still published, until it is evicted → held again.
+Life cycle of a block: free and empty → held by the request that fills it → published (full, findable by the name of its
+content, held by any number of requests) → free but still published, until it is evicted → held again.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-MAX_EVICTED = 1 << 16  # hashes that are remembered, up to twice as many, to tell why a prefix was not found
-Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
+MAX_EVICTED = 1 << 16  # remembered hashes (up to twice as many) of evicted blocks, to explain cache misses
+Name = tuple[int, bytes]  # cache group, hash of the prefix that ends with the block
 
 
 class BlockPool:
-    """Blocks `0 .. num_blocks-1`, handed out in the order in which they became free, empty ones first."""
+    """A pool of blocks `0 .. num_blocks-1`, allocated in the order in which they became free, empty blocks first."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first: next to be handed out
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the first one is allocated next
         self._num_holders = [0] * num_blocks
         self._names: list[Name | None] = [None] * num_blocks  # of published blocks
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.num_groups = num_groups
-        self.num_publications = 0  # in all
+        self.num_publications = 0  # total
         self.num_releases = 0  # calls of `release`
-        self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes, of lately and of before that
+        self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes of evicted blocks: recent, older
 
     @property
     def num_free(self) -> int:
@@ -34,15 +34,15 @@ class BlockPool:
         return len(self._free)
 
     def finder(self, group: int) -> Callable[[bytes], int | None]:
-        """What finds a cache group's published block by the hash of the prefix that ends with it."""
+        """Return a function that finds the group's published block by the hash of the prefix that ends with it."""
         return self._published[group].get
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """How many of these published blocks are free."""
+        """Return how many of these published blocks no request holds."""
         return list(map(self._num_holders.__getitem__, block_ids)).count(0)
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """One more holder of each of these published blocks."""
+        """Add a holder to each of these published blocks."""
         num_holders, free = self._num_holders, self._free
         for block_id in block_ids:
             if not num_holders[block_id]:
@@ -50,7 +50,7 @@ class BlockPool:
             num_holders[block_id] += 1
 
     def take(self, count: int) -> list[int]:
-        """So many free blocks, emptied: their cached content is forgotten."""
+        """Take `count` free blocks. Evicts their cached content."""
         taken, evicted = [], self._evicted[0]
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
@@ -66,7 +66,7 @@ class BlockPool:
         return taken
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One holder less of each, in this order. Published blocks without holders are evicted after all free ones."""
+        """Remove a holder from each block, in this order. Free blocks that are published are reused last."""
         num_holders, free, names = self._num_holders, self._free, self._names
         self.num_releases += 1
         for block_id in block_ids:
@@ -77,7 +77,7 @@ class BlockPool:
                     free.move_to_end(block_id, last=False)
 
     def publish(self, group: int, block_hash: bytes, block_id: int) -> None:
-        """The block is full of the end of that prefix. When another block is published for it, this one stays private."""
+        """Publish a block that holds the end of this prefix, unless another block is already published for it."""
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
@@ -91,7 +91,7 @@ class BlockPool:
                 self._names[block_id] = None
 
     def published(self) -> Iterator[tuple[int, Name]]:
-        """The published blocks, the one that would be evicted last first. The order is that of the first one's time."""
+        """Iterate over the published blocks, the last to be evicted first, as of the time when the iteration starts."""
         held = range(self.num_blocks) if len(self._free) < self.num_blocks else ()
         order = [block_id for block_id in held if self._num_holders[block_id]]
         order += reversed(self._free)
@@ -100,13 +100,13 @@ class BlockPool:
                 yield block_id, name
 
     def restore(self, blocks: Sequence[tuple[int, Name]]) -> None:
-        """These free and empty blocks have the content of these names, which no other block has; the first is evicted last."""
+        """Publish free and empty blocks under these names, which no other block has. The first one is evicted last."""
         for block_id, (group, block_hash) in reversed(blocks):
             self._published[group][block_hash], self._names[block_id] = block_id, (group, block_hash)
             self._free.move_to_end(block_id)
 
     def reset(self) -> bool:
-        """Forget all cached content. False, and no change, while a block is held."""
+        """Forget all cached content. Returns False, without any change, while a block is held."""
         if len(self._free) < self.num_blocks:
             return False
         self._names = [None] * self.num_blocks
@@ -116,15 +116,15 @@ class BlockPool:
         return True
 
     def was_cached(self, block_hash: bytes) -> bool:
-        """Whether a block was published for that prefix and evicted lately, or is published for some group."""
+        """Whether a block for this prefix was evicted recently or is published for some group."""
         return any(block_hash in known for known in (*self._evicted, *self._published))
 
     def name_of(self, block_id: int) -> Name | None:
-        """None: not published."""
+        """Return the name of a published block, None for other blocks."""
         return self._names[block_id]
 
     def free_and_empty(self) -> list[int]:
-        """Blocks whose content will not be read."""
+        """Return the free blocks without cached content."""
         return [block_id for block_id in self._free if self._names[block_id] is None]
 
     def check(self, held: Counter[int]) -> None:

@@ -1,4 +1,4 @@
-"""The steps that are launched and not read: what the scheduler learns when they are."""
+"""Steps in flight, and how the scheduler processes their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.core.unfinished_requests import UnfinishedRequests
 
 
 class LaunchedSteps(UnfinishedRequests):
-    """Steps are read in the order in which they were launched; what they give may end requests."""
+    """Keeps the launched steps until they are read, in launch order. Their results may finish requests."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class LaunchedSteps(UnfinishedRequests):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
-        # Number, time, and the requests of its batch.
+        # Step number, launch time, requests of the batch.
         self._in_flight: deque[tuple[int, float, list[Request]]] = deque()
         self._pace = StepPace()
-        self._last_read = 0.0  # when a step was read last
+        self._last_read = 0.0  # time of the last read
         self._generation_tokens = 0
 
     def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
-        """Learn what the oldest step in flight gave. Returns the outputs of its unfinished requests."""
+        """Process the result of the oldest step in flight. Returns the outputs of its unfinished requests."""
         step, launched_time, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
         now = self._clock()
@@ -52,7 +52,7 @@ class LaunchedSteps(UnfinishedRequests):
                 requests[index].score(scores)
             elif requests[index].finish_reason is None:
                 outputs.append(self._finish_corrupted(requests[index]))
-        apart: list[tuple[int, int, int]] = []  # indices outside the columns, the position and number of their tokens
+        apart: list[tuple[int, int, int]] = []  # left out of the columns: index, position of the tokens, count
         position = 0
         for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
             if count == 1:
@@ -79,9 +79,9 @@ class LaunchedSteps(UnfinishedRequests):
         return StepOutputs(request_ids, token_ids, outputs)
 
     def defer(self, indices: Iterable[int]) -> None:
-        """The last launched step, the only one in flight, samples nothing for these indices: their masks are not ready.
+        """Defer sampling at these indices of the only step in flight, because their grammar masks are not ready.
 
-        Their requests compute their newest token again in the next step.
+        These requests compute their newest token again in the next step.
         """
         ((*_, requests),) = self._in_flight
         for index in indices:
@@ -89,7 +89,7 @@ class LaunchedSteps(UnfinishedRequests):
                 self._retract(requests[index], 1)
 
     def _retract(self, request: Request, num_tokens: int) -> None:
-        """Its newest `num_tokens` tokens in flight will not come: undo what `_grant` assumed."""
+        """Undo `_grant` for the request's newest `num_tokens` tokens in flight, which will not be sampled."""
         request.num_tokens -= num_tokens
         assert request.num_tokens >= len(request.token_ids), "a known token was retracted"
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
@@ -98,7 +98,7 @@ class LaunchedSteps(UnfinishedRequests):
     def _learn(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineOutput | None:
-        """Append its new tokens, up to its last one, with all that follows. None: one token, and nothing else to report."""
+        """Append new tokens up to the request's last one. Returns None if there is only one token to report."""
         num_known = len(request.token_ids)
         if num_known == request.num_prompt_tokens:
             self._deadlines.learn(request)
@@ -130,17 +130,17 @@ class LaunchedSteps(UnfinishedRequests):
         return outputs
 
     def _finish_corrupted(self, request: Request) -> EngineOutput:
-        """End a request for whose prompt the model computed NaN or infinity."""
+        """Finish a request with an error, because the model computed NaN or infinity for its prompt."""
         request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
         self._fail(request)
         self._forget(request)
         return request.output([])
 
     def drain(self) -> tuple[list[Request], list[Request]]:
-        """Take out all requests, as if none had ever run: steps in flight are forgotten, and so is all cached KV, which they
-        may have been meant to write. The worker must forget its rows.
+        """Remove all requests and reset them as if none had ever run.
 
-        Returns the unfinished requests of the steps in flight, and the others, each in queue order.
+        Forgets the steps in flight and all cached KV, which these steps may not have written. The worker must forget
+        its rows. Returns the unfinished requests of the steps in flight, and all others, each in queue order.
         """
         in_flight = {request.request_id for *_, requests in self._in_flight for request in requests}
         self._in_flight.clear()
