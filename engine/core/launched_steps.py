@@ -79,11 +79,11 @@ class LaunchedSteps(UnfinishedRequests):
         return StepOutputs(request_ids, token_ids, outputs)
 
     def defer(self, indices: Iterable[int]) -> None:
-        """The last launched step, the only one in flight, samples nothing for these indices: their masks are not ready.
+        """The last launched step samples nothing for these indices: their masks are not ready.
 
         Their requests compute their newest token again in the next step.
         """
-        ((*_, requests),) = self._in_flight
+        *_, requests = self._in_flight[-1]
         for index in indices:
             if requests[index].finish_reason is None:
                 self._retract(requests[index], 1)

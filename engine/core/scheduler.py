@@ -97,8 +97,8 @@ class Scheduler(LaunchedSteps):
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
     ) -> None:
-        """`num_batches`: that take turns where steps overlap, as in a pipeline: a request whose newest token is in flight is in
-        no other step, so each takes its part of the running requests.
+        """`num_batches`: steps that overlap, one for each stage of a pipeline. With more than one, a request whose newest token
+        is in flight is in no other step, so each step takes its part of the running requests.
         """
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
@@ -122,7 +122,7 @@ class Scheduler(LaunchedSteps):
 
         An empty output must not be launched: what it would have told the worker comes with a later one.
         """
-        assert len(self._in_flight) <= 1, "at most one step may be in flight"
+        assert len(self._in_flight) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():

@@ -34,7 +34,7 @@ from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from kernels.layout import StepTensors
 
-RING = 3  # host buffers of sampled tokens: the step before the last has been read before a buffer is written again
+RING = 3  # host buffers of sampled tokens, at least: one more than there are unread steps when a step is launched
 
 
 @dataclass(slots=True)
@@ -129,7 +129,9 @@ class ModelRunner:
             self._logits = torch.empty(
                 graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
             )  # of all graphs: each is read before the next one runs
-            self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
+            self._host_tokens = [
+                self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(max(RING, options.num_stages + 1))
+            ]
         limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
         allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
         mixers = dict(zip(self.kv_layout.group_of, (layer.mixer for layer in model.spec.layers), strict=True))
@@ -412,7 +414,7 @@ class ModelRunner:
         handle.tokens = tokens[:n]
         if self.device.is_accelerator:
             self._num_launched += 1
-            handle.tokens = self._host_tokens[self._num_launched % RING][:n]
+            handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)
             handle.done = self.device.record_event()
         self._last_guided = handle.done if size and plan.guided else None

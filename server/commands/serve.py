@@ -101,7 +101,7 @@ def listen(settings: ServerConfig) -> socket.socket:
         where = f"{settings.host}:{settings.port}"
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {settings.port} is in use: stop the program that listens on {where}, or choose another --port"
+                f"port {settings.port} is in use: stop the program on {where}, or choose another --port"
             ) from None
         if error.errno == errno.EACCES:
             raise ConfigError(

@@ -279,7 +279,7 @@ def test_port_in_use_is_seen_before_the_model_is(server: Server) -> None:
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr == (
-        f"quire serve: error: port {port} is in use: stop the program that listens on 127.0.0.1:{port}, or choose another --port\n"
+        f"quire serve: error: port {port} is in use: stop the program on 127.0.0.1:{port}, or choose another --port\n"
     )
 
 
