@@ -129,7 +129,9 @@ class ServerConfig:
     uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")
     disable_access_log_for_endpoints: tuple[str, ...] = flag(
-        ("/health", "/livez", "/metrics", "/ping", "/readyz"), "paths without such lines", metavar="PATH"
+        ("/health", "/livez", "/metrics", "/ping", "/readyz", "/static/"),
+        "paths without access log lines; one that ends with / covers everything below it",
+        metavar="PATH",
     )
 
     def __post_init__(self) -> None:
