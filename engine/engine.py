@@ -40,10 +40,10 @@ from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import device_of, runner_options
-from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
+from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.launcher import Launcher, LaunchError
 from engine.worker.options import RunnerOptions
@@ -92,7 +92,7 @@ class Runner(Protocol):
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
     def reset(self) -> None: ...
-    def block_copier(self, max_bytes: int) -> BlockCopier: ...
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None: ...  # None: it cannot be used
     def close(self) -> None: ...
 
 
@@ -157,8 +157,9 @@ class Engine:
         self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
         self._store: PrefixCacheStore | None = None
         if config.prefix_cache_file is not None:
-            copier = self.runner.block_copier(BUFFER_BYTES)
-            self._store = open_store(config, folder, self.options, copier, self.scheduler.blocks.pool)
+            self._store = open_store(
+                config, folder, self.options, self.runner.open_block_file, self.scheduler.blocks.pool
+            )
         self._debug_checks = config.debug_checks
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._eos_token_ids = frozenset(spec.eos_token_ids)

@@ -21,6 +21,7 @@ from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
 from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import PREFILL_SIZES, DecodeGraphs, PrefillGraphs, PrefillShape, graph_sizes
 from engine.worker.device import Event
@@ -170,10 +171,11 @@ class ModelRunner:
         """For people."""
         return kernels.attention_backend(self.device.torch_device)
 
-    def block_copier(self, max_bytes: int) -> BlockCopier:
-        """What copies KV blocks, up to `max_bytes` of them at a time, but at least one."""
-        max_blocks = max(max_bytes // self.kv_layout.block_bytes, 1)
-        return BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
+    def open_block_file(self, options: BlockFileOptions, peers: Peers | None = None) -> BlockFile | None:
+        """A file of KV blocks, as `block_file.open_block_file`. `peers`: the other ranks' files, if there are any."""
+        max_blocks = max(options.buffer_bytes // self.kv_layout.block_bytes, 1)
+        copier = BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
+        return open_block_file(options, copier, peers or NoPeers())
 
     def close(self) -> None:
         """Release the device's memory."""

@@ -29,7 +29,7 @@ from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.models.shard import Communicator, Shard, Stage
 from engine.models.spec import ModelSpec
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions
 from engine.worker.communicator import GpuCommunicator, GroupCommunicator, StageLink
 from engine.worker.device import CudaDevice
 from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
@@ -335,7 +335,7 @@ class RankedRunner:
         for follower in self.followers:
             follower.send(data)
 
-    def block_copier(self, max_bytes: int) -> BlockCopier:
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
         raise NotImplementedError("each rank has a part of every block")
 
     def close(self) -> None:
