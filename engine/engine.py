@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,10 +40,10 @@ from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import device_of, runner_options
-from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
+from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.launcher import Launcher, LaunchError
 from engine.worker.options import RunnerOptions
@@ -91,7 +92,7 @@ class Runner(Protocol):
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
     def reset(self) -> None: ...
-    def block_copier(self, max_bytes: int) -> BlockCopier: ...
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None: ...  # None: it cannot be used
     def close(self) -> None: ...
 
 
@@ -147,16 +148,18 @@ class Engine:
             self.runner.max_model_len,
             config.enable_prefix_caching,
             self.runner.cache_groups,
-            num_batches=min(self.options.num_stages, 2),
+            num_batches=self.options.num_stages,
         )
-        self.in_flight: Handle | None = None
+        self.in_flight: deque[Handle] = deque()  # launched and not read, the oldest step first
+        self._max_in_flight = max(self.options.num_stages - 1, 1)  # when `step` returns
         self.expert_tokens = ExpertTokens()
         self._recovery = Recovery(self.scheduler, self.runner.reset)
         self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
         self._store: PrefixCacheStore | None = None
         if config.prefix_cache_file is not None:
-            copier = self.runner.block_copier(BUFFER_BYTES)
-            self._store = open_store(config, folder, self.options, copier, self.scheduler.blocks.pool)
+            self._store = open_store(
+                config, folder, self.options, self.runner.open_block_file, self.scheduler.blocks.pool
+            )
         self._debug_checks = config.debug_checks
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._eos_token_ids = frozenset(spec.eos_token_ids)
@@ -204,8 +207,8 @@ class Engine:
         return self.scheduler.has_work() or self._grammars.num_held > 0 or self._recovery.is_active
 
     def step(self) -> StepOutputs:
-        """Launch the next step, then read the one before it, so that the device never waits for the CPU; where steps have
-        ended when they are launched, read it itself.
+        """Launch the next step, then read the one before it, so that the device never waits for the CPU. In a pipeline, read
+        the oldest step once there is one for each stage. A step that has ended when it is launched is read at once.
 
         When that fails, the requests of these steps are run again, fewer at a time, and those that fail alone end with an
         error. Raises only what is of no request.
@@ -220,7 +223,9 @@ class Engine:
         output = self.scheduler.schedule()
         try:
             launched = self.runner.launch(output) if output else None
-            read = self.in_flight.read() if self.in_flight else None
+            is_full = launched is None or len(self.in_flight) == self._max_in_flight
+            oldest = self.in_flight.popleft() if self.in_flight and is_full else None
+            read = oldest.read() if oldest is not None else None
         except Exception as error:
             return self._step_failed(error, StepOutputs(outputs=failed))
         if expired := self.scheduler.expire():
@@ -231,17 +236,18 @@ class Engine:
         outputs.outputs += failed
         try:
             if launched is not None and launched.guided:
-                outputs.outputs += self._sample_guided(launched, output.batch)
+                outputs.outputs += self._sample_guided(launched, output.batch, oldest)
             read = launched.read() if launched is not None and launched.has_ended else None
         except Exception as error:
             return self._step_failed(error, outputs)
-        self.in_flight = launched
         if read is not None:
-            self.in_flight, before = None, outputs.outputs
+            before = outputs.outputs
             outputs = self._update(read)
             outputs.outputs += before
+        elif launched is not None:
+            self.in_flight.append(launched)
         if self._recovery.is_active and self._recovery.see(outputs):
-            self.in_flight = None
+            self.in_flight.clear()
         if self._debug_checks:
             self.scheduler.check()
         return outputs
@@ -264,7 +270,7 @@ class Engine:
 
     def _step_failed(self, error: Exception, outputs: StepOutputs) -> StepOutputs:
         """The steps in flight are lost. `outputs`: of the steps before, to be completed."""
-        self.in_flight = None
+        self.in_flight.clear()
         for output in self._recovery.step_failed(error):
             self._grammars.remove(output.request_id)
             outputs.outputs.append(output)
@@ -302,12 +308,13 @@ class Engine:
             for request_id, error in errors.items()
         ]
 
-    def _sample_guided(self, launched: Handle, batch: ScheduledBatch) -> list[EngineOutput]:
+    def _sample_guided(self, launched: Handle, batch: ScheduledBatch, before: Handle | None) -> list[EngineOutput]:
         """Sample the requests that wait for masks, and defer those whose masks miss the deadline: there is one if other
-        requests are in the batch too. Returns the outputs of requests whose grammars failed.
+        requests are in the batch too. `before`: the step that was read last. Returns the outputs of requests whose grammars
+        failed.
         """
-        if self.in_flight is not None and self.in_flight.guided:
-            self._grammars.learn_deadline(launched.device_waited, self.in_flight.wait_seconds)
+        if before is not None and before.guided:
+            self._grammars.learn_deadline(launched.device_waited, before.wait_seconds)
         guided = launched.guided
         request_ids = [batch.request_ids[index] for index in guided]
         late, errors = self._grammars.fill(request_ids, launched.masks, by_deadline=len(guided) < len(batch))
@@ -331,7 +338,7 @@ class Engine:
         if self._store is not None:
             self._store.close(save=not self._in_doubt)
             self._store = None
-        self.in_flight = None
+        self.in_flight.clear()
         self._grammars.close()
         self.runner.close()
 

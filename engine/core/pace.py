@@ -1,4 +1,4 @@
-"""How long steps take, learnt from those that ran."""
+"""Estimates how long steps take, from the steps that ran."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Sequence
 
 from engine.core.request import Request
 
-SHORT_TOKENS = 16  # a step of at most so many tokens
-FIRST_TOKENS = 4 * SHORT_TOKENS
-SHORT_CONTEXT = 1024  # that read the KV of so many takes hardly longer than one of a single token: a short one
-DECAY = 7 / 8  # of what a step has taught, with each step after it
+# A step is short if it computes at most SHORT_TOKENS tokens and reads the KV of at most SHORT_CONTEXT tokens.
+SHORT_TOKENS = 16
+SHORT_CONTEXT = 1024
+FIRST_TOKENS = 4 * SHORT_TOKENS  # of the first longer step, which teaches more
+DECAY = 7 / 8  # weight of earlier steps, for each step since
 
 
 class StepPace:
-    """A step takes as long as a short one, and more for each token beyond: both as measured lately.
+    """A linear model of step time: the time of a short step, plus a time per token. Recent steps count most.
 
-    Long steps count for more than those that are hardly longer than a short one, of which little can be learnt.
+    Longer steps have more weight: little can be learnt from a step that is hardly longer than a short one.
     """
 
     def __init__(self) -> None:
-        self.short = 0.0  # seconds of a short step; 0: not known
-        self._seconds = self._tokens = 0.0  # sums over longer steps: the seconds beyond a short one, and the tokens
+        self.short = 0.0  # seconds of a short step; 0: unknown
+        self._seconds = self._tokens = 0.0  # decayed sums over longer steps: seconds beyond a short step, and tokens
 
     def learn(self, num_tokens: int, seconds: float, requests: Sequence[Request]) -> None:
-        """A step that computed that many tokens of these requests took so long."""
+        """Learn that a step with `num_tokens` tokens of these requests took `seconds`."""
         if num_tokens > SHORT_TOKENS:
             self._seconds = DECAY * self._seconds + max(seconds - self.short, 0.0)
             self._tokens = DECAY * self._tokens + num_tokens
@@ -33,10 +34,9 @@ class StepPace:
             self.short += (1 - DECAY) * (seconds - self.short)
 
     def num_tokens(self, seconds: float) -> int:
-        """How many tokens make a step take so long.
+        """Return how many tokens a step computes in `seconds`: at least 1.
 
-        At least 1. Before the first longer step it is `FIRST_TOKENS`, which teaches more; 0 where not even short steps are
-        known.
+        Returns `FIRST_TOKENS` until a longer step has run, and 0 until a short step has run.
         """
         if not self.short:
             return 0

@@ -1,4 +1,4 @@
-"""The queues of the scheduler: the requests that run, the requests that wait, and the order among them and their owners."""
+"""The scheduler's queues: running requests, waiting requests, and their order within and between owners."""
 
 from __future__ import annotations
 
@@ -11,61 +11,62 @@ from itertools import islice
 from engine.core.request import Request
 from engine.core.visits import Visits
 
-FAVOURED_STEPS = 32  # of its own, for which an owner is favoured at most
-FAVOURED_REQUESTS = 8  # that a favoured owner may have at a time
-OUTPUT_WEIGHT = 2  # how many prompt tokens one token of an answer counts as
+FAVOURED_STEPS = 32  # an owner is favoured for at most this many of its own steps
+FAVOURED_REQUESTS = 8  # an owner with more unfinished requests is not favoured
+OUTPUT_WEIGHT = 2  # a generated token counts as this many prompt tokens
 
 _Key = tuple[int, bool, int, int, int, str]
 
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One that has unfinished requests."""
+    """An API key, user or client address that has unfinished requests."""
 
     name: str
-    service: int  # tokens computed for it, weighted, since it came; it began with the service of those that were there
-    favoured_until: int  # a service: up to there others give way to it
+    service: int  # weighted tokens computed for it, plus the service of the other owners when it arrived
+    favoured_until: int  # the service at which it stops being favoured
     num_favoured_steps: int = 0
     is_favoured: bool = True
     waiting: OrderedDict[str, Request] = field(default_factory=OrderedDict)  # in queue order
     num_running: int = 0
-    key: _Key | None = None  # its position among the owners that have requests waiting
+    key: _Key | None = None  # its sort key among the owners with waiting requests
 
 
 class RequestQueues:
-    """`running` holds the requests that have a device row and blocks; all others wait, in a queue of each owner.
+    """`running` holds the requests that have a device row and blocks. All others wait, in one queue per owner.
 
-    Of one owner all is in queue order: by priority, then the oldest first; of one priority, every running request is
-    older than every waiting one. Between owners a virtual token counter decides (Sheng et al., 2024): the next request
-    to run is of the best priority that waits and, among those, of the owner that had the least service. An owner that
-    comes begins with the service of the others, so it can neither save up nor lag behind, and for a few tokens and steps it
-    is favoured, unless it has many requests: a short request of an owner that asks seldom is hardly delayed by those that
-    ask much.
+    **Within an owner**, requests are in queue order: by priority, then by arrival. Of one priority, every running request is
+    older than every waiting one.
 
-    `running` has favoured owners first, then each owner's oldest request, then each one's second, and so on. The last one
-    is therefore the youngest of the owner that has most, and the first one stays first until it ends or a favoured owner
-    comes. With one owner that is queue order, and nothing is counted.
+    **Between owners**, a virtual token counter decides (Sheng et al., 2024, "Fairness in Serving Large Language Models"): the
+    next request to run has the lowest priority value among the waiting ones and, of those, the owner with the least service.
+    A new owner starts with the service of the others, so it can neither save up credit nor fall behind. Unless it has many
+    requests, it is favoured for its first tokens and steps: an occasional short request is hardly delayed by heavy users.
+
+    **`running`** lists the requests of favoured owners first, then the oldest request of each owner, then the second of each,
+    and so on. So the last request is the youngest of the owner that has most, and the first one stays first until it finishes
+    or a favoured owner arrives. With a single owner this is queue order, and nothing is counted.
     """
 
     def __init__(self, favour: int, visits: Visits) -> None:
-        """`favour`: weighted tokens for which an owner that comes is favoured. `visits`: told of who comes and goes."""
+        """`favour`: weighted tokens for which a new owner is favoured. `visits`: records when owners arrive and leave."""
         self.running: list[Request] = []
         self.num_waiting = 0
-        self.is_shared = False  # there are requests of more than one owner
+        self.is_shared = False  # more than one owner has unfinished requests
         self._favour, self._visits = favour, visits
         self._owners: dict[str, Owner] = {}
-        self._heads: list[_Key] = []  # of owners that have requests waiting, the next one to run first
+        self._heads: list[_Key] = []  # keys of the owners with waiting requests, sorted: the first one runs next
         self._by_id: dict[str, Request] = {}
         self._num_arrivals = self._newest_service = 0
         self._favoured: dict[str, Owner] = {}
-        self._num_first = 0  # requests of favoured owners at the beginning of `running`, when that was last sorted
-        self._is_sorted = True  # `running`
+        self._num_first = 0  # requests of favoured owners at the start of `running`, as of its last sorting
+        self._is_sorted = True  # whether `running` is
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, in the order of their arrival."""
+        """Yield all requests in the order of their arrival."""
         return iter(self._by_id.values())
 
     def find(self, request_id: str) -> Request | None:
@@ -76,16 +77,16 @@ class RequestQueues:
 
     @property
     def waiting(self) -> list[Request]:
-        """All of them, by owner."""
+        """All waiting requests, by owner."""
         return [request for owner in self._owners.values() for request in owner.waiting.values()]
 
     @property
     def has_favoured(self) -> bool:
-        """Whether some owners are favoured over others."""
+        """Whether some owners, but not all, are favoured."""
         return 0 < len(self._favoured) < len(self._owners)
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Put a new request in its owner's queue."""
         self._num_arrivals += 1
         request.order = (request.engine_request.priority, self._num_arrivals)
         owner = self._owners.get(request.engine_request.owner) or self._new_owner(request)
@@ -103,8 +104,10 @@ class RequestQueues:
         return next(iter(self._owners[self._heads[0][-1]].waiting.values()))
 
     def should_give_way(self) -> bool:
-        """Whether the last running request should wait again for the sake of the first waiting one: its owner has more
-        than twice as many running, and would itself wait behind it. So no owner loses its only one, and none in vain.
+        """Whether the last running request should be preempted for the first waiting one.
+
+        So it is if its owner has more than twice as many running requests, and would itself wait behind the other owner. No
+        owner loses its only running request, and none is preempted in vain.
         """
         if not self.running:
             return False
@@ -115,11 +118,11 @@ class RequestQueues:
         return having.num_running > 2 * lacking.num_running + 1 and behind >= ahead
 
     def num_ahead(self, request: Request) -> int:
-        """How many requests run before a waiting one once that runs."""
+        """Return how many running requests will be ahead of a waiting one once it runs."""
         if not self.is_shared:
             return len(self.running)
         own = self.owner_of(request)
-        most = own.num_running + 1  # of another owner's come before it: it is its own owner's youngest
+        most = own.num_running + 1  # of each other owner are ahead: the request is its own owner's youngest
         return sum(
             each.num_running if each.is_favoured > own.is_favoured else min(each.num_running, most)
             for each in self._owners.values()
@@ -127,7 +130,7 @@ class RequestQueues:
         )
 
     def start(self, request: Request) -> None:
-        """A waiting request runs."""
+        """Move a waiting request to `running`."""
         owner = self.owner_of(request)
         del owner.waiting[request.request_id]
         self.num_waiting -= 1
@@ -138,7 +141,7 @@ class RequestQueues:
         self.running.append(request)
 
     def stop_last(self) -> Request:
-        """The last running request waits again, before all of its owner that are younger or of lower priority."""
+        """Move the last running request back to its owner's queue, ahead of younger requests and those of lower priority."""
         request = self.running.pop()
         owner = self.owner_of(request)
         first = next(iter(owner.waiting.values()), request)
@@ -153,7 +156,7 @@ class RequestQueues:
         return request
 
     def remove(self, request: Request) -> None:
-        """A request has ended."""
+        """Remove a finished or aborted request."""
         del self._by_id[request.request_id]
         owner = self.owner_of(request)
         if owner.waiting.pop(request.request_id, None) is not None:
@@ -170,7 +173,7 @@ class RequestQueues:
             self.is_shared = len(self._owners) > 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Its first `num_tokens` tokens are computed now or were before. What was charged once is not charged again."""
+        """Charge the request's first `num_tokens` tokens to its owner, except those charged before (and then recomputed)."""
         start, end, num_prompt = request.num_charged, num_tokens, request.num_prompt_tokens
         if end <= start:
             return
@@ -188,7 +191,7 @@ class RequestQueues:
             del self._favoured[owner.name]
 
     def favoured_step(self) -> None:
-        """A step was for favoured owners alone."""
+        """Record that a step was for favoured owners only."""
         for owner in [owner for owner in self._favoured.values() if owner.num_running]:
             owner.num_favoured_steps += 1
             if owner.num_favoured_steps == FAVOURED_STEPS:
@@ -196,7 +199,7 @@ class RequestQueues:
                 self._place(owner)
 
     def sort_running(self) -> int:
-        """Order `running`. Returns how many requests of favoured owners are at its beginning."""
+        """Sort `running`. Returns how many requests of favoured owners are at its start."""
         if not self._is_sorted:
             self._is_sorted = True
             self.running.sort(key=lambda each: each.order)
@@ -208,7 +211,7 @@ class RequestQueues:
         return self._num_first if self.is_shared else 0
 
     def _running_keys(self) -> dict[Request, tuple[bool, int, tuple[int, int]]]:
-        """Of each running request; they are in queue order."""
+        """Return the sort key of each running request. `running` is in queue order."""
         ranks: Counter[str] = Counter()
         keys = {}
         for request in self.running:
@@ -218,14 +221,14 @@ class RequestQueues:
         return keys
 
     def _new_owner(self, request: Request) -> Owner:
-        """The owner of its first request."""
+        """Create the owner of its first request."""
         name = request.engine_request.owner
         service = self._heads[0][2] if self._heads else self._newest_service
-        if len(self._owners) == 1:  # nothing was counted while it was alone
+        if len(self._owners) == 1:  # nothing was counted while there was one owner
             (other,) = self._owners.values()
             service = other.service
             if sum(map(_to_do, islice(self, FAVOURED_REQUESTS))) > 2 * _to_do(request):
-                self._stop_favouring(other)  # else neither pauses for the other
+                self._stop_favouring(other)  # otherwise neither owner pauses for the other
                 self._place(other)
             for each in self.running:
                 each.num_charged = max(each.num_charged, each.num_computed_tokens)
@@ -236,7 +239,7 @@ class RequestQueues:
         return owner
 
     def _place(self, owner: Owner) -> None:
-        """Its position among the owners that have requests waiting may have changed."""
+        """Update the owner's position among the owners with waiting requests."""
         key: _Key | None = None
         if owner.waiting:
             (priority, arrival) = next(iter(owner.waiting.values())).order
@@ -250,7 +253,7 @@ class RequestQueues:
         owner.key = key
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert all invariants."""
         everyone = [*self.running, *self.waiting]
         assert {request.request_id: request for request in everyone} == self._by_id
         assert len(everyone) == len(self._by_id), "a request is both running and waiting"
@@ -281,7 +284,7 @@ class RequestQueues:
 
 
 def _to_do(request: Request) -> int:
-    """Tokens that are to be computed for it at most, weighted."""
+    """Return an upper bound of the weighted tokens that the request still needs."""
     num_prompt = request.num_prompt_tokens
     prompt = max(num_prompt - request.num_computed_tokens, 0)
     return prompt + OUTPUT_WEIGHT * (request.max_num_tokens - max(request.num_tokens, num_prompt))

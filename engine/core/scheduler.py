@@ -1,11 +1,11 @@
-"""Which requests run next, and with how many tokens: queues, budgets, preemption.
+"""Decides which requests run in the next step, and how many tokens each computes: queues, budgets, preemption.
 
-One rule: every request's computed tokens catch up with its tokens. Prefill, decode, chunks, prefix-cache hits and
-resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
+There is one rule: a request's computed tokens catch up with its tokens. Prefill, chunked prefill, decode, prefix-cache hits
+and resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
 
-`schedule()` for step n+1 runs before `update()` of step n. A token that a launched step samples counts in `num_tokens`
-at once, so its request is scheduled on before the CPU knows it. When it turns out to be the last one, the request is
-finished, and what step n+1 computed for it is dropped when read. Ends by length are known ahead and waste nothing.
+`schedule()` for step n+1 runs before `update()` of step n. `num_tokens` includes the token that a launched step will sample,
+so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the request is finished
+and `update()` drops what step n+1 computed for it. Ends by length are known in advance and waste nothing.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
 
-PAUSED_STEPS = 16  # in a row, of favoured owners alone; then others get a step too
-SHARED_STEPS = 16  # short steps for which the owners that there are wait for each other's, about, at most
-SHARED_SECONDS = 0.03  # that they may wait in any case
-COMING_STEPS = SHARED_STEPS // 2  # the same for an owner that is expected
-COMING_SECONDS = SHARED_SECONDS / 2
+PAUSED_STEPS = 16  # successive steps for favoured owners only, before all owners get one
+# While several owners have requests, a new request waits for steps of other owners for about as long as this many short steps
+# take, or this many seconds, whichever is longer.
+SHARED_STEPS = 16
+SHARED_SECONDS = 0.03
+# The same while an idle owner is expected to send a request.
+EXPECTED_STEPS = SHARED_STEPS // 2
+EXPECTED_SECONDS = SHARED_SECONDS / 2
 
 _Batched = tuple[list[Request], ScheduledBatch]
 
 
 @dataclass(slots=True)
 class _Plan:
-    """A step in the making."""
+    """A step under construction."""
 
-    decodes: list[Request] = field(default_factory=list)  # they compute one token each
-    longer: list[Request] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # of `longer`
-    partial: list[Request] = field(default_factory=list)  # whose chunks were cut by the token budget
+    decodes: list[Request] = field(default_factory=list)  # compute one token each
+    longer: list[Request] = field(default_factory=list)  # compute several tokens each
+    lengths: list[int] = field(default_factory=list)  # tokens of each of `longer`
+    partial: list[Request] = field(default_factory=list)  # requests whose chunk was cut by the token budget
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
 
@@ -51,7 +54,7 @@ class _Plan:
         return bool(self.decodes or self.longer)
 
     def batch(self, last: _Batched) -> _Batched:
-        """The requests in the batch's order, and the batch: `last`, the step before's, when nothing changed."""
+        """Return the requests in batch order, and the batch. Returns `last`, the previous step's, if nothing changed."""
         num_decodes = len(self.decodes)
         requests = self.decodes + self.longer
         num_tokens = [1] * num_decodes + self.lengths
@@ -65,24 +68,25 @@ class _Plan:
 
 
 class Scheduler(LaunchedSteps):
-    """Which requests run, under a budget of tokens and of sequences in each step: first come, first served among the
-    requests of one owner and priority, fair between owners (see `RequestQueues`).
+    """Chooses the requests of each step within a budget of tokens and sequences.
 
-    When blocks run out the last running request is preempted: it loses its blocks, waits again, and is recomputed later,
-    mostly from the prefix cache. The first request in queue order therefore always progresses once it runs, and all
-    requests finish. A request that waits for a row or for blocks takes those of the last running one if its owner has
-    much less than that one's (`should_give_way`); otherwise no request is preempted for a waiting one, whatever its priority.
+    Requests belong to owners: the API key, user or client address that sent them. Requests of one owner and priority run
+    first come, first served; between owners, scheduling is fair (see `RequestQueues`).
 
-    Owners do not wait long for each other's steps. While there is more than one, a step has only as many tokens as it computes
-    in the time of a few short steps (`StepPace`), and half as many while one that has left is expected (`Visits`), so that it
-    soon meets its first. While an owner is favoured, all others pause, but for a step now and then. With one owner, and none
-    that is expected, nothing is bounded.
+    **Preemption.** When blocks run out, the last running request is preempted: it loses its blocks, waits again, and is
+    recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress, and
+    every request finishes. A waiting request preempts the last running one only if its own owner has far fewer requests
+    running (`should_give_way`), never because of its priority.
 
-    Most requests in most steps are steady: they compute their newest token and nothing else happens to them. Up to
-    `Request.steady_until` tokens that is known, and `schedule` and `update` take a fast path.
+    **Step length.** A new request waits until the steps in flight have finished. So while several owners have requests, a
+    step is limited to the tokens that it computes in the time of a few short steps (`StepPace`), and to half as many while an
+    idle owner is expected to send a request (`Visits`). While an owner is favoured, all other owners pause, except for one
+    step in every `PAUSED_STEPS + 1`. With a single owner, and no other owner expected, nothing is limited.
 
-    n > 1 needs no special case: each answer to a prompt finds the blocks of the one before it published, in the very
-    step that fills them.
+    **Fast path.** In most steps, a request computes its newest token and nothing else about it changes. Up to
+    `Request.steady_until` tokens this is known in advance, and `schedule` and `update` skip everything else.
+
+    n > 1 needs no special case: each answer finds the prompt's blocks published by the answer before it, in the same step.
     """
 
     def __init__(
@@ -97,15 +101,16 @@ class Scheduler(LaunchedSteps):
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
     ) -> None:
-        """`num_batches`: that take turns where steps overlap, as in a pipeline: a request whose newest token is in flight is in
-        no other step, so each takes its part of the running requests.
+        """`num_batches`: number of overlapping steps, one for each pipeline stage. With more than one, a request whose newest
+        token is in flight is in no other step, so each step takes a fraction of the running requests.
         """
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
         self._num_batches = num_batches
-        self._num_paused = 0  # steps in a row of favoured owners alone
-        self._refused: tuple[Request, int] | None = None  # lacked blocks, after so many releases of blocks
-        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # of the last step
+        self._num_paused = 0  # successive steps for favoured owners only
+        # A request for which there were too few blocks, and the number of block releases by then.
+        self._refused: tuple[Request, int] | None = None
+        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # the previous step's
         self._step = self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0
 
     def drain(self) -> tuple[list[Request], list[Request]]:
@@ -114,15 +119,15 @@ class Scheduler(LaunchedSteps):
         return super().drain()
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished, its end is not told or a launched step is not read back."""
+        """Whether a request is unfinished, an output is pending or a launched step has not been read."""
         return bool(self.queues or self._in_flight or self._late)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step, on the assumption that it is launched at once, before any other call.
+        """Plan the next step. The caller launches it at once, before any other call.
 
-        An empty output must not be launched: what it would have told the worker comes with a later one.
+        An empty output must not be launched: a later output carries what the worker has to be told.
         """
-        assert len(self._in_flight) <= 1, "at most one step may be in flight"
+        assert len(self._in_flight) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():
@@ -139,10 +144,10 @@ class Scheduler(LaunchedSteps):
         return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
 
     def _budget(self, now: float) -> int:
-        """How many tokens the next step may have."""
+        """Return the maximum number of tokens of the next step."""
         most, short = self.max_num_batched_tokens, self._pace.short
-        num_waited = 1 + len(self._in_flight)  # steps, for which one that comes waits
-        seconds = self._visits.seconds_to_next(now) + max(COMING_STEPS * short, COMING_SECONDS)
+        num_waited = 1 + len(self._in_flight)  # steps that a new request waits for
+        seconds = self._visits.seconds_to_next(now) + max(EXPECTED_STEPS * short, EXPECTED_SECONDS)
         if self.queues.is_shared:
             seconds = min(seconds, max(SHARED_STEPS * short, SHARED_SECONDS))
         if seconds == inf:
@@ -150,9 +155,9 @@ class Scheduler(LaunchedSteps):
         return min(self._pace.num_tokens(seconds / num_waited) or most, most)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
-        """Schedule those that run, `num_first` favoured ones first, then admit those that wait."""
+        """Schedule the running requests, of which the first `num_first` are of favoured owners, then admit waiting ones."""
         queues, num_preemptions = self.queues, self._num_preemptions
-        running = iter(queues.running)  # preemption pops the tail, at or after the request at hand
+        running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
         budget = self._continue(self._part(islice(running, num_first)), budget, plan)
         if others_pause and num_preemptions == self._num_preemptions:
@@ -163,18 +168,20 @@ class Scheduler(LaunchedSteps):
             return
         self._num_paused = 0
         budget = self._continue(self._part(running), budget, plan)
-        if num_preemptions == self._num_preemptions:  # else blocks are short, and no request is admitted
+        if num_preemptions == self._num_preemptions:  # otherwise there are too few blocks to admit a request
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Of requests that run, those of the next one of several batches: their tokens are all known."""
+        """Return the running requests that may be in the next batch: with overlapping steps, a fraction of those without a
+        token in flight.
+        """
         if self._num_batches == 1:
             return requests
         known = (each for each in requests if each.num_tokens == len(each.token_ids))
         return islice(known, -(-len(self.queues.running) // self._num_batches))
 
     def _continue(self, running: Iterable[Request], budget: int, plan: _Plan) -> int:
-        """Schedule running requests; returns what they leave of the budget."""
+        """Schedule running requests. Returns the remaining budget."""
         decodes = plan.decodes
         for request in running:
             if not budget:
@@ -185,7 +192,7 @@ class Scheduler(LaunchedSteps):
                 request.num_tokens = num_tokens + 1
                 decodes.append(request)
                 budget -= 1
-            elif num_tokens < request.max_num_tokens:  # else its last token is in flight
+            elif num_tokens < request.max_num_tokens:  # otherwise its last token is in flight
                 granted = self._grant(request, budget, plan)
                 if not granted:
                     break
@@ -193,7 +200,7 @@ class Scheduler(LaunchedSteps):
         return budget
 
     def _admit_waiting(self, budget: int, plan: _Plan, favoured: bool = False) -> None:
-        """`favoured`: only requests of favoured owners."""
+        """Admit waiting requests in queue order. `favoured`: only those of favoured owners."""
         queues = self.queues
         while budget and queues.num_waiting and len(queues.running) < self.max_num_seqs:
             request = queues.first_waiting()
@@ -211,7 +218,7 @@ class Scheduler(LaunchedSteps):
             budget -= granted
 
     def _give_way(self) -> bool:
-        """Preempt the last running request when the first waiting one lacks a row or blocks and should have them."""
+        """Preempt the last running request if the first waiting one needs its row or blocks and deserves them more."""
         queues = self.queues
         if not queues.should_give_way():
             return False
@@ -221,12 +228,12 @@ class Scheduler(LaunchedSteps):
         return True
 
     def _num_cached(self, request: Request) -> int:
-        """Tokens of it that the prefix cache holds."""
+        """Return how many of the request's tokens are in the prefix cache."""
         cached = self._cached(request)
         return len(cached[0]) * self.blocks.block_size if cached else 0
 
     def _lacks_blocks(self, request: Request) -> bool:
-        """Whether the blocks do not suffice for it."""
+        """Whether there are too few blocks for the request."""
         if not self._is_refused(request):
             cached = self._cached(request)
             if self.blocks.fits(request, request.num_tokens, cached, self._num_spare(request)):
@@ -235,18 +242,18 @@ class Scheduler(LaunchedSteps):
         return True
 
     def _is_refused(self, request: Request) -> bool:
-        """Whether the blocks did not suffice for it when it was last tried, and none was released since."""
+        """Whether there were too few blocks at the last attempt, and none has been released since."""
         return self._refused == (request, self.blocks.pool.num_releases)
 
     def _cached(self, request: Request) -> Sequence[Sequence[int]]:
         return self.blocks.match_prefix(request) if request.reads_cache else ()
 
     def _num_spare(self, request: Request) -> int:
-        """Blocks that it has to leave when it starts to run: one of each group for each request that runs before it."""
+        """Return how many blocks the request must leave free when it starts: one per cache group for each request ahead of it."""
         return self.queues.num_ahead(request) * len(self.blocks.groups)
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
-        """`num_deferred`: requests that are not the scheduler's yet."""
+        """`num_deferred`: requests that the scheduler has not received yet."""
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
@@ -262,11 +269,11 @@ class Scheduler(LaunchedSteps):
         )
 
     def _admit(self, request: Request) -> NewRequest | None:
-        """Move the first waiting request to `running`, or None when that has to wait, as a rule for blocks.
+        """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
 
-        It gets blocks for all its tokens at once (in a window group, for what its window and a chunk take), so that a
-        long prompt does not preempt others chunk by chunk. It leaves a block of each group for each running request before
-        it, so that these do not preempt it when they need their next one.
+        The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a long
+        prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead of it, so
+        that these do not preempt it when they need their next block.
         """
         if self._is_refused(request):
             return None
@@ -295,11 +302,13 @@ class Scheduler(LaunchedSteps):
         )
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
-        """Schedule as many of its tokens as the budget allows, as if the step were launched; returns how many.
+        """Schedule as many of the request's tokens as the budget allows, as if the step were launched. Returns how many.
 
-        Blocks that it lacks come from preempting the last requests. 0 when it became the last one and was preempted too.
+        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was preempted itself.
         """
-        start = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one again, when it was deferred
+        start = min(
+            request.num_computed_tokens, request.num_tokens - 1
+        )  # a deferred request computes its last token again
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
@@ -327,7 +336,7 @@ class Scheduler(LaunchedSteps):
         return granted
 
     def check(self) -> None:
-        """Assert every invariant of the queues and the blocks."""
+        """Assert all invariants of the queues and the blocks."""
         self.queues.check()
         running = self.queues.running
         self.blocks.check(running)

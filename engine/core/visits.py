@@ -1,4 +1,4 @@
-"""When owners come and go: whether one that is away is likely to come now."""
+"""Predicts when idle owners will send their next requests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-REMEMBERED = 64  # owners, those that came last
-AWAY_SECONDS = 10.0  # after which an owner is not expected any more
-NUM_PAUSES = 4  # between its requests, of which the shortest counts
-EARLY = 0.75  # of that pause, after which it is expected
+REMEMBERED = 64  # owners, the most recent ones
+AWAY_SECONDS = 10.0  # an owner that has been idle for longer is no longer expected
+NUM_PAUSES = 4  # pauses remembered for each owner; the shortest counts
+EARLY = 0.75  # an owner is expected after this fraction of its shortest pause
 
 
 @dataclass(slots=True)
 class _Owner:
-    left: float = -math.inf  # when its last request ended
-    expected_from: float = math.inf  # until its pause is over it is not; while it is there, never
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PAUSES))  # seconds, shorter than AWAY_SECONDS
+    left: float = -math.inf  # when its last request finished, in monotonic seconds
+    expected_from: float = math.inf  # when it becomes expected; infinite while it has requests
+    pauses: deque[float] = field(
+        default_factory=lambda: deque(maxlen=NUM_PAUSES)
+    )  # seconds between requests, if < AWAY_SECONDS
 
 
 class Visits:
-    """An owner that has asked is expected to ask again after about the shortest of its last pauses, or from the moment on at
-    which it left while no pause of it is known; until it has been away for `AWAY_SECONDS`.
+    """An idle owner is expected after about the shortest of its recent pauses between requests, or at once while no pause is
+    known. After `AWAY_SECONDS` it is no longer expected.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -31,7 +33,9 @@ class Visits:
         self._owners: OrderedDict[str, _Owner] = OrderedDict()  # the one that came last is last
 
     def came(self, name: str, arrival: float = 0.0) -> None:
-        """It has a request, and had none. `arrival`: of the request, which may have waited for a step to end since; 0: now."""
+        """Record an owner's first request after a pause. `arrival`: the request's arrival in monotonic seconds, which may be
+        before the current step began; 0: now.
+        """
         owner = self._owners.setdefault(name, _Owner())
         self._owners.move_to_end(name)
         pause = (arrival or self._clock()) - owner.left
@@ -42,12 +46,12 @@ class Visits:
             self._owners.popitem(last=False)
 
     def left(self, name: str) -> None:
-        """Its last request has ended."""
+        """Record that the owner's last request has finished."""
         if (owner := self._owners.get(name)) is not None:
             owner.left = self._clock()
             owner.expected_from = owner.left + EARLY * min(owner.pauses, default=0.0)
 
     def seconds_to_next(self, now: float) -> float:
-        """From when on an owner that is away is expected: 0 if one is already, infinite if none is."""
+        """Return the seconds until an idle owner is expected: 0 if one is expected now, infinite if none is."""
         times = (owner.expected_from for owner in self._owners.values() if now < owner.left + AWAY_SECONDS)
         return max(min(times, default=math.inf) - now, 0.0)

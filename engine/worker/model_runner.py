@@ -21,6 +21,7 @@ from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
 from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import PREFILL_SIZES, DecodeGraphs, PrefillGraphs, PrefillShape, graph_sizes
 from engine.worker.device import Event
@@ -34,7 +35,7 @@ from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from kernels.layout import StepTensors
 
-RING = 3  # host buffers of sampled tokens: the step before the last has been read before a buffer is written again
+RING = 3  # host buffers of sampled tokens, at least: one more than there are unread steps when a step is launched
 
 
 @dataclass(slots=True)
@@ -129,7 +130,9 @@ class ModelRunner:
             self._logits = torch.empty(
                 graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
             )  # of all graphs: each is read before the next one runs
-            self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
+            self._host_tokens = [
+                self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(max(RING, options.num_stages + 1))
+            ]
         limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
         allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
         mixers = dict(zip(self.kv_layout.group_of, (layer.mixer for layer in model.spec.layers), strict=True))
@@ -168,10 +171,11 @@ class ModelRunner:
         """For people."""
         return kernels.attention_backend(self.device.torch_device)
 
-    def block_copier(self, max_bytes: int) -> BlockCopier:
-        """What copies KV blocks, up to `max_bytes` of them at a time, but at least one."""
-        max_blocks = max(max_bytes // self.kv_layout.block_bytes, 1)
-        return BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
+    def open_block_file(self, options: BlockFileOptions, peers: Peers | None = None) -> BlockFile | None:
+        """A file of KV blocks, as `block_file.open_block_file`. `peers`: the other ranks' files, if there are any."""
+        max_blocks = max(options.buffer_bytes // self.kv_layout.block_bytes, 1)
+        copier = BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
+        return open_block_file(options, copier, peers or NoPeers())
 
     def close(self) -> None:
         """Release the device's memory."""
@@ -412,7 +416,7 @@ class ModelRunner:
         handle.tokens = tokens[:n]
         if self.device.is_accelerator:
             self._num_launched += 1
-            handle.tokens = self._host_tokens[self._num_launched % RING][:n]
+            handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)
             handle.done = self.device.record_event()
         self._last_guided = handle.done if size and plan.guided else None

@@ -29,7 +29,7 @@ from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.models.shard import Communicator, Shard, Stage
 from engine.models.spec import ModelSpec
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions
 from engine.worker.communicator import GpuCommunicator, GroupCommunicator, StageLink
 from engine.worker.device import CudaDevice
 from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
@@ -140,7 +140,7 @@ def join(build: Build) -> Membership:
 
 class PipelinedStep:
     """A launched step that the stages before the last one work on; this one, the last, does its part when it is read: by then
-    the next step is launched, which the others work on meanwhile.
+    the next steps are launched, which the others work on meanwhile.
     """
 
     device_waited, has_ended = False, False
@@ -149,6 +149,10 @@ class PipelinedStep:
         """`launch`: this rank's part. `sampled`: gains the tokens that it gives."""
         self._launch, self._sampled = launch, sampled
         self._handle: StepHandle | None = None
+
+    @property
+    def has_run(self) -> bool:
+        return self._handle is not None
 
     def run(self) -> StepHandle:
         """Launch this rank's part, unless that was done. Steps that were launched before have been run."""
@@ -228,7 +232,7 @@ class RankedRunner:
         self._is_pipelined = runner.options.num_stages > 1
         self._sampled: dict[str, int] = {}  # by requests, their newest tokens that no other rank knows
         self._guided: set[str] = set()  # requests
-        self._waiting: PipelinedStep | None = None  # launched last
+        self._waiting: list[PipelinedStep] = []  # that this rank has not run, the oldest first
 
     @classmethod
     def build(
@@ -299,12 +303,15 @@ class RankedRunner:
         self._guided.difference_update(output.removed)
         self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
         step = PipelinedStep(partial(self._launch_here, output), self._sampled)
+        self._waiting = [*(each for each in self._waiting if not each.has_run), step]
         if not self._guided.isdisjoint(output.batch.request_ids):  # whose masks are filled before it is read
-            if self._waiting is not None:
-                self._waiting.run()
-            step.run()
-        self._waiting = step
+            self._run_waiting()
         return step
+
+    def _run_waiting(self) -> None:
+        for step in self._waiting:
+            step.run()
+        self._waiting.clear()
 
     def _launch_here(self, output: SchedulerOutput) -> StepHandle:
         handle = self._runner.launch(output)
@@ -328,13 +335,12 @@ class RankedRunner:
         for follower in self.followers:
             follower.send(data)
 
-    def block_copier(self, max_bytes: int) -> BlockCopier:
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
         raise NotImplementedError("each rank has a part of every block")
 
     def close(self) -> None:
         """End the followers and release the devices' memory."""
-        if self._waiting is not None:
-            self._waiting.run()  # what the other stages have begun
+        self._run_waiting()  # what the other stages have begun
         self._watch.end()
         for follower in self.followers:
             follower.expect_end()

@@ -1,4 +1,4 @@
-"""The fields that `SamplingParams` declares, as fields of JSON request bodies, for every API."""
+"""The parameters that `SamplingParams` and `PoolingParams` declare, as fields of JSON bodies."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LogitBias = Annotated[dict[str, float], one_message("an object of token ids, eac
 Stop = Annotated[str | list[str], one_message("a text or a list of texts")]
 PARAMETERS = parameters_of(SamplingParams)
 _POOLING = parameters_of(PoolingParams)
-_JSON_TYPES: dict[str, Any] = {  # where the JSON type differs from the declared type
+_JSON_TYPES: dict[str, Any] = {  # where the type in JSON differs from the field's
     "stop": Stop,
     "logit_bias": LogitBias,
     "bad_words": list[str],
     "pooling": Literal[POOLINGS],
 }
-LEFT_OUT = " Left out: "  # precedes the default in descriptions
+LEFT_OUT = " Default: "  # in descriptions, before the default in words
 _UNSET = {"max_tokens": "chat: as many as fit; completions: 16"}
 
 
 def parameter_fields(names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """Return fields for `pydantic.create_model`. `SamplingParams` itself checks the ranges."""
+    """Return fields for `pydantic.create_model` as `SamplingParams` declares them; that class also checks the ranges."""
     return {name: _field(PARAMETERS[name]) for name in names}
 
 
@@ -47,8 +47,8 @@ def _limits(declared: Declaration) -> dict[str, Any]:
         "minimum": declared.at_least,
         "exclusiveMinimum": declared.above,
         "maximum": declared.at_most,
-        "maxItems": declared.max_length,  # ignored for objects
-        "maxProperties": declared.max_length,  # ignored for lists
+        "maxItems": declared.max_length,  # applies only to lists
+        "maxProperties": declared.max_length,  # applies only to objects
     }
     return {key: value for key, value in found.items() if value is not None}
 
