@@ -143,8 +143,8 @@ class ServerConfig:
     uvicorn_log_level: str = flag("info", "log level of the HTTP server", choices=LOG_LEVELS)
     disable_uvicorn_access_log: bool = flag(False, "do not log each HTTP request")
     disable_access_log_for_endpoints: tuple[str, ...] = flag(
-        ("/health", "/livez", "/metrics", "/ping", "/readyz"),
-        "paths whose HTTP requests are not logged",
+        ("/health", "/livez", "/metrics", "/ping", "/readyz", "/static/"),
+        "paths whose HTTP requests are not logged; a path that ends with / covers everything below it",
         metavar="PATH",
     )
 
