@@ -54,26 +54,35 @@ _log = logging.getLogger(__name__)
 
 
 class Handle(Protocol):
-    """A launched step. It samples the requests at the `guided` indices of its batch once their `masks` are filled, all
-    others at once.
+    """A launched step. Requests at the `guided` indices of its batch are sampled once their `masks` are filled, all others at
+    once.
     """
 
     @property
-    def guided(self) -> list[int]: ...
+    def guided(self) -> list[int]:
+        """Indices of requests that wait for grammar masks before they are sampled."""
+
     @property
-    def masks(
-        self,
-    ) -> np.ndarray: ...  # [len(guided), (vocabulary + 31) // 32] int32: a bit for each token, the lowest first
+    def masks(self) -> np.ndarray:
+        """[len(guided), (vocabulary + 31) // 32] int32: one bit for each token, the lowest bit first."""
+
     @property
-    def device_waited(
-        self,
-    ) -> bool: ...  # the previous step had guided requests and finished before this one was launched
+    def device_waited(self) -> bool:
+        """Whether the previous step had guided requests and finished before this one was launched."""
+
     @property
-    def wait_seconds(self) -> float: ...  # time that `read` waited for the device
+    def wait_seconds(self) -> float:
+        """Time that `read` waited for the device."""
+
     @property
-    def has_ended(self) -> bool: ...  # on a CPU true once the step is sampled, else always false
-    def sample(self, deferred: Sequence[int] = ()) -> None: ...  # `deferred`: indices without a filled mask
-    def read(self) -> tuple[SchedulerOutput, StepResult]: ...
+    def has_ended(self) -> bool:
+        """On a CPU, whether the step is sampled; elsewhere always False."""
+
+    def sample(self, deferred: Sequence[int] = ()) -> None:
+        """Sample the guided requests. `deferred`: indices without a filled mask."""
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        """Wait for the step and return its result."""
 
 
 class Runner(Protocol):
