@@ -185,8 +185,6 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
-        if self.prefix_cache_file is not None and self.num_ranks > 1:
-            raise ConfigError(f"prefix_cache_file needs a model on one GPU, got {self.num_ranks}")
         if self.distributed_executor_backend == "ray":
             if self.num_ranks == 1:
                 raise ConfigError("distributed_executor_backend ray needs tensor_parallel_size above 1, got 1")
