@@ -40,7 +40,7 @@ class MessageFields(Body):
     """One message. Fields that the answer's message has and that say nothing may come back as they are."""
 
     role: str = Field(
-        pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or what else the chat template has."
+        pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or another role of the chat template."
     )
     content: Annotated[
         str | list[TextPart] | None, one_message("a text or a list of text parts; other parts are not supported")
@@ -63,8 +63,8 @@ class Function(Body):
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema; none: there are no arguments.")
-    strict: bool | None = optional("True: refuse a schema that cannot be enforced, not just say so.")
+    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments. Default: no arguments.")
+    strict: bool | None = optional("Refuse a schema that cannot be enforced, instead of returning a warning.")
 
 
 class ToolFields(Body):
@@ -108,15 +108,17 @@ class ConversationFields(Body):
     """What goes into a chat template."""
 
     messages: list[MessageFields] = Field(
-        min_length=1, description="The conversation; `content` is a text or a list of text parts."
+        min_length=1, description="The conversation; `content` is a string or a list of text parts."
     )
     tools: list[ToolFields] | None = optional(
-        "Functions that the model may call, each with a name, a description and a JSON schema of its parameters."
+        "Functions that the model may call, each with a name, a description and a JSON schema of its arguments."
     )
-    add_generation_prompt: bool | None = optional("Let the chat template open an answer.", True)
-    continue_final_message: bool | None = optional("Continue the last message instead of beginning one.", False)
-    chat_template_kwargs: dict[str, Any] | None = optional("Further variables for the chat template.")
-    documents: list[dict[str, Any]] | None = optional("For chat templates that show documents.")
+    add_generation_prompt: bool | None = optional(
+        "Let the chat template add the opening of the assistant's message.", True
+    )
+    continue_final_message: bool | None = optional("Continue the last message instead of starting a new one.", False)
+    chat_template_kwargs: dict[str, Any] | None = optional("Additional variables for the chat template.")
+    documents: list[dict[str, Any]] | None = optional("Documents, for chat templates that include them.")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationFields:

@@ -70,7 +70,7 @@ def prompts_of(given: Any) -> TextPrompts:
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = optional("Send one more chunk at the end, with the usage.")
+    include_usage: bool | None = optional("Send the usage in an additional chunk at the end.")
     continuous_usage_stats: bool | None = optional("Send the usage so far with every chunk.")
     include_obfuscation: bool | None = optional(WITHOUT_EFFECT)
 
@@ -83,7 +83,7 @@ JsonSchema = Annotated[dict[str, Any] | str, one_message("a JSON schema: an obje
 class NamedSchema(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Left out: any JSON object.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Default: any JSON object.")
     strict: bool | None = optional("Accepted; answers always follow the schema.")
 
 
@@ -117,9 +117,9 @@ class StructuredOutputsFields(_StructuredBase):  # type: ignore[misc, valid-type
     """What the answer has to be: exactly one of these."""
 
     json_: JsonSchema | None = Field(None, alias="json", description="An instance of this JSON schema.")
-    regex: str | None = optional("A match of this regular expression, as a whole.")
-    choice: list[str] | None = optional("One of these texts.")
-    grammar: str | None = optional("A sentence of this grammar, in Lark's notation or llama.cpp's.")
+    regex: str | None = optional("A string that matches this regular expression as a whole.")
+    choice: list[str] | None = optional("One of these strings.")
+    grammar: str | None = optional("A string of this grammar, in Lark syntax or llama.cpp's GBNF.")
     json_object: bool | None = optional("Any JSON object.")
 
 
@@ -128,34 +128,37 @@ class EngineFields(Body):
 
     model: str | None = optional("One of the names that `/v1/models` lists.")
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep only this many last tokens of the prompt; -1: as many as fit."
+        None,
+        ge=-1,
+        description="Keep only this many tokens of the prompt, by default the last ones; -1: as many as fit.",
     )
     truncation_side: Literal["left", "right"] | None = optional(
-        "Where `truncate_prompt_tokens` takes tokens away: at the beginning of the prompt, or at its end.", "left"
+        "Whether `truncate_prompt_tokens` removes tokens from the beginning (`left`) or the end (`right`) of the prompt.",
+        "left",
     )
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Only prompts with the same salt share their KV cache."
+        None, min_length=1, max_length=256, description="Only requests with the same salt share cached prefixes."
     )
     add_special_tokens: bool | None = optional(
-        "Begin the prompt with the tokenizer's special tokens. Left out: texts yes, conversations no."
+        "Add the tokenizer's special tokens to the prompt. Default: true for texts, false for conversations."
     )
     priority: int | None = optional(
-        "Requests with lower values are scheduled first, and preempted last.", 0, ge=-(2**31), le=2**31 - 1
+        "Requests with lower values are scheduled first and preempted last.", 0, ge=-(2**31), le=2**31 - 1
     )
     request_id: str | None = Field(
         None,
         pattern=r"^[\w.:-]{1,128}$",
-        description="The end of the answer's `id`, by which `POST /v1/requests/{id}/abort` ends the request.",
+        description="The last part of the answer's `id`, which `POST /v1/requests/{id}/abort` takes.",
     )
 
     user: str | None = optional(
-        "Who asks. A server without keys gives each user a fair part; left out: each client's address."
+        "The end user. A server without API keys schedules fairly between users. Default: the client's address."
     )
-    safety_identifier: str | None = optional("OpenAI's newer name of `user`.")
+    safety_identifier: str | None = optional("OpenAI's newer name for `user`.")
 
     timeout_ms: int | None = optional(
-        "Milliseconds after which the answer ends as it is, with `finish_reason` `abort` and `stop_reason` `timeout`; "
-        "504 when it has not begun by then, or could not. Left out: no limit.",
+        "Milliseconds after which a started answer ends as it is, with `finish_reason` `abort` and `stop_reason` `timeout`; "
+        "an answer that has not started by then, or cannot, gets status 504. Default: no limit.",
         ge=1,
         le=MAX_TIMEOUT_MS,
     )
@@ -180,17 +183,17 @@ _SamplingBase: Any = create_model("SamplingBase", __base__=EngineFields, **param
 class SamplingFields(_SamplingBase):  # type: ignore[misc]
     """What both kinds of completion say about sampling. `None` takes the model's default, else OpenAI's."""
 
-    return_token_ids: bool | None = optional("Give the token ids of prompt and answer.", False)
-    return_tokens_as_token_ids: bool | None = optional("Name tokens `token_id:1` in log-probabilities.", False)
-    stream: bool | None = optional("Send the answer as it is generated.", False)
+    return_token_ids: bool | None = optional("Return the token ids of prompt and answer.", False)
+    return_tokens_as_token_ids: bool | None = optional("Show tokens as `token_id:1` in log probabilities.", False)
+    stream: bool | None = optional("Stream the answer as it is generated.", False)
     stream_options: StreamOptions | None = optional(
-        "`include_usage`: one more event with the token counts; `continuous_usage_stats`: counts in every event."
+        "`include_usage`: send a last event with the token counts; `continuous_usage_stats`: token counts in every event."
     )
     use_beam_search: bool | None = optional(
-        "Give the `n` likeliest answers that a search with as many beams finds.", False
+        "Return the `n` most likely answers of a beam search with `n` beams.", False
     )
     length_penalty: float | None = optional(
-        "With `use_beam_search`: scores are divided by the length to this power; above 0, longer answers win.",
+        "With `use_beam_search`: scores are divided by the length to this power; values above 0 favour longer answers.",
         1.0,
         ge=-MAX_LENGTH_PENALTY,
         le=MAX_LENGTH_PENALTY,
@@ -200,12 +203,12 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
         '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name": …, "schema": …}}`.'
     )
     structured_outputs: StructuredOutputsFields | None = optional(
-        "The same with more to choose from: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
+        "vLLM's form with more formats: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
     )
-    guided_json: JsonSchema | None = optional("The older name of `structured_outputs.json`.")
-    guided_regex: str | None = optional("The older name of `structured_outputs.regex`.")
-    guided_choice: list[str] | None = optional("The older name of `structured_outputs.choice`.")
-    guided_grammar: str | None = optional("The older name of `structured_outputs.grammar`.")
+    guided_json: JsonSchema | None = optional("The older name for `structured_outputs.json`.")
+    guided_regex: str | None = optional("The older name for `structured_outputs.regex`.")
+    guided_choice: list[str] | None = optional("The older name for `structured_outputs.choice`.")
+    guided_grammar: str | None = optional("The older name for `structured_outputs.grammar`.")
 
     @model_validator(mode="after")
     def _check_together(self) -> SamplingFields:

@@ -27,12 +27,12 @@ _CompletionBase: Any = body_class("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_
 class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
     """Text to be continued."""
 
-    prompt: Prompt = Field(description="A text, token ids, or a list of either.")
+    prompt: Prompt = Field(description="A string, a list of token ids, or a list of either.")
     logprobs: int | None = optional(
-        "Log-probabilities of the sampled tokens and of this many likeliest ones; with `echo` of the prompt's too.",
+        "Return log probabilities of the sampled tokens and of this many most likely tokens; with `echo`, also for the prompt.",
         json_schema_extra=limits("logprobs"),
     )
-    echo: bool | None = optional("Begin the answer with the prompt; then `max_tokens` may be 0.", False)
+    echo: bool | None = optional("Start the answer with the prompt; `max_tokens` may then be 0.", False)
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 

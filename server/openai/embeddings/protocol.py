@@ -28,9 +28,10 @@ class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[mi
     """What a request for embeddings says besides its text."""
 
     encoding_format: Literal["float", "base64"] | None = optional(
-        "`base64`: of little-endian float32 values; a fifth of the bytes, and what OpenAI's clients ask for.", "float"
+        "`base64`: little-endian float32 values in base64; a fifth of the bytes, and what OpenAI's clients request.",
+        "float",
     )
-    use_activation: bool | None = optional("vLLM's newer name of `normalize`.")
+    use_activation: bool | None = optional("vLLM's newer name for `normalize`.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
@@ -54,7 +55,7 @@ class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[mi
 class EmbeddingTextRequest(_Embedding):
     """Texts to be embedded."""
 
-    input: Prompt = Field(description="A text, token ids, or a list of either.")
+    input: Prompt = Field(description="A string, a list of token ids, or a list of either.")
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingTextRequest:

@@ -162,7 +162,7 @@ def test_every_field_that_is_not_supported_is_refused_on_its_own(live: Live) -> 
         ({"messages": MESSAGES, "tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", ["a b"]),
         ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "tools[1].function.name", ["two tools", "'f'"]),
         ({"messages": MESSAGES, "tools": [TOOL]}, "tools", ["chat template", "--tool-call-parser"]),
-        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", ["needs tools"]),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", ["requires tools"]),
         ({"messages": MESSAGES, "tool_choice": "perhaps"}, "tool_choice", ['"auto", "required"']),
         ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice", ["'g'"]),
         ({"messages": MESSAGES, "reasoning_effort": "huge"}, "reasoning_effort", ["'none'", "'huge'"]),
@@ -286,7 +286,7 @@ def test_no_chat_template(serve: Callable[..., Live]) -> None:
         create_app(FakeEngine(), ServerConfig(chat_template="{% broken"))
     with pytest.raises(ConfigError, match="must be a file or a template"):
         ServerConfig(chat_template="/no/such/file")
-    with pytest.raises(ConfigError, match="must not hold tools"):
+    with pytest.raises(ConfigError, match="must not contain tools"):
         create_app(FakeEngine(), ServerConfig(default_chat_template_kwargs={"tools": 1}))
 
 

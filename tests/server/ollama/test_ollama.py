@@ -317,7 +317,7 @@ def test_models_cannot_be_removed(client: ollama.Client) -> None:
 
 def test_an_error_ends_a_stream(live: Live, client: ollama.Client) -> None:
     live.engine.fail_after = 3
-    with pytest.raises(ollama.ResponseError, match="the engine failed at this request"):
+    with pytest.raises(ollama.ResponseError, match="the engine failed on this request"):
         list(client.chat("toy", HELLO, stream=True))
 
 

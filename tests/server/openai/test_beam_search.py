@@ -165,7 +165,7 @@ def test_what_a_search_cannot_heed_is_named(dice: Live) -> None:
         (
             {"n": 5},
             "n",
-            "5 beams need more log-probabilities than the server gives: logprobs must be at most max_logprobs",
+            "5 beams need more log probabilities than the server gives: logprobs must be at most max_logprobs",
         ),
         ({"stream": True}, "use_beam_search", "gives no streams"),
         ({"length_penalty": 11}, "length_penalty", "less than or equal to 10"),

@@ -124,7 +124,7 @@ def test_a_template_that_is_given_writes_the_pairs(serve: Callable[..., Live]) -
     assert scores == pytest.approx([1 / (1 + math.exp(-logit(prompt))) for prompt in prompts], abs=1e-6)
     refused = live.post("/rerank", query="ab", documents=["no"])
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "the chat template refuses the texts: not that"
+    assert refused.json()["error"]["message"] == "the chat template rejected the texts: not that"
     live.post("/classify", input="plain")
     assert live.engine.embedded[-1][0] == tokenizer.encode("plain")
 
@@ -178,7 +178,7 @@ def test_a_model_that_generates_compares_nothing(vectors: Live) -> None:
 
 def test_a_classifier_generates_nothing(vectors: Live) -> None:
     classifier(vectors, 1, "sigmoid")
-    assert "is published for classification and generates nothing. Use /v1/classify." in vectors.complete("a").text
+    assert "is published for classification and generates no text. Use /v1/classify." in vectors.complete("a").text
 
 
 def test_an_abort_is_told(vectors: Live) -> None:
