@@ -91,12 +91,14 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(True, "reuse the KV cache for prompts with a common prefix")
     prefix_cache_file: str | None = flag(
         None,
-        "file in which the prefix cache is saved when the engine is idle or stops; prompts can be reconstructed from it",
+        "file in which the prefix cache is saved when the engine is idle or stops; with several ranks, FILE.rank0, FILE.rank1 "
+        "and so on; prompts can be reconstructed from it",
         metavar="FILE",
     )
     prefix_cache_file_size: int = flag(
         16 << 30,
-        "maximum size of the prefix cache file in bytes, such as 16GiB, the default; least recently used blocks are evicted",
+        "maximum size of the prefix cache file, or of each rank's, in bytes, such as 16GiB, the default; least recently used "
+        "blocks are evicted",
         size=True,
         at_least=1,
     )
