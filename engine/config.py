@@ -91,12 +91,14 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(True, "reuse the KV cache for prompts with a common prefix")
     prefix_cache_file: str | None = flag(
         None,
-        "file in which the prefix cache is saved when the engine is idle or stops; prompts can be reconstructed from it",
+        "file in which the prefix cache is saved when the engine is idle or stops; with several ranks, FILE.rank0, FILE.rank1 "
+        "and so on; prompts can be reconstructed from it",
         metavar="FILE",
     )
     prefix_cache_file_size: int = flag(
         16 << 30,
-        "maximum size of the prefix cache file in bytes, such as 16GiB, the default; least recently used blocks are evicted",
+        "maximum size of the prefix cache file, or of each rank's, in bytes, such as 16GiB, the default; least recently used "
+        "blocks are evicted",
         size=True,
         at_least=1,
     )
@@ -188,8 +190,6 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
-        if self.prefix_cache_file is not None and self.num_ranks > 1:
-            raise ConfigError(f"prefix_cache_file needs a model on one GPU, got {self.num_ranks}")
         if self.distributed_executor_backend == "ray":
             if self.num_ranks == 1:
                 raise ConfigError("distributed_executor_backend ray needs tensor_parallel_size above 1, got 1")

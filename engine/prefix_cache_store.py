@@ -125,6 +125,7 @@ def open_store(
         "dtype": f"{options.dtype}, {options.kv_dtype}, scales calculated: {options.calculate_kv_scales}",
         "quantization": str(config.quantization),
         "max_model_len": str(options.max_model_len),
+        "part of the model": "all",
         "kind of device": options.device.torch_device.type,
         "version of Quire": __version__,
     }

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 COMMANDS = ("serve", "chat", "generate", "plan", "pull", "models", "check", "bench", "top", "keys", "env")  # modules
 EPILOG = """examples:
-  quire serve                        serve the bundled demo model: API and chat page at http://127.0.0.1:8000
-  quire serve Qwen/Qwen3-0.6B        serve a model from Hugging Face, downloaded once
-  quire chat --model ./my-model      chat in the terminal
-  quire generate "Once upon a time"  continue a text
-  quire plan Qwen/Qwen3-32B --gpu h100   what a model needs: memory, context, speed
-  quire pull Qwen/Qwen3-0.6B         download a model without serving it
-  quire models                       list the supported model families and formats
-  quire check http://127.0.0.1:8000  test which API features a server supports
-  quire bench throughput --help      measure performance
-  quire top http://127.0.0.1:8000    watch a running server
+  quire serve                             serve the bundled demo model: API and chat page at http://127.0.0.1:8000
+  quire serve Qwen/Qwen3-0.6B             serve a model from Hugging Face, downloaded once
+  quire chat --model ./my-model           chat in the terminal
+  quire generate "Once upon a time"       continue a text
+  quire plan Qwen/Qwen3-32B --gpu h100    what a model needs: memory, context, speed
+  quire pull Qwen/Qwen3-0.6B              download a model without serving it
+  quire models                            list the supported model families and formats
+  quire check http://127.0.0.1:8000       test which API features a server supports
+  quire bench throughput --help           measure performance
+  quire top http://127.0.0.1:8000         watch a running server
   quire keys new alice --file keys.yaml   create an API key
-  quire env                          versions and machine, for bug reports
+  quire env                               versions and machine, for bug reports
 
 `quire completion bash` writes a script for TAB completion. QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
 """

@@ -1,10 +1,10 @@
-"""The contract between policy and mechanism: what one step is asked to do, and what it gave. Plain data, no torch.
+"""The interface between scheduler and worker: the input and the result of a step. Plain data, no torch.
 
 Call order: `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.launch()`, then
 `handle.read() -> (SchedulerOutput, StepResult) -> Scheduler.update() -> StepOutputs`.
 
-Per-request data is stored as parallel lists, and an unchanged list is reused: a decode step of a thousand requests does not
-make a thousand objects.
+Per-request data is stored in parallel lists, and an unchanged list is reused: a decode step of a thousand requests does not
+create a thousand objects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 
 from engine.core.engine_request import EngineRequest
 
-# In place of a sampled token: why there is none. As `kernels.NOT_FINITE` and `kernels.NOTHING_ALLOWED`.
+# Error codes in place of a sampled token; the same values as `kernels.NOT_FINITE` and `kernels.NOTHING_ALLOWED`.
 NOT_FINITE, NOTHING_ALLOWED = -1, -2
 FAULTS = {
     NOT_FINITE: "the logits are not finite: the model computed NaN or infinity",
@@ -24,12 +24,12 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that takes a device row: new, or back after preemption. All its tokens are known on the CPU."""
+    """A request that gets a device row: new, or resumed after preemption. All its tokens are known on the CPU."""
 
     request: EngineRequest
-    seed: int  # 64-bit, always set: the request's own, or drawn by the engine
-    token_ids: list[int]  # prompt, and what was generated before a preemption
-    num_computed_tokens: int  # prefix-cache hits: their KV is already in the first blocks
+    seed: int  # 64-bit: the request's own, or drawn by the engine
+    token_ids: list[int]  # prompt, and tokens generated before a preemption
+    num_computed_tokens: int  # prefix-cache hits: the first blocks already hold their KV
     block_ids: list[list[int]]  # its block table in each cache group
 
     @property
@@ -43,18 +43,18 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledBatch:
-    """Which requests compute how many tokens in a step: the next `num_tokens[i]` of request `request_ids[i]`. Immutable.
+    """The requests of a step: request `request_ids[i]` computes its next `num_tokens[i]` tokens. Immutable.
 
-    A request's tokens are computed in order, from `num_computed_tokens` of its `NewRequest` on. Requests that compute one
-    token come first (decodes), then those that compute more (prefill chunks). While the same requests compute the same
-    number of tokens, successive steps have the same object, so that what is derived from it can be kept.
+    A request's tokens are computed in order, starting at `num_computed_tokens` of its `NewRequest`. Requests that compute one
+    token come first (decodes), then requests that compute more (prefill chunks). While the same requests compute the same
+    numbers of tokens, successive steps share one object, so that data derived from it can be kept.
     """
 
     request_ids: list[str]
     num_tokens: list[int]
     total_num_tokens: int
-    num_decodes: int  # how many of them are of one token
-    partial: list[int]  # indices of chunks that end before their request's last token; all others sample its next one
+    num_decodes: int  # number of requests that compute one token
+    partial: list[int]  # indices of chunks that end before the request's last token; all other requests sample a token
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -62,14 +62,14 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step."""
+    """What the worker is told for one step."""
 
     step: int
     new_requests: list[NewRequest]
     batch: ScheduledBatch
-    # Request → block ids appended to its block table in each cache group before this step; none of `new_requests`.
+    # Request id → block ids to append to its block table in each cache group before this step; not for `new_requests`.
     new_block_ids: dict[str, list[list[int]]]
-    # Finished, aborted or preempted since the last output: their rows are freed before `new_requests` get theirs.
+    # Requests that finished or were aborted or preempted since the last output: free their rows before adding `new_requests`.
     removed: list[str]
 
     def __bool__(self) -> bool:
@@ -78,17 +78,17 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, as OpenAI's API means them: of raw logits, before temperature and filters."""
+    """Log-probabilities at one position, as in OpenAI's API: of raw logits, before temperature and filters."""
 
     logprob: float  # of the sampled token
     rank: int  # its rank among all tokens, from 1
-    top_ids: list[int]  # most likely first, or those asked for by `logprob_token_ids`
+    top_ids: list[int]  # most likely first, or the requested `logprob_token_ids`
     top_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of prompt tokens `first`, `first + 1`, …, given those before them; none: they are not finite."""
+    """Log-probabilities of the prompt tokens from index `first` on; empty if they are not finite."""
 
     first: int
     logprobs: list[TokenLogprobs]
@@ -96,49 +96,52 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, in columns over its batch.
+    """The result of a step, in columns over its batch.
 
-    Request i got `num_sampled[i]` tokens, the next ones of the flat `token_ids`: none when its chunk ended before its last
-    token, when its sampling was deferred or when it is pooled; one as a rule; more when drafts were accepted.
+    Request i got `num_sampled[i]` tokens, the next ones of the flat `token_ids`: usually one; none if its chunk ended before
+    its last token, if its sampling was deferred or if it is a pooling request; more if draft tokens were accepted.
     """
 
-    token_ids: list[int]  # or FAULTS
+    token_ids: list[int]  # or error codes, see FAULTS
     num_sampled: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each of its tokens
-    prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # index → of the tokens after its own
-    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; none: they are not finite
-    expert_tokens: dict[int, list[int]] = field(default_factory=dict)  # layer → tokens of each expert, if counted
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each new token
+    prompt_logprobs: dict[int, PromptScores] = field(
+        default_factory=dict
+    )  # index → of the tokens after the computed ones
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; empty: not finite
+    expert_tokens: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # layer → number of tokens of each expert, if counted
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one request got in a step: engine process → API process."""
+    """What one request got in a step. Sent from the engine process to the API process."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None  # "stop", "length", "abort", "timeout", "error"
-    stop_reason: int | None = None  # the stop token id that ended it, when not the model's end of text
-    logprobs: list[TokenLogprobs] | None = None  # one for each new token, when asked
+    stop_reason: int | None = None  # the stop token id that finished the request, unless it is an end of text
+    logprobs: list[TokenLogprobs] | None = None  # one for each new token, if requested
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     num_preemptions: int = 0
-    queued_time: float = 0.0  # monotonic seconds: arrived in the engine, first scheduled
-    scheduled_time: float = 0.0
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # with the first token, when asked: of the prompt's second token on
-    )
+    queued_time: float = 0.0  # when the request arrived in the engine, in monotonic seconds
+    scheduled_time: float = 0.0  # when it was first scheduled
+    # With the first token, if requested: from the prompt's second token on.
+    prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
-    prefix_miss: str = ""  # why no more of the prompt was in the prefix cache
-    error: str = ""  # with "error": what went wrong, for the request's client
-    is_refused: bool = False  # with "error": the request is to blame for it
+    prefix_miss: str = ""  # why no more of the prompt was found in the prefix cache
+    error: str = ""  # with "error": the message for the client
+    is_refused: bool = False  # with "error": the request is at fault (status 400)
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step gave to all requests. Most got one more token and nothing else: request `request_ids[i]` got
-    `token_ids[i]`. The others, among them all that begin or end, are in `outputs`.
+    """What a step gave to all requests. A request with one new token and nothing else is in the columns: `request_ids[i]` got
+    `token_ids[i]`. All others are in `outputs`, among them every request that starts or finishes.
 
-    The columns are immutable: `request_ids` may be those of the step before. Iterating gives an `EngineOutput` for each
-    request, where speed does not matter.
+    The columns are immutable: `request_ids` may be the previous step's list. Where speed does not matter, iterate to get an
+    `EngineOutput` for each request.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -156,18 +159,18 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot for metrics and the log line. Counters only grow."""
+    """A snapshot for metrics and the log line. Counters never decrease."""
 
     num_running: int
-    num_waiting: int  # for blocks or a row
+    num_waiting: int  # requests that wait for blocks or a row
     num_blocks: int
     num_free_blocks: int  # free or evictable
     num_preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
-    prefix_hits: int  # and found
+    prefix_hits: int  # prompt tokens found there
     prompt_tokens: int  # prompt tokens computed
     generation_tokens: int
-    num_deferred: int = 0  # requests whose grammars are being compiled
+    num_deferred: int = 0  # requests whose grammar is being compiled
     num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
 
     @property
@@ -176,7 +179,7 @@ class SchedulerStats:
 
 
 def total(stats: Sequence[SchedulerStats]) -> SchedulerStats | None:
-    """Of several engines together; None of none."""
+    """Return the sum over several engines; None if there are none."""
     if not stats:
         return None
     names = (each.name for each in fields(SchedulerStats))

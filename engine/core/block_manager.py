@@ -1,4 +1,4 @@
-"""Which KV blocks a request holds in each cache group, and which of them it finds already computed."""
+"""Assigns KV blocks to requests in each cache group, and finds blocks that the prefix cache already has."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from engine.core.block_pool import BlockPool
 from engine.core.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.request import Request
 
-HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each before it is needed
-UNHELD = 0  # in a block table, where the request holds no block: no query reads or writes that entry
+HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
+UNHELD = 0  # block table entry where the request holds no block: no query reads or writes it
 
 
 class BlockManager:
-    """Block tables of `block_size` tokens a block, one for each cache group, over one pool of `num_blocks` blocks.
+    """Block tables with `block_size` tokens per block, one for each cache group, over one pool of `num_blocks` blocks.
 
-    Entry i of a table is the block of tokens `i * block_size ..`. A group with a window gives blocks back once no query
-    to come reads them; their entries stay in the table, below `Request.num_passed`. All blocks have the same size in
-    bytes, so whatever one group gives back any other can take: the pool needs no division between groups.
+    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`. A group with a sliding window
+    releases blocks that no later query reads; their entries stay in the table, below `Request.num_passed`. All blocks have
+    the same size in bytes, so every group can use the blocks that another one releases: the pool is not divided between
+    groups.
 
-    Prefix cache. A full block is named by its group and `sha256(hash of the block before it, its token ids)`, the chain
-    starting at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain survives
-    the eviction and recomputation of a block in its middle. With a 256-bit cryptographic hash a hit is proof of equal
-    content: no two prefixes with one name can be constructed, which Python's `hash()` of token tuples would allow; and a
-    name costs 32 bytes where the tokens to compare would cost a kilobyte.
+    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its token ids)`; the chain
+    starts at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain survives the
+    eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two
+    prefixes with the same name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens
+    to compare would take a kilobyte.
 
-    Two requests that compute the same content at once both keep their own block; the first one is published, the
-    other's block stays private and is empty when released.
+    If two requests compute the same content at the same time, each keeps its own block. The first block is published; the
+    other stays private and is empty once it is released.
 
-    Writes need no locks and no waiting. Steps run on the device in launch order, and a step stores the KV of all its
-    tokens before any of them attends (layer by layer); so
-    - a block released while a launched step still reads or writes it may be handed out at once: its new owner's writes are
-      launched later,
-    - a block may be published, and hit by another request, in the very step that fills it.
-    A stale write never meets foreign content: a request writes only to blocks that it alone holds and that are not
-    published, and a block it loses can be written by another, or published again, only by a later step.
+    **No locks.** Steps run on the device in launch order, and within each layer a step stores the KV of all its tokens before
+    any of them attends. Therefore
+    - a block that is released while a launched step still reads or writes it may be assigned again at once: the writes of its
+      new holder are launched later;
+    - a block may be published, and hit by another request, in the same step that fills it.
+    A stale write never corrupts another request: a request writes only to unpublished blocks that it alone holds, and a block
+    that it loses is written or published again only by a later step.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class BlockManager:
         groups: Sequence[CacheGroup] = (FULL,),
         max_chunk: int = sys.maxsize,
     ) -> None:
-        """`max_chunk`: the most tokens of one request that a step computes."""
+        """`max_chunk`: maximum number of tokens that a step computes for one request."""
         assert block_size >= 1
         assert groups
         self.groups = tuple(groups)
@@ -60,26 +61,27 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds: empty or evictable."""
+        """Number of blocks that no request holds: empty or evictable."""
         return self.pool.num_free
 
     def most_held(self, num_tokens: int) -> int:
-        """The most blocks that a request of so many tokens holds at a time."""
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at a time."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.max_chunk)
 
     def longest(self, max_tokens: int) -> int:
-        """The most tokens, up to `max_tokens`, of a request that can run, at least alone."""
+        """Return the length of the longest request that can run alone, up to `max_tokens`."""
         return longest_sequence(self.groups, self.num_blocks, self.block_size, self.max_chunk, max_tokens)
 
     def capacity(self, num_tokens: int) -> int:
-        """The tokens that fit the cache in sequences of `num_tokens`, rounded up to whole blocks."""
+        """Return how many tokens fit in the cache as sequences of `num_tokens` tokens, rounded up to whole blocks."""
         num_tokens = -(-num_tokens // self.block_size) * self.block_size
         return self.num_blocks * num_tokens // self.most_held(num_tokens)
 
     def match_prefix(self, request: Request) -> list[list[int]]:
-        """For each group, the first entries of a block table: the longest prefix that is cached.
+        """Find the longest cached prefix. Returns the first block table entries of each group.
 
-        The last token is excepted: one is computed. A group with a window needs only what the next query reads of it.
+        The prefix never includes the last token, since at least one token must be computed. In a group with a window, only
+        the blocks that the next query reads need to be cached.
         """
         tables: list[list[int]] = [[] for _ in self.groups]
         if not self.enable_prefix_caching:
@@ -101,10 +103,10 @@ class BlockManager:
         return tables
 
     def miss_reason(self, request: Request, num_matched: int) -> str:
-        """Why `match_prefix` found no more than the first `num_matched` blocks; empty: it found all that it may.
+        """Return why `match_prefix` found only the first `num_matched` blocks, or "" if it found the whole prompt.
 
-        "disabled": there is no prefix cache; "not_read": each token of the prompt has a result of its own; "evicted";
-        "not_seen": no request with this salt has computed these tokens, or it was long ago.
+        "disabled": there is no prefix cache; "not_read": every token of the prompt must be computed for its own result;
+        "evicted"; "not_seen": no request with this salt has computed these tokens, or one did long ago.
         """
         if not self.enable_prefix_caching:
             return "disabled"
@@ -115,13 +117,14 @@ class BlockManager:
         return "evicted" if self.pool.was_cached(self._hash(request, num_matched)) else "not_seen"
 
     def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
-        """Of the prefixes of up to `num_blocks` blocks, the longest whose end every window finds published; in blocks.
+        """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in every
+        group with a window.
 
-        Fills the tables of groups with a window, but for entries that the query after that prefix does not read.
+        Fills the tables of these groups, except for entries that the query after that prefix does not read.
         """
         size, longest = self.block_size, 0
         finders = [(self.pool.finder(g), group, tables[g]) for g, group in self._windowed]
-        runs = [0] * len(finders)  # published blocks in succession, up to the one at hand
+        runs = [0] * len(finders)  # consecutive published blocks, up to the current one
         for index in range(num_blocks):
             block_hash, is_end = self._hash(request, index), True
             for i, (find, group, table) in enumerate(finders):
@@ -139,10 +142,11 @@ class BlockManager:
     def grow(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
     ) -> list[list[int]] | None:
-        """Append blocks to its tables until `num_tokens` tokens fit: `cached` (of `match_prefix`), then new ones.
+        """Append blocks to the request's tables until `num_tokens` tokens fit: first `cached`, from `match_prefix`, then new
+        ones.
 
-        A group with a window gives back what no query to come reads, and gets blocks for no more than a step computes.
-        Returns the new blocks of each group. All or nothing: None unless `num_spare` blocks are still free afterwards.
+        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns the new
+        blocks of each group, or None, without any change, unless `num_spare` blocks remain free.
         """
         size, pool = self.block_size, self.pool
         if request.block_tables and self._windowed:
@@ -163,15 +167,15 @@ class BlockManager:
         return new_ids
 
     def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
-        """Whether a request that holds no block would get them from `grow`."""
+        """Whether `grow` would succeed for a request that holds no block."""
         *_, held, counts = self._growth(request, num_tokens, cached)
         return sum(counts) + num_spare <= self.pool.num_free - self.pool.num_unheld(held)
 
     def _growth(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[int], list[int], list[int]]:
-        """For `grow`: the tables and how many of their entries are passed, the cached blocks that it has to hold, and how many
-        new ones each group needs.
+        """Return what `grow` needs: the tables, the number of passed entries of each, the cached blocks to hold, and the number
+        of new blocks for each group.
         """
         size, num_cached = self.block_size, len(cached[0]) if cached else 0
         computed = max(num_cached * size, request.num_computed_tokens)
@@ -191,9 +195,9 @@ class BlockManager:
         return tables, num_passed, held, counts
 
     def _give_back_passed(self, request: Request) -> None:
-        """Release the blocks that lie before the window of every query to come.
+        """Release the blocks before the window of every later query.
 
-        A retraction takes the next query back to the newest token that the CPU knows, and no further.
+        The next query may be the one of the newest token that the CPU knows: that is how far a retraction goes back.
         """
         position = min(request.num_computed_tokens, len(request.token_ids) - 1)
         for g, group in self._windowed:
@@ -202,7 +206,7 @@ class BlockManager:
             request.num_passed[g] = max(request.num_passed[g], first)
 
     def commit(self, request: Request) -> None:
-        """Publish its blocks that are full of tokens which are both known and computed."""
+        """Publish the request's full blocks whose tokens are both known and computed."""
         ready, size = min(len(request.token_ids), request.num_computed_tokens), self.block_size
         for end in range(request.next_commit, ready + 1, size):
             index = end // size - 1
@@ -213,12 +217,12 @@ class BlockManager:
             request.next_commit = end + size
 
     def unpublish(self, request: Request) -> None:
-        """Let no request find its blocks any more: their content is in doubt."""
+        """Remove the request's blocks from the prefix cache: their content may be corrupt."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
             self.pool.unpublish(table[num_passed:])
 
     def release(self, request: Request) -> None:
-        """Take its blocks back, the last one first: the head of a prefix, shared most, is evicted last."""
+        """Release the request's blocks, the last one first: the start of a prefix is shared most and should be evicted last."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
             self.pool.release(reversed(table[num_passed:]))
         request.block_tables, request.num_passed = [], []
@@ -226,18 +230,18 @@ class BlockManager:
         request.next_commit = sys.maxsize
 
     def reset(self) -> bool:
-        """Forget all cached content. False, and no change, while a request holds a block."""
+        """Empty the prefix cache. Returns False, without any change, while a request holds a block."""
         return self.pool.reset()
 
     def _hash(self, request: Request, index: int) -> bytes:
-        """Names its first `index + 1` blocks, all full; computed once, even over preemptions."""
+        """Return the hash of the request's first `index + 1` blocks, all full. Computed once, also across preemptions."""
         hashes = request.block_hashes
         if index >= len(hashes):
             self._hash_more(request, index + 1)
         return hashes[index]
 
     def _hash_more(self, request: Request, count: int) -> None:
-        """Hash its next full blocks, at least up to `count` in all, and some more where their tokens are known."""
+        """Hash the next full blocks: up to block `count`, and more of them if their tokens are known."""
         hashes, size = request.block_hashes, self.block_size
         start = len(hashes)
         end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
@@ -248,7 +252,7 @@ class BlockManager:
             hashes.append(name)
 
     def check(self, holders: Iterable[Request]) -> None:
-        """Assert every invariant, given all requests that hold blocks."""
+        """Assert all invariants, given all requests that hold blocks."""
         requests = list(holders)
         held = Counter(
             block_id

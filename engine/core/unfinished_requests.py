@@ -1,4 +1,4 @@
-"""The requests that have not ended: where they wait or run, which blocks they hold, and how they end."""
+"""The scheduler's unfinished requests: their queues, their blocks, and how they finish."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.core.visits import Visits
 
 
 class UnfinishedRequests:
-    """What a scheduler schedules. Requests come by `add`; they end here when they are aborted or their time is over."""
+    """The requests of a scheduler. `add` queues them; aborts and deadlines finish them here."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class UnfinishedRequests:
         max_model_len: int,
         clock: Callable[[], float],
     ) -> None:
-        """`clock`: monotonic seconds, as deadlines are."""
+        """`clock`: monotonic seconds, like deadlines."""
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
@@ -33,13 +33,13 @@ class UnfinishedRequests:
         self.queues = RequestQueues(max_num_batched_tokens // 2, self._visits)
         self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._late: list[EngineOutput] = []  # of requests that were not begun, since their deadlines could not be met
-        self._removed: list[str] = []  # requests whose rows the worker is yet to be told to free
+        self._late: list[EngineOutput] = []  # of requests that were not started because they would miss their deadlines
+        self._removed: list[str] = []  # ids of requests whose rows the worker has not been told to free
         self._num_preemptions = 0
         self.num_corrupted = 0  # requests that ended because the model computed NaN or infinity
 
     def check_new(self, request: Request) -> None:
-        """ValueError when its id is in use, or when it can never be run. Limits its length to what the model and cache hold."""
+        """Raise `ValueError` if the id is in use or the request can never run. Caps its length at what fits model and cache."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
         if self.queues.find(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
@@ -58,18 +58,18 @@ class UnfinishedRequests:
         request.max_num_tokens = max_num_tokens
 
     def add(self, request: Request) -> None:
-        """Queue a new request. ValueError as `check_new`."""
+        """Queue a new request. Raises `ValueError` like `check_new`."""
         self.check_new(request)
         request.queued_time = self._clock()
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that `drain` took out."""
+        """Queue a request that `drain` removed."""
         self.queues.add(request)
         self._deadlines.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, whatever its state; its tokens in flight are dropped. False when there is none."""
+        """Abort a request in any state; its tokens in flight are dropped. Returns False if there is none with this id."""
         request = self.queues.find(request_id)
         if request is None:
             return False
@@ -78,8 +78,8 @@ class UnfinishedRequests:
         return True
 
     def expire(self) -> list[EngineOutput]:
-        """End the requests whose deadlines have passed, whatever their state. Returns their final outputs, and those of the
-        requests that `schedule` did not begin since they would have been too late. To be called when that step is launched.
+        """Finish the requests whose deadlines have passed. Returns their final outputs, and those of requests that `schedule`
+        did not start because they would miss their deadlines. Call it after launching that step.
         """
         outputs, self._late = self._late, []
         for request in self._deadlines.passed():
@@ -93,7 +93,7 @@ class UnfinishedRequests:
         return request.output([])
 
     def _fail(self, request: Request) -> None:
-        """It ends with an error. NaN may stand in its KV, where no other request may find it."""
+        """Handle a request that finishes with an error. Its KV may hold NaN, so no other request may find its blocks."""
         if request.error == FAULTS[NOT_FINITE]:
             self.num_corrupted += 1
             self.blocks.unpublish(request)
@@ -108,7 +108,7 @@ class UnfinishedRequests:
         return request
 
     def _forget(self, request: Request) -> None:
-        """Drop a finished request. Steps in flight may still compute it; `update` ignores what they give."""
+        """Drop a finished request. Steps in flight may still compute it; `update` ignores their results."""
         self.queues.remove(request)
         request.steady_until = 0
         if request.block_tables:
@@ -116,5 +116,5 @@ class UnfinishedRequests:
             self.blocks.release(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV, as after a change of weights. False, and no change, while a request is running."""
+        """Empty the prefix cache, as after a change of weights. Returns False, without any change, while a request runs."""
         return self.blocks.reset()

@@ -9,6 +9,7 @@ grammars.
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import threading
 import time
@@ -16,8 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +38,7 @@ from engine.worker.device import CudaDevice
 from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
 from engine.worker.model_runner import ModelRunner, StepHandle
 from engine.worker.options import RunnerOptions
+from engine.worker.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
 from engine.worker.startup import build_runner as build_single
 
 LOSS_SECONDS = 5  # in which a follower's end is noticed
@@ -57,6 +61,10 @@ class Build:
     folder: Path
     spec: ModelSpec
     options: RunnerOptions
+
+    def own_file(self, options: BlockFileOptions, folder: Path | None = None) -> BlockFileOptions:
+        """The options of this rank's file of blocks. `folder`: has the model, where that is another one than rank 0's."""
+        return of_rank(options, self.rank, f"{self.shard}, {self.stage}", folder or options.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,30 +194,40 @@ class PipelinedStep:
 
 
 class Watch:
-    """Looks for the followers' signs of life, in a thread: one that is stopped, or whose machine is gone, ends nothing by
-    itself, and the others wait for it for ever.
+    """Receives the followers' answers, and looks for their signs of life: a follower that is stopped, or whose machine is
+    gone, ends nothing by itself, and the others wait for it for ever.
     """
 
     def __init__(self, followers: Sequence[Follower], lost: Lost) -> None:
+        self.answers: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in followers]
         self._followers, self._lost = followers, lost
+        self._missed = [0] * len(followers)  # looks since the last message of each follower
         self._ended = threading.Event()
+        threading.Thread(target=self._listen, name="answers of ranks", daemon=True).start()
         self._thread = threading.Thread(target=self._look, name="watch over ranks", daemon=True)
         self._thread.start()
 
+    def _listen(self) -> None:
+        indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
+        while indices and not self._ended.is_set():
+            for connection in wait(list(indices), BEAT_SECONDS):
+                try:
+                    data = connection.recv_bytes()  # type: ignore[union-attr]
+                except (OSError, EOFError):  # its end is noticed elsewhere
+                    del indices[connection]
+                    continue
+                self._missed[indices[connection]] = 0
+                if data:
+                    self.answers[indices[connection]].put(json.loads(data))
+
     def _look(self) -> None:
         """Looks are counted, not time: when this process or its machine sleeps, that says nothing about the others."""
-        missed = [0] * len(self._followers)
         while not self._ended.wait(BEAT_SECONDS):
             for i, follower in enumerate(self._followers):
-                missed[i] += 1
-                with contextlib.suppress(OSError, EOFError):  # its end is noticed elsewhere
-                    while follower.connection.poll():
-                        follower.connection.recv_bytes()
-                        missed[i] = 0
-            if max(missed) > MAX_MISSED:
-                follower = self._followers[missed.index(max(missed))]
-                how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
-                end_without(follower, how, self._lost)
+                self._missed[i] += 1
+                if self._missed[i] > MAX_MISSED:
+                    how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
+                    end_without(follower, how, self._lost)
 
     def end(self) -> None:
         self._ended.set()
@@ -219,9 +237,12 @@ class Watch:
 class RankedRunner:
     """Rank 0's runner, which the processes of the other ranks follow. If one of those is lost, this process ends."""
 
-    def __init__(self, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch) -> None:
+    def __init__(
+        self, build: Build, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch
+    ) -> None:
         """Use `build`."""
-        self._runner, self._launcher, self.followers, self._watch = runner, launcher, followers, watch
+        self._build, self._runner, self._launcher = build, runner, launcher
+        self.followers, self._watch = followers, watch
         self.num_blocks, self.block_size, self.max_model_len = (
             runner.num_blocks,
             runner.block_size,
@@ -277,7 +298,7 @@ class RankedRunner:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 raise
-        return cls(runner, launcher, followers, Watch(followers, lost))
+        return cls(builds[0], runner, launcher, followers, Watch(followers, lost))
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
@@ -330,13 +351,20 @@ class RankedRunner:
         self._tell(Sample(handle.masks.tobytes(), list(deferred)))
         finish(deferred)
 
-    def _tell(self, message: Launch | Sample | Close) -> None:
+    def _tell(self, message: Launch | Sample | OpenFile | FileCall | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for follower in self.followers:
             follower.send(data)
 
     def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
-        raise NotImplementedError("each rank has a part of every block")
+        """Rank 0's file, which calls the followers' files. None when a rank's file cannot be used."""
+        self._tell(OpenFile(options))
+        followers = Followers(self._call_files, self._watch.answers)
+        return self._runner.open_block_file(self._build.own_file(options), followers)
+
+    def _call_files(self, call: FileCall) -> None:
+        self._run_waiting()  # so that blocks have the same content as on the other stages
+        self._tell(call)
 
     def close(self) -> None:
         """End the followers and release the devices' memory."""
@@ -361,7 +389,9 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
         runner = _build_part(build, folder or build.folder, silent)
     except ModelError as error:
         raise ModelError(f"rank {build.rank}: {error}") from None
-    threading.Thread(target=_beat, args=[connection], name="signs of life", daemon=True).start()
+    leader = Leader(connection)
+    threading.Thread(target=_beat, args=[leader], name="signs of life", daemon=True).start()
+    file: BlockFile | None = None
     handle: StepHandle | None = None
     batch = NO_BATCH
     while True:
@@ -378,15 +408,19 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 if build.stage.is_last:
                     handle.masks[:] = np.frombuffer(masks, np.int32).reshape(handle.masks.shape)
                 handle.sample(deferred)
+            case OpenFile(file_options):
+                file = runner.open_block_file(build.own_file(file_options, folder), leader)
+            case FileCall(method, arguments):
+                getattr(file, method)(*arguments)
             case Close():
                 break
     _leave(runner)
 
 
-def _beat(connection: Connection) -> None:
+def _beat(leader: Leader) -> None:
     with contextlib.suppress(OSError):  # rank 0 is gone
         while True:
-            connection.send_bytes(b"")
+            leader.beat()
             time.sleep(BEAT_SECONDS)
 
 

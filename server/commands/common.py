@@ -78,7 +78,12 @@ SAMPLING_FLAGS = dataclasses.make_dataclass(
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="same as --model")
+    parser.add_argument(
+        "model_argument",
+        metavar="MODEL",
+        nargs="?",
+        help="folder with the model's files, or a Hugging Face id; same as --model",
+    )
 
 
 def base_url(url: str) -> str:

@@ -127,14 +127,14 @@ def _memory(plan: Plan) -> str:
     gpus, share = f"{options.num_ranks_per_stage} × {plan.gpu.title}", options.gpu_memory_utilization
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.weights.items() if size)
     kept = "" if context == options.max_model_len else f"; the model's own is {options.max_model_len:,}"
-    held = ", ".join(f"{int(plan.num_requests(each)):,} of {each:,} tokens" for each in _contexts(plan))
+    held = ", ".join(f"{int(plan.num_requests(each)):,} × {each:,} tokens" for each in _contexts(plan))
     rows = [
         ("memory", _gib(plan.gpu.memory), f"{gpus}: {share:.0%} is used"),
         ("weights", _gib(plan.weight_bytes), parts),
         ("largest step", _gib(plan.activations + plan.buffers), f"{options.max_num_batched_tokens:,} tokens; an estimate"),
         ("KV cache", _gib(plan.kv_cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
         ("context", f"{context:,}" if context else "none", f"tokens{kept}" if context else "no room: the engine would not start"),
-        ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache has room for {held or 'none'}"),
+        ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache holds {held or 'none'}"),
     ]  # fmt: skip
     return "\n".join(f"  {name:<13}{value:>11}   {about}" for name, value, about in rows)
 
@@ -142,7 +142,7 @@ def _memory(plan: Plan) -> str:
 def _speed(plan: Plan) -> str:
     """Return the table of speed limits, with a dash where the KV cache does not hold so many requests."""
     batches = [batch for batch in BATCHES if batch <= plan.options.max_num_seqs]
-    rows = [["Maximum tokens per second", *(f"{batch} at once" for batch in batches)]]
+    rows = [["Maximum tokens per second", *(f"{batch} request{'s'[: batch > 1]}" for batch in batches)]]
     for context in _contexts(plan):
         fits = plan.num_requests(context)
         rates = [f"{plan.tokens_per_second(n, context):,.0f}" if n <= fits else "–" for n in batches]
