@@ -13,8 +13,8 @@ from engine.core.sampling_params import SamplingParams
 from server.http.bodies import one_message
 from server.http.errors import APIError
 
-LogitBias = Annotated[dict[str, float], one_message("an object of token ids, each with a number")]
-Stop = Annotated[str | list[str], one_message("a text or a list of texts")]
+LogitBias = Annotated[dict[str, float], one_message("an object that maps token ids to numbers")]
+Stop = Annotated[str | list[str], one_message("a string or a list of strings")]
 PARAMETERS = parameters_of(SamplingParams)
 _POOLING = parameters_of(PoolingParams)
 _JSON_TYPES: dict[str, Any] = {  # where the type in JSON differs from the field's

@@ -1,4 +1,4 @@
-"""The fields of /v1/chat/completions, and the neutral request that they make."""
+"""The request fields of /v1/chat/completions, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ChatBase: Any = body_class("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
 
 
 class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # type: ignore[misc]
-    """A conversation to be continued."""
+    """A conversation to continue."""
 
     max_completion_tokens: int | None = optional(
         "The newer name for `max_tokens`.", json_schema_extra=limits("max_tokens")
@@ -53,7 +53,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("needs logprobs=true", "top_logprobs")
+            raise wrong("requires logprobs=true", "top_logprobs")
         return self
 
     def neutral(self) -> GenerationRequest:

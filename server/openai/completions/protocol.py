@@ -1,4 +1,4 @@
-"""The fields of /v1/completions, and the neutral request that they make."""
+"""The request fields of /v1/completions, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CompletionBase: Any = body_class("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_
 
 
 class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
-    """Text to be continued."""
+    """A text to continue."""
 
     prompt: Prompt = Field(description="A string, a list of token ids, or a list of either.")
     logprobs: int | None = optional(
@@ -42,23 +42,23 @@ class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
         if not given or (isinstance(given, list) and not isinstance(given[0], int) and not all(given)):
             raise wrong("must not be empty", "prompt")
         if self.scores_prompts and self.stream and (self.n or 1) > 1:
-            raise wrong("with logprobs and several answers is not possible in a stream", "echo")
+            raise wrong("together with logprobs and n above 1 is not supported with stream=true", "echo")
         return self
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the log-probabilities are those of the prompt too."""
+        """Whether log probabilities of the prompt are requested."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing is to be generated."""
+        """Whether only the prompt is returned and nothing is generated."""
         return bool(self.echo) and self.max_tokens == 0
 
     def neutral(self) -> GenerationRequest:
         sampling = given_sampling(self)
         if self.only_echoes:
-            sampling["max_tokens"] = 1  # the least that there is; it is left out of the answer
+            sampling["max_tokens"] = 1  # the engine's minimum; this token is not returned
         if self.scores_prompts and self.prompt_logprobs is None:
             sampling["prompt_logprobs"] = self.logprobs
         structured, names = self.structured_fields()

@@ -200,7 +200,7 @@ def test_counting(live: Live) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-            "messages: there is no text",
+            "messages: must contain text",
         ),
         ({"temperature": -1}, "temperature must be"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),

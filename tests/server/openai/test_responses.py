@@ -238,7 +238,7 @@ def test_the_store_is_bounded(serve: Serve) -> None:
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ["at least 1"]),
         ({"input": "a", "temperature": -1}, "temperature", ["[0, 2]"]),
         ({"input": "a", "temperature": "hot"}, "temperature", ["'hot'"]),
-        ({"input": "a", "background": True, "store": False}, "background", ["needs store"]),
+        ({"input": "a", "background": True, "store": False}, "background", ["requires store"]),
         ({"input": "a", "conversation": "c", "previous_response_id": "r"}, "conversation", ["previous_response_id"]),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", ["not supported yet"]),
         ({"input": "a", "tools": [{"type": "robot"}]}, "tools[0]", ["'function'"]),
