@@ -210,15 +210,19 @@ class Watch:
     def _listen(self) -> None:
         indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
         while indices and not self._ended.is_set():
-            for connection in wait(list(indices), BEAT_SECONDS):
-                try:
-                    data = connection.recv_bytes()  # type: ignore[union-attr]
-                except (OSError, EOFError):  # its end is noticed elsewhere
-                    del indices[connection]
-                    continue
-                self._missed[indices[connection]] = 0
-                if data:
-                    self.answers[indices[connection]].put(json.loads(data))
+            with contextlib.suppress(OSError):  # closed by this process, which ends the followers
+                for connection in wait(list(indices), BEAT_SECONDS):
+                    self._receive(connection, indices)
+
+    def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
+        try:
+            data = connection.recv_bytes()
+        except (OSError, EOFError):  # its end is noticed elsewhere
+            del indices[connection]
+            return
+        self._missed[indices[connection]] = 0
+        if data:
+            self.answers[indices[connection]].put(json.loads(data))
 
     def _look(self) -> None:
         """Looks are counted, not time: when this process or its machine sleeps, that says nothing about the others."""

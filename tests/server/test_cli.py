@@ -491,7 +491,7 @@ def test_chat_goes_on_after_a_refusal(server: Server) -> None:
     result = quire("chat", "--url", server.url, "--max-tokens", "4", stdin=f"{'x' * 5000}\nHi\n")
     assert result.returncode == 0
     assert "maximum context length is 4096" in result.stdout
-    assert "/new begins a new conversation" in result.stdout
+    assert "/new starts a new conversation" in result.stdout
 
 
 def test_chat_in_process(model: Path, server: Server) -> None:
