@@ -27,38 +27,38 @@ NUM_BUFFERS = 4  # as many threads read at the start; one thread writes
 
 
 class Found(IntEnum):
-    """What `BlockFile.load` did with a slot. The state among several ranks is the least of theirs."""
+    """What `BlockFile.load` found in a slot. With several ranks, the least of their results counts."""
 
     INVALID = 0  # the slot does not hold the block
-    UNREAD = 1  # it claims to
-    LOADED = 2
+    UNREAD = 1  # the slot has the block's name; its content was not read
+    LOADED = 2  # the content is valid, and is in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFileOptions:
-    """How every rank opens its file."""
+    """What every rank needs to open its file."""
 
     path: Path  # absolute
     folder: Path  # of the model
-    identity: Mapping[str, str]  # the settings that blocks depend on, besides those that a rank adds for its part
+    identity: Mapping[str, str]  # the settings that blocks depend on; each rank adds its model's files and its layout
     max_bytes: int  # of each rank's file
     buffer_bytes: int  # copied at a time
 
 
 class Peers(Protocol):
-    """The other ranks that hold parts of the same blocks. Each has a file of its own, and does what rank 0's does."""
+    """The other ranks, which hold parts of the same blocks in files of their own and repeat what rank 0 does."""
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Rank 0: call this method of the followers' files, at this point between steps. A follower: nothing."""
+        """On rank 0: call this method of the followers' files, between the same two steps. On a follower: do nothing."""
 
     def agree(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Every rank calls this as often as rank 0. Rank 0: the least of all ranks' numbers at each position. A follower: its
-        own, at once.
+        """On rank 0: return the least of all ranks' numbers at each position, once all have answered. On a follower: send its
+        numbers to rank 0 and return them. All ranks make these calls in the same order.
         """
 
 
 class NoPeers:
-    """Of a rank that holds whole blocks."""
+    """The `Peers` of a single rank."""
 
     def tell(self, method: str, *arguments: Any) -> None:
         pass
@@ -68,10 +68,10 @@ class NoPeers:
 
 
 class BlockFile:
-    """Slots of a file, each of which holds a rank's part of a block. `load` first, then `save` and `clear`, then `close`.
+    """A file with slots that hold one rank's part of a block each. Call `load` first, then `save` and `clear`, then `close`.
 
-    Calls come from the thread that launches steps; another thread writes. With several ranks only rank 0's file is called,
-    and a block counts as loaded or saved where all ranks have done it. An error of any rank ends the saving on all of them.
+    The thread that launches steps calls it; a thread of its own writes. With several ranks the store calls rank 0's file only,
+    and a block counts as loaded if all ranks have loaded it. When one rank fails to write, all ranks stop saving.
     """
 
     def __init__(self, file: CacheFile, copier: BlockCopier, peers: Peers, num_slots: int, max_blocks: int) -> None:
@@ -89,8 +89,8 @@ class BlockFile:
         return [entry for entry in self._file.entries() if entry.slot < self.num_slots]
 
     def load(self, slots: Sequence[tuple[int, Name]], block_ids: Sequence[int], seconds: float) -> Sequence[int]:
-        """Fill these blocks from these slots (number and name of the block), in this order, for at most so long; each block from
-        the slot at its position. Returns a `Found` for each slot, also for those beyond the blocks.
+        """Fill each block from the slot at its position, for at most `seconds`. `slots`: number, and name of the block expected
+        there. Return a `Found` for each slot; slots beyond the blocks are not read.
         """
         self._peers.tell("load", slots, block_ids, seconds)
         deadline = time.monotonic() + seconds
@@ -124,7 +124,7 @@ class BlockFile:
         return self._peers.agree(found)
 
     def _read(self, entries: Sequence[Entry | None], buffer: Tensor) -> list[bool]:
-        """Fill the buffer's first rows with those entries that are valid. Whether each is."""
+        """Fill the buffer's first rows with the valid entries. Return which entries are valid."""
         rows, row, valid = buffer.numpy(), 0, []
         for entry in entries:
             valid.append(entry is not None and self._file.read(entry, rows[row]))
@@ -132,7 +132,7 @@ class BlockFile:
         return valid
 
     def can_save(self, wait: float = 0) -> bool:
-        """Whether `save` may be called now, or within `wait` seconds: a buffer is free."""
+        """Wait for a free buffer, which `save` needs, for at most `wait` seconds. Return whether there is one."""
         try:
             self._buffers.put(self._buffers.get(timeout=wait))
         except Empty:
@@ -140,7 +140,7 @@ class BlockFile:
         return True
 
     def save(self, blocks: Sequence[tuple[int, int, Name, int]]) -> None:
-        """Write the present content of up to `max_blocks` blocks: id, slot, name and heat of each."""
+        """Write the current content of up to `max_blocks` blocks, given id, slot, name and heat of each."""
         self._peers.tell("save", blocks)
         buffer = self._buffers.get()
         event = self._copier.read([block_id for block_id, *_ in blocks], buffer)
@@ -164,7 +164,7 @@ class BlockFile:
             _log.warning("%s: the prefix cache is not saved any more: %s", self.path, error.strerror)
 
     def _agree(self) -> None:
-        """Where one rank has failed, so have all."""
+        """Stop saving if another rank has failed."""
         if not min(self._peers.agree([int(not self.has_failed)])):
             self.has_failed = True
 
@@ -182,7 +182,7 @@ class BlockFile:
             self._agree()
 
     def close(self, heats: Iterable[tuple[int, int]] = ()) -> None:
-        """Finish the writes that have begun, then write these heats (slot, heat): those in rank 0's file count."""
+        """Finish the queued writes, then write these heats (slot, heat) to this rank's file. `entries` reads rank 0's only."""
         self._peers.tell("close")
         self._io.submit(self._write_heats, heats)
         self._io.shutdown()
@@ -198,7 +198,7 @@ class BlockFile:
 
 
 def open_block_file(options: BlockFileOptions, copier: BlockCopier, peers: Peers) -> BlockFile | None:
-    """A rank's file. None when it cannot be used, after a warning, or when that of another rank cannot."""
+    """Open a rank's file. Return None if it cannot be used, after a warning, or if another rank's file cannot be used."""
     identity = {
         **options.identity,
         "model": fingerprint(options.folder),

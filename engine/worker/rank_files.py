@@ -30,7 +30,7 @@ class FileCall:
 
 
 def of_rank(options: BlockFileOptions, rank: int, part: str, folder: Path) -> BlockFileOptions:
-    """The options of a rank's file. `part`: of the model, which the rank holds. `folder`: has the model, where the rank is."""
+    """Return the options of a rank's file. `part`: the part of the model that it holds. `folder`: the model's, on its machine."""
     identity = {**options.identity, "part of the model": part}
     return replace(options, path=Path(f"{options.path}.rank{rank}"), folder=folder, identity=identity)
 
@@ -39,7 +39,7 @@ class Followers:
     """The `Peers` of rank 0's file."""
 
     def __init__(self, send: Callable[[FileCall], None], answers: Sequence[SimpleQueue[list[int]]]) -> None:
-        """`send`: to all followers, between steps. `answers`: of each follower, in the order of its answers."""
+        """`send`: sends a call to all followers, between steps. `answers`: a queue for each follower."""
         self._send, self._answers = send, answers
 
     def tell(self, method: str, *arguments: Any) -> None:
@@ -50,7 +50,7 @@ class Followers:
 
 
 class Leader:
-    """What a follower sends to rank 0, from several threads: signs of life, and answers as the `Peers` of its file."""
+    """A follower's way to rank 0: several threads send signs of life, and answers as the `Peers` of its file."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
