@@ -1,9 +1,10 @@
-"""The engine: a scheduler and a runner in one loop, one thread, one process."""
+"""The engine: a scheduler and a runner in one loop, in one thread of one process."""
 
 from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,10 +40,10 @@ from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import device_of, runner_options
-from engine.prefix_cache_store import BUFFER_BYTES, PrefixCacheStore, open_store
+from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.launcher import Launcher, LaunchError
 from engine.worker.options import RunnerOptions
@@ -53,33 +54,44 @@ _log = logging.getLogger(__name__)
 
 
 class Handle(Protocol):
-    """A launched step. It samples the requests at the `guided` indices of its batch once their `masks` are filled, all
-    others at once.
+    """A launched step. Requests at the `guided` indices of its batch are sampled once their `masks` are filled, all others at
+    once.
     """
 
     @property
-    def guided(self) -> list[int]: ...
+    def guided(self) -> list[int]:
+        """Indices of requests that wait for grammar masks before they are sampled."""
+
     @property
-    def masks(
-        self,
-    ) -> np.ndarray: ...  # [len(guided), (vocabulary + 31) // 32] int32: a bit for each token, the lowest first
+    def masks(self) -> np.ndarray:
+        """[len(guided), (vocabulary + 31) // 32] int32: one bit for each token, the lowest bit first."""
+
     @property
-    def device_waited(self) -> bool: ...  # the step before had guided requests, and ended before this one was launched
+    def device_waited(self) -> bool:
+        """Whether the previous step had guided requests and finished before this one was launched."""
+
     @property
-    def wait_seconds(self) -> float: ...  # for which `read` waited for the device
+    def wait_seconds(self) -> float:
+        """Time that `read` waited for the device."""
+
     @property
-    def has_ended(self) -> bool: ...  # always, once sampled, or never: on a CPU nothing runs beside the engine's loop
-    def sample(self, deferred: Sequence[int] = ()) -> None: ...  # `deferred`: indices whose masks are not filled
-    def read(self) -> tuple[SchedulerOutput, StepResult]: ...
+    def has_ended(self) -> bool:
+        """On a CPU, whether the step is sampled; elsewhere always False."""
+
+    def sample(self, deferred: Sequence[int] = ()) -> None:
+        """Sample the guided requests. `deferred`: indices without a filled mask."""
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        """Wait for the step and return its result."""
 
 
 class Runner(Protocol):
-    """What executes steps, as the engine uses it."""
+    """The engine's view of what executes steps: a model runner, or one with follower ranks."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
-    cache_bound: str  # what bounds `num_blocks`, for people
+    cache_bound: str  # what limits `num_blocks`, for display
 
     @property
     def attention_backend(self) -> str: ...
@@ -91,7 +103,7 @@ class Runner(Protocol):
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
     def reset(self) -> None: ...
-    def block_copier(self, max_bytes: int) -> BlockCopier: ...
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None: ...  # None: it cannot be used
     def close(self) -> None: ...
 
 
@@ -99,10 +111,10 @@ BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, laun
 
 
 class Engine:
-    """A model, its scheduler and its runner. `add_request`, then `step` until `has_work` is false.
+    """A model, its scheduler and its runner. Call `add_request`, then `step` until `has_work` is false.
 
-    An engine whose `step` has raised an exception is of no further use. A request that fails alone ends with the finish reason
-    "error", and the others go on.
+    A request that fails alone finishes with the reason "error", and the others continue. If `step` raises an exception, the
+    engine cannot be used any more.
     """
 
     def __init__(
@@ -116,15 +128,17 @@ class Engine:
         build_runner: BuildRunner = build_runner,
         lost: Callable[[str], None] | None = None,
     ) -> None:
-        """`spec`: of the model, where it has been read. `eos_token_ids`: ends of text beyond those of the specification.
-        `offline`: tuned for throughput. `progress`: is told how far the start is. `lost`: is told why, before this
-        process ends since another rank is lost.
+        """Load the model and allocate the KV cache.
 
-        Raises `ModelError`, `ConfigError`, and `EngineError` when the device's memory does not suffice.
+        `spec`: the model's specification, if it has been read already. `eos_token_ids`: end-of-text tokens in addition to
+        those of the specification. `offline`: tune for throughput. `progress`: called with the progress of the start. `lost`:
+        called with the reason before this process ends because another rank was lost.
+
+        Raises `ModelError`, `ConfigError`, or `EngineError` if the device has too little memory.
         """
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
         spec = read_spec(folder, config.hf_overrides) if spec is None else spec
-        if config.distributed_executor_backend == "ray":  # which chooses the GPUs, before the device is looked for
+        if config.distributed_executor_backend == "ray":  # Ray assigns the GPUs, before the device is opened
             build_runner = partial(build_runner, launcher=_launcher(config, folder))
         if lost is not None and config.num_ranks > 1:
             build_runner = partial(build_runner, lost=lost)
@@ -147,16 +161,18 @@ class Engine:
             self.runner.max_model_len,
             config.enable_prefix_caching,
             self.runner.cache_groups,
-            num_batches=min(self.options.num_stages, 2),
+            num_batches=self.options.num_stages,
         )
-        self.in_flight: Handle | None = None
+        self.in_flight: deque[Handle] = deque()  # launched and not read, in launch order
+        self._max_in_flight = max(self.options.num_stages - 1, 1)  # after each `step`
         self.expert_tokens = ExpertTokens()
         self._recovery = Recovery(self.scheduler, self.runner.reset)
-        self._in_doubt = False  # a step has not ended: what the KV cache holds is not known
+        self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
         self._store: PrefixCacheStore | None = None
         if config.prefix_cache_file is not None:
-            copier = self.runner.block_copier(BUFFER_BYTES)
-            self._store = open_store(config, folder, self.options, copier, self.scheduler.blocks.pool)
+            self._store = open_store(
+                config, folder, self.options, self.runner.open_block_file, self.scheduler.blocks.pool
+            )
         self._debug_checks = config.debug_checks
         self._grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self._eos_token_ids = frozenset(spec.eos_token_ids)
@@ -164,7 +180,7 @@ class Engine:
         self._name = config.served_model_name[0] if config.served_model_name else folder.name
 
     def summary(self) -> str:
-        """What was started, in a few lines."""
+        """Describe the engine in a few lines."""
         runner, options, spec = self.runner, self.options, self.spec
         num_tokens = self.scheduler.blocks.capacity(runner.max_model_len)
         size, unit = runner.kv_cache_bytes / 2**30, "GiB"
@@ -182,7 +198,7 @@ class Engine:
         )
 
     def add_request(self, engine_request: EngineRequest) -> None:
-        """Queue a request; `ValueError` when its id is in use or it can never run."""
+        """Queue a request. Raises `ValueError` if its id is in use or it can never run."""
         request_id, sampling = engine_request.request_id, engine_request.sampling
         if self._grammars.holds(request_id) or self._recovery.holds(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
@@ -196,7 +212,7 @@ class Engine:
             self._grammars.add(request_id, structured.compiled, request, engine_request.owner)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without further output. False when there is none of this id."""
+        """Abort a request without further output. Returns False if there is none with this id."""
         held = self._grammars.remove(request_id)
         return self._recovery.remove(request_id) or held or self.scheduler.abort(request_id)
 
@@ -204,11 +220,11 @@ class Engine:
         return self.scheduler.has_work() or self._grammars.num_held > 0 or self._recovery.is_active
 
     def step(self) -> StepOutputs:
-        """Launch the next step, then read the one before it, so that the device never waits for the CPU; where steps have
-        ended when they are launched, read it itself.
+        """Launch the next step, then read the previous one, so that the device never waits for the CPU. In a pipeline, read the
+        oldest step once there is one in flight for each stage. A step that has finished when it is launched is read at once.
 
-        When that fails, the requests of these steps are run again, fewer at a time, and those that fail alone end with an
-        error. Raises only what is of no request.
+        If a step fails, its requests run again, fewer at a time, and requests that fail alone finish with an error. Raises
+        only errors that no single request causes.
         """
         self._in_doubt = True
         outputs = self._step()
@@ -220,7 +236,9 @@ class Engine:
         output = self.scheduler.schedule()
         try:
             launched = self.runner.launch(output) if output else None
-            read = self.in_flight.read() if self.in_flight else None
+            is_full = launched is None or len(self.in_flight) == self._max_in_flight
+            oldest = self.in_flight.popleft() if self.in_flight and is_full else None
+            read = oldest.read() if oldest is not None else None
         except Exception as error:
             return self._step_failed(error, StepOutputs(outputs=failed))
         if expired := self.scheduler.expire():
@@ -231,28 +249,29 @@ class Engine:
         outputs.outputs += failed
         try:
             if launched is not None and launched.guided:
-                outputs.outputs += self._sample_guided(launched, output.batch)
+                outputs.outputs += self._sample_guided(launched, output.batch, oldest)
             read = launched.read() if launched is not None and launched.has_ended else None
         except Exception as error:
             return self._step_failed(error, outputs)
-        self.in_flight = launched
         if read is not None:
-            self.in_flight, before = None, outputs.outputs
+            before = outputs.outputs
             outputs = self._update(read)
             outputs.outputs += before
+        elif launched is not None:
+            self.in_flight.append(launched)
         if self._recovery.is_active and self._recovery.see(outputs):
-            self.in_flight = None
+            self.in_flight.clear()
         if self._debug_checks:
             self.scheduler.check()
         return outputs
 
     def idle(self) -> bool:
-        """There is no work: do a little of what can wait. True when more of it can be done soon."""
+        """Do some background work while there is no request. Returns whether there is more to do."""
         self._grammars.idle()
         return self._store is not None and self._store.idle()
 
     def _update(self, read: tuple[SchedulerOutput, StepResult]) -> StepOutputs:
-        """What a step gave, once the scheduler and the grammars know."""
+        """Pass a step's result to the scheduler and the grammars. Returns the outputs."""
         num_corrupted = self.scheduler.num_corrupted
         outputs = self.scheduler.update(*read)
         self.expert_tokens.see(read[1].expert_tokens)
@@ -263,15 +282,15 @@ class Engine:
         return outputs
 
     def _step_failed(self, error: Exception, outputs: StepOutputs) -> StepOutputs:
-        """The steps in flight are lost. `outputs`: of the steps before, to be completed."""
-        self.in_flight = None
+        """Recover from a failed step: the steps in flight are lost. `outputs`: those of earlier steps, to be completed."""
+        self.in_flight.clear()
         for output in self._recovery.step_failed(error):
             self._grammars.remove(output.request_id)
             outputs.outputs.append(output)
         return outputs
 
     def _add_compiled(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars are compiled. Returns the outputs of those whose grammars cannot be."""
+        """Queue the requests whose grammars are compiled. Returns the outputs of requests whose grammars failed to compile."""
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
         outputs = [
             refused_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
@@ -285,7 +304,7 @@ class Engine:
         return outputs
 
     def _advance_grammars(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """`outputs` tell of all tokens of requests with grammars. Returns the outputs of requests whose grammars failed."""
+        """Advance grammars by their requests' new tokens. Returns the outputs of requests whose grammars failed."""
         errors = {}
         for output in outputs:
             if output.finish_reason is not None:
@@ -302,12 +321,13 @@ class Engine:
             for request_id, error in errors.items()
         ]
 
-    def _sample_guided(self, launched: Handle, batch: ScheduledBatch) -> list[EngineOutput]:
-        """Sample the requests that wait for masks, and defer those whose masks miss the deadline: there is one if other
-        requests are in the batch too. Returns the outputs of requests whose grammars failed.
+    def _sample_guided(self, launched: Handle, batch: ScheduledBatch, before: Handle | None) -> list[EngineOutput]:
+        """Sample the requests that wait for masks. If the batch has other requests too, masks have a deadline, and requests
+        whose masks miss it are deferred. `before`: the step that was read last. Returns the outputs of requests whose
+        grammars failed.
         """
-        if self.in_flight is not None and self.in_flight.guided:
-            self._grammars.learn_deadline(launched.device_waited, self.in_flight.wait_seconds)
+        if before is not None and before.guided:
+            self._grammars.learn_deadline(launched.device_waited, before.wait_seconds)
         guided = launched.guided
         request_ids = [batch.request_ids[index] for index in guided]
         late, errors = self._grammars.fill(request_ids, launched.masks, by_deadline=len(guided) < len(batch))
@@ -320,18 +340,18 @@ class Engine:
         return self.scheduler.stats(self._grammars.num_held + len(self._recovery))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; false, and nothing is forgotten, while requests are running."""
+        """Empty the prefix cache. Returns False, without any change, while requests are running."""
         was_reset = self.scheduler.reset_prefix_cache()
         if was_reset and self._store is not None:
             self._store.clear()
         return was_reset
 
     def close(self) -> None:
-        """Save the prefix cache, and release the device's memory."""
+        """Save the prefix cache, end other ranks, and release the device's memory."""
         if self._store is not None:
             self._store.close(save=not self._in_doubt)
             self._store = None
-        self.in_flight = None
+        self.in_flight.clear()
         self._grammars.close()
         self.runner.close()
 

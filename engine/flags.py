@@ -34,38 +34,38 @@ from engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_MAX_USAGE_OPTIONS = 8  # more of them are only listed below the usage line
+_MAX_USAGE_OPTIONS = 8  # if a command has more, its usage line shows only [OPTIONS]
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 _KIND_WORDS: dict[type, str] = {
-    str: "a text",
+    str: "a string",
     int: "an integer",
     float: "a number",
     bool: "true or false",
-    list: "a list of texts",
-    tuple: "a list of texts",
+    list: "a list of strings",
+    tuple: "a list of strings",
     dict: "a JSON object",
 }
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What a field is beyond its name, type and default."""
+    """The declaration of a field, besides its name, type and default."""
 
     help: str
     short: str | None = None  # another option name, such as "-tp"
     choices: tuple[str, ...] = ()
     metavar: str | None = None
-    env: str | None = None  # instead of QUIRE_<FIELD>
+    env: str | None = None  # environment variable, instead of QUIRE_<FIELD>
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
     size: bool = False  # an integer that may be written 32k (32,000), 32K (32,768), 4GiB
-    common: bool = False  # listed by --help; where a class has such flags, its others only by --help-all
-    secret: bool = False  # never shown in errors, nor by `repr` of the settings
+    common: bool = False  # listed by --help; the other flags of such a class are listed only by --help-all
+    secret: bool = False  # shown neither in errors nor by `repr` of the settings
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with its help text; `more` holds the other fields of `Flag`."""
+    """Declare a dataclass field with its help text; `more` holds the other fields of `Flag`."""
     metadata = {"flag": Flag(help, **more)}
     if isinstance(default, (list, dict)):
         factory = functools.partial(copy.copy, default)
@@ -75,7 +75,7 @@ def flag(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a settings class, read."""
+    """A resolved field of a settings class."""
 
     name: str
     kind: type  # str, int, float, bool, list, tuple or dict
@@ -103,7 +103,7 @@ class Setting:
         return f"{_KIND_WORDS[self.kind]} {words}".strip()
 
     def convert(self, value: Any, label: str) -> Any:
-        """`value` (a text, or already of the right type) as this setting's type; `ConfigError` names `label`."""
+        """Convert `value`, a string or a value of the right type, to this setting's type. `ConfigError` names `label`."""
         converted = self._parse(value) if isinstance(value, str) else value
         if converted is None and self.optional:
             return None
@@ -130,7 +130,7 @@ class Setting:
             if self.kind in (list, tuple):
                 return [item.strip() for item in text.split(",") if item.strip()]
             return json.loads(text) if self.kind is dict else text
-        except (ValueError, RecursionError):  # of JSON that is nested too deeply
+        except (ValueError, RecursionError):  # RecursionError: JSON that is nested too deeply
             return text
 
     def _in_range(self, value: Any) -> bool:
@@ -148,7 +148,7 @@ class Setting:
 
 
 def parse_size(text: str) -> int:
-    """'4096', '32k' (decimal) or '32K', '4GiB' (binary) as an integer; `ValueError` otherwise."""
+    """Return '4096', '32k' (decimal), '32K' or '4GiB' (binary) as an integer; `ValueError` otherwise."""
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(iB)?)?\s*", text)
     if not match:
         raise ValueError(f"not a size: {text!r}")
@@ -160,7 +160,7 @@ def parse_size(text: str) -> int:
 
 
 def settings_of(cls: type) -> dict[str, Setting]:
-    """The flags of a settings class by name, in their order."""
+    """Return the flags of a settings class by name, in their order."""
     hints = typing.get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
@@ -179,21 +179,21 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def check(instance: Any) -> None:
-    """For `__post_init__` of a frozen settings class: converts and checks every flag of `instance` in place."""
+    """Convert and check every flag of `instance` in place: for `__post_init__` of a frozen settings class."""
     for setting in settings_of(type(instance)).values():
         value = setting.convert(getattr(instance, setting.name), setting.name)
         object.__setattr__(instance, setting.name, value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean x?)', or nothing when no known name is near."""
+    """Return ' (did you mean x?)', or an empty string when no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
-        """The usage line of a command with many options names them no second time."""
+        """Replace the options in the usage line of a command with many options by [OPTIONS]."""
         if usage is None and sum(bool(action.option_strings) for action in actions) > _MAX_USAGE_OPTIONS:
             positionals = [action for action in actions if not action.option_strings]
             parts = (self._format_args(action, action.dest) for action in positionals)
@@ -208,9 +208,9 @@ class _HelpAllAction(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with vLLM's habits: --a_b means --a-b; an unknown option or command is answered with the nearest one.
+    """An argument parser with vLLM's conventions: --a_b means --a-b; an error about a wrong name suggests a similar one.
 
-    `advice`: what to do instead of an option that there is not, by its name.
+    `advice`: what to do instead of using an unsupported option, by the option's name.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -221,13 +221,13 @@ class Parser(argparse.ArgumentParser):
         self._rare: list[argparse.Action] = []
 
     def hide(self, action: argparse.Action) -> None:
-        """Leave an option to --help-all."""
+        """Show an option only in --help-all."""
         if not self._rare:
             self.add_argument("--help-all", action=_HelpAllAction, nargs=0, help="show every option and exit")
         self._rare.append(action)
 
     def print_help(self, file: Any = None) -> None:
-        """What --help shows: without the options that are hidden."""
+        """Print the help without the hidden options."""
         texts = [action.help for action in self._rare]
         for action in self._rare:
             action.help = argparse.SUPPRESS
@@ -240,7 +240,7 @@ class Parser(argparse.ArgumentParser):
         if not action.option_strings and action.choices is not None and value not in action.choices:
             known = list(action.choices)
             kind = str(action.metavar or action.dest).lower()
-            self.error(f"unknown {kind} {value!r}{nearest(value, known)}; there are {', '.join(known)}")
+            self.error(f"unknown {kind} {value!r}{nearest(value, known)}; choose from {', '.join(known)}")
         super()._check_value(action, value)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -258,7 +258,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        more = f" ({self.prog} --help tells more)" if "arguments are required" in message else ""
+        more = f" (see {self.prog} --help)" if "arguments are required" in message else ""
         self.exit(2, f"{self.prog}: error: {message}{more}\n")
 
 
@@ -268,8 +268,8 @@ def _dashed(word: str) -> str:
 
 
 def add_flags(parser: Parser, *classes: type) -> None:
-    """One option for each flag of the settings classes, grouped by class, and `--config FILE`."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, named as the options here")
+    """Add an option for each flag of the settings classes, grouped by class, and `--config FILE`."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, with the names of these options")
     for cls in classes:
         title = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
@@ -306,7 +306,7 @@ def _help(setting: Setting) -> str:
 
 
 def read_yaml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
-    """The settings of a YAML file, names with underscores. `ConfigError` when it cannot be read or a key is unknown."""
+    """Return the settings of a YAML file, names with underscores. `ConfigError`: unreadable file or unknown name."""
     import yaml
 
     try:
@@ -330,14 +330,14 @@ def read_yaml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str], settings: Mapping[str, Setting]) -> dict[str, str]:
-    """The settings there by name. One that is nearly a setting's variable is warned of; others may be other programs'."""
+    """Return the settings in the environment by name. Warn about variables whose names are similar to a setting's."""
     names = {setting.env: name for name, setting in settings.items()}
     for variable in environ:
         if variable.startswith("QUIRE_") and variable not in names:
             near = difflib.get_close_matches(variable, list(names), n=1, cutoff=0.85)
             if near:
-                logger.warning("%s is no setting and has no effect (did you mean %s?)", variable, near[0])
-    # What Kubernetes says of a service that is named quire is no setting either: QUIRE_PORT=tcp://10.0.0.7:8000
+                logger.warning("%s is not a setting and has no effect (did you mean %s?)", variable, near[0])
+    # Kubernetes sets variables such as QUIRE_PORT=tcp://10.0.0.7:8000 for a service named quire: they are not settings.
     return {names[key]: value for key, value in environ.items() if key in names and not value.startswith("tcp://")}
 
 
@@ -347,9 +347,9 @@ def load(
     environ: Mapping[str, str] = os.environ,
     defaults: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """One instance of each class from the command line (`given`), the environment and the file `given` names as config.
+    """Return an instance of each class, from the command line (`given`), the environment and the file of `--config`.
 
-    `defaults` stand in for the fields' own. `ConfigError` names where a bad value came from.
+    `defaults` replace the fields' own defaults. `ConfigError` names the source of a bad value.
     """
     arguments = vars(given) if isinstance(given, argparse.Namespace) else given
     settings = {name: setting for cls in classes for name, setting in settings_of(cls).items()}
@@ -370,7 +370,7 @@ def load(
 
 
 def command_line() -> str:
-    """How this process was called, to be called so again; what may hold a key is hidden."""
+    """Return the command line of this process, for repeating it, with arguments that may contain API keys hidden."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name == "server.cli":
         program = "quire" if spec is not None else os.path.basename(sys.argv[0])

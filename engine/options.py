@@ -1,4 +1,4 @@
-"""The choices that a configuration leaves open, made for the model, the device and the use."""
+"""Resolves the settings that a configuration leaves open, for the model, the device and the use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.models.spec import LatentSpec, ModelSpec
 from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import RunnerOptions
 
-LARGE_MEMORY = 64 << 30  # bytes that hold the contexts of a thousand requests
+LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def device_of(config: EngineConfig) -> Device:
-    """The device that the configuration asks for. `ConfigError`: it is not there."""
+    """Return the device that the configuration asks for. `ConfigError` if it does not exist."""
     try:
         device = find_device(config.device)
     except DeviceNotFoundError as error:
@@ -38,9 +38,9 @@ def device_of(config: EngineConfig) -> Device:
 
 
 def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device: Device | None = None) -> RunnerOptions:
-    """The runner's options, nothing left open. `offline`: tuned for throughput. `device`: None: what `config` asks for.
+    """Return the fully resolved options of the runner. `ConfigError` if the device does not exist or lacks a feature.
 
-    `ConfigError`: the device is not there, or cannot do it.
+    `offline`: choose defaults for throughput. `device`: default: the device that `config` asks for.
     """
     device = device or device_of(config)
     if config.dtype != "auto":

@@ -1,6 +1,6 @@
-"""The command `quire`: its subcommands, each a module of its own, and how errors are shown.
+"""The command `quire`: the parser of its subcommands, each of which is a module, and the display of errors.
 
-All that takes time is imported inside `main`, so that Ctrl-C ends the command quietly from the first moment on.
+Slow imports happen inside `main`, so that Ctrl-C ends the command without a traceback even during start-up.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 COMMANDS = ("serve", "chat", "generate", "plan", "pull", "models", "check", "bench", "top", "keys", "env")  # modules
 EPILOG = """examples:
-  quire serve                        serve the bundled demo model: API and chat page at http://127.0.0.1:8000
-  quire serve Qwen/Qwen3-0.6B        serve a model of Hugging Face, downloaded once
-  quire chat --model ./my-model      chat in the terminal
-  quire generate "Once upon a time"  continue a text
-  quire plan Qwen/Qwen3-32B --gpu h100   what a model needs: memory, context, speed
-  quire pull Qwen/Qwen3-0.6B         download a model, to serve it later
-  quire models                       which model families and formats there are
-  quire check http://127.0.0.1:8000  test what a server of the OpenAI API can do
-  quire bench throughput --help      measure speed
-  quire top http://127.0.0.1:8000    watch a running server
-  quire keys new alice --file keys.yaml   a key for a server that asks for keys
-  quire env                          versions and machine, for bug reports
+  quire serve                             serve the bundled demo model: API and chat page at http://127.0.0.1:8000
+  quire serve Qwen/Qwen3-0.6B             serve a model from Hugging Face, downloaded once
+  quire chat --model ./my-model           chat in the terminal
+  quire generate "Once upon a time"       continue a text
+  quire plan Qwen/Qwen3-32B --gpu h100    what a model needs: memory, context, speed
+  quire pull Qwen/Qwen3-0.6B              download a model without serving it
+  quire models                            list the supported model families and formats
+  quire check http://127.0.0.1:8000       test which API features a server supports
+  quire bench throughput --help           measure performance
+  quire top http://127.0.0.1:8000         watch a running server
+  quire keys new alice --file keys.yaml   create an API key
+  quire env                               versions and machine, for bug reports
 
-`quire completion bash` makes TAB complete commands and options. QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
+`quire completion bash` writes a script for TAB completion. QUIRE_LOG_LEVEL=debug shows tracebacks of errors.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command: 0 when all went well, 1 for an error shown in one line, 2 for a wrong command line, 130 for Ctrl-C."""
+    """Run a command and return its exit code: 0: success; 1: error; 2: wrong command line; 130: Ctrl-C."""
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+    except BrokenPipeError:  # the reader of the output has exited, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -67,7 +67,7 @@ def _run(words: list[str]) -> int:
 
 
 def command_line(only: str = "") -> Parser:
-    """The parser of all commands, or of `only` one of `COMMANDS`: a tenth of a second sooner."""
+    """Return the parser of all commands, or of the one named `only`, which takes a tenth of a second less."""
     from engine import __version__
     from engine.flags import Parser
 
@@ -86,7 +86,7 @@ def command_line(only: str = "") -> Parser:
 
 
 def _is_plain(error: Exception) -> bool:
-    """Whether the message says all that the user needs."""
+    """Whether the message suffices without a traceback."""
     from engine.errors import ConfigError, EngineError
     from engine.models.errors import ModelError
     from engine.text.chat_template import ChatTemplateError

@@ -23,113 +23,129 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 class ServerConfig:
     """HTTP server.
 
-    `ConfigError` when a value is out of range or a file is missing.
+    Raises `ConfigError` for a value out of range or a missing file.
     """
 
-    host: str = flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only", metavar="ADDRESS", common=True)
-    port: int = flag(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535, common=True)
+    host: str = flag(
+        "0.0.0.0", "address to listen on; 127.0.0.1 accepts only local connections", metavar="ADDRESS", common=True
+    )
+    port: int = flag(8000, "port to listen on; 0: any free port", at_least=0, at_most=65535, common=True)
     uds: str | None = flag(None, "Unix socket to listen on instead of host and port", metavar="PATH")
-    root_path: str = flag("", "path under which a proxy publishes the server", metavar="PATH")
-    ssl_keyfile: str | None = flag(None, "private key, to serve HTTPS", metavar="FILE")
-    ssl_certfile: str | None = flag(None, "certificate, to serve HTTPS", metavar="FILE")
+    root_path: str = flag("", "path prefix under which a reverse proxy exposes the server", metavar="PATH")
+    ssl_keyfile: str | None = flag(None, "private key for HTTPS", metavar="FILE")
+    ssl_certfile: str | None = flag(None, "certificate for HTTPS", metavar="FILE")
     ssl_ca_certs: str | None = flag(
-        None, "certificates of the authorities that clients must be signed by", metavar="FILE"
+        None, "CA certificates; clients must present a certificate signed by one of these CAs", metavar="FILE"
     )
     api_key: tuple[str, ...] = flag(
         (),
-        "keys, one of which requests must bring; other users of the machine see them here: better is QUIRE_API_KEY (also "
-        "VLLM_API_KEY), or a file",
+        "API keys that requests must present one of; other users of the machine can see the command line, so prefer "
+        "QUIRE_API_KEY, VLLM_API_KEY or --api-key-file",
         metavar="KEY",
         secret=True,
         common=True,
     )
     api_key_file: str | None = flag(
         None,
-        "file of named keys, made by `quire keys new NAME --file FILE`; read again when it changes",
+        "file of named API keys, created by `quire keys new NAME --file FILE`; reloaded when it changes",
         metavar="FILE",
         common=True,
     )
-    open_metrics: bool = flag(False, "/metrics needs no key")
+    open_metrics: bool = flag(False, "serve /metrics without an API key")
     allowed_hosts: tuple[str, ...] = flag(
         (),
-        "further names that a server without keys is called by, *.example.org for all that end so, * for any; addresses "
-        "and local names always are",
+        "host names that a server without API keys accepts, besides IP addresses and local names; *.example.org: all "
+        "subdomains; *: any",
         metavar="NAME",
     )
     allowed_origins: tuple[str, ...] = flag(
-        (), "other sites whose pages may use the API from a browser; * for all", metavar="ORIGIN"
+        (), "web origins whose pages may call the API from a browser; *: all", metavar="ORIGIN"
     )
-    enable_request_id_headers: bool = flag(True, "answer with an X-Request-Id header, the client's own if it sent one")
+    enable_request_id_headers: bool = flag(
+        True, "send an X-Request-Id header with each response: the client's own value if the request has one"
+    )
 
     chat_template: str | None = flag(
         None,
-        "file with a Jinja chat template, or the template itself, instead of the model's; of a reranker: writes the pairs",
+        "Jinja chat template that replaces the model's: a file or the template itself; for rerankers: formats the pairs",
         metavar="FILE",
     )
     default_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009
-        {}, "variables for the chat template, which requests may override"
+        {}, "default variables for the chat template; requests may override them"
     )
-    response_role: str = flag("assistant", "role of the messages that are generated", metavar="ROLE")
+    response_role: str = flag("assistant", "role of the generated messages", metavar="ROLE")
 
-    enable_auto_tool_choice: bool = flag(True, "let models decide whether to call tools, where a request brings some")
+    enable_auto_tool_choice: bool = flag(True, "let the model decide whether to call tools when a request has tools")
     tool_call_parser: str = flag(
         "auto",
-        "how the model writes tool calls; auto: as its chat template does",
+        "format of the model's tool calls; auto: detected from its chat template",
         choices=("auto", "none", *TOOL_FORMATS),
         common=True,
     )
     reasoning_parser: str = flag(
         "auto",
-        "how the model marks its reasoning, which is told apart from the answer; auto: as its chat template does",
+        "format of the model's reasoning, which is returned apart from the answer; auto: detected from its chat template",
         choices=("auto", "none", *REASONING_FORMATS),
         common=True,
     )
-    strict: bool = flag(False, "refuse requests with fields that are unknown or have no effect, instead of saying so")
+    strict: bool = flag(False, "reject requests with unknown or ineffective fields instead of returning warnings")
 
     max_stored_responses: int = flag(
-        1000, "responses of /v1/responses that are kept in memory, to be asked for or continued", at_least=0
+        1000, "maximum number of /v1/responses responses kept in memory for retrieval and continuation", at_least=0
     )
     max_num_queued_reqs: int = flag(
-        4096, "most requests that may wait beside max_num_seqs that run; further ones are answered with 503", at_least=0
+        4096,
+        "maximum number of waiting requests, besides the max_num_seqs that run; further requests get status 503",
+        at_least=0,
     )
     max_body_bytes: int | None = flag(
-        None, "most bytes of a request's body (else 4 MiB, and 32 for each token of the context)", at_least=1, size=True
+        None,
+        "maximum size of a request body in bytes (default: 4 MiB, plus 32 bytes for each token of the context)",
+        at_least=1,
+        size=True,
     )
-    body_timeout: float = flag(60.0, "seconds in which a request's body must arrive", above=0)
-    max_header_bytes: int = flag(65_536, "most bytes of a request's headers", at_least=1, size=True)
-    header_timeout: float = flag(10.0, "seconds in which a request's headers must arrive", above=0)
+    body_timeout: float = flag(60.0, "seconds within which a request's body must arrive", above=0)
+    max_header_bytes: int = flag(65_536, "maximum size of a request's headers in bytes", at_least=1, size=True)
+    header_timeout: float = flag(10.0, "seconds within which a request's headers must arrive", above=0)
     keep_alive_timeout: float = flag(75.0, "seconds after which an idle connection is closed", above=0)
-    send_timeout: float = flag(30.0, "seconds after which a client that reads nothing of its answer loses it", above=0)
+    send_timeout: float = flag(
+        30.0, "seconds after which the connection of a client that reads nothing of its response is closed", above=0
+    )
     max_connections: int | None = flag(
         None,
-        "most connections; idle ones are closed for new ones (else what the limit of open files allows, at most 16,384)",
+        "maximum number of connections; idle ones are closed to accept new ones (default: what the open-file limit allows, at "
+        "most 16,384)",
         at_least=1,
     )
     sse_keep_alive_interval: float = flag(
-        15.0, "seconds after which a silent stream gets a comment, so that proxies keep it open; 0: never", at_least=0
+        15.0,
+        "seconds after which an idle stream gets an SSE comment, so that proxies keep it open; 0: never",
+        at_least=0,
     )
     shutdown_timeout: float = flag(
         20.0,
-        "seconds that running requests may take to finish when the server stops; a second signal ends them",
+        "seconds for running requests to finish when the server stops; a second signal aborts them",
         at_least=0,
     )
     log_stats_interval: float = flag(
         10.0, "seconds between statistics lines in the log", above=0, env="VLLM_LOG_STATS_INTERVAL"
     )
     otlp_traces_endpoint: str | None = flag(
-        None, "OpenTelemetry collector to send traces to, OTLP over HTTP (needs the extra otel)", metavar="URL"
+        None, "OpenTelemetry collector that receives traces, by OTLP over HTTP (needs the extra otel)", metavar="URL"
     )
     record_trace: str | None = flag(
         None,
-        "record the traffic for `quire bench serve --replay FILE`: times, lengths and equal prefixes, nothing else",
+        "record the traffic for `quire bench serve --replay FILE`: only times, lengths and common prefixes",
         metavar="FILE",
     )
-    log_format: str = flag("text", "form of the log's lines", choices=FORMATS)
+    log_format: str = flag("text", "format of log lines", choices=FORMATS)
     enable_log_requests: bool = flag(False, "log each request, without its text")
-    uvicorn_log_level: str = flag("info", "how much the HTTP server logs", choices=LOG_LEVELS)
-    disable_uvicorn_access_log: bool = flag(False, "no log line for each HTTP request")
+    uvicorn_log_level: str = flag("info", "log level of the HTTP server", choices=LOG_LEVELS)
+    disable_uvicorn_access_log: bool = flag(False, "do not log each HTTP request")
     disable_access_log_for_endpoints: tuple[str, ...] = flag(
-        ("/health", "/livez", "/metrics", "/ping", "/readyz"), "paths without such lines", metavar="PATH"
+        ("/health", "/livez", "/metrics", "/ping", "/readyz", "/static/"),
+        "paths whose HTTP requests are not logged; a path that ends with / covers everything below it",
+        metavar="PATH",
     )
 
     def __post_init__(self) -> None:
@@ -140,9 +156,9 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name} must be a file, got {path!r}")
-        if "" in self.api_key:  # it would be no key at all
-            raise ConfigError("api_key must not be empty; is the variable set that it was taken from?")
-        self.read_keys()  # reports a missing file before the model is loaded, and so does the next
+        if "" in self.api_key:  # an empty key would protect nothing
+            raise ConfigError("api_key must not be empty; is the environment variable set that it comes from?")
+        self.read_keys()  # like the next line, reports a missing file before the model is loaded
         self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
@@ -150,12 +166,12 @@ class ServerConfig:
             _check_traces_endpoint(self.otlp_traces_endpoint)
 
     def read_keys(self) -> KeyRing | None:
-        """The keys that open the server; None: it is open to all. `ConfigError` when their file cannot be read."""
+        """Return the API keys; None: the server needs none. `ConfigError` when the key file cannot be read."""
         given = self.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
         return KeyRing(given, self.api_key_file) if given or self.api_key_file is not None else None
 
     def read_chat_template(self) -> str | None:
-        """The content of `chat_template`; `ConfigError` when it is neither a file nor a template."""
+        """Return the text of `chat_template`. `ConfigError` when it is neither a file nor a template."""
         if self.chat_template is None:
             return None
         if "{" in self.chat_template:

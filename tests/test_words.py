@@ -45,7 +45,6 @@ WORDS = {
 ALLOWED = (
     ("benchmarks/report/plot.py", "places"),  # of bars in a picture
     ("benchmarks/report/plot.py", 'layout="constrained"'),  # a name of matplotlib's
-    ("README.md", "can be given in four places"),
     ("tests/clients/test_lm_eval.py", "Who was called"),
 )
 

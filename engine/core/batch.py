@@ -1,10 +1,10 @@
-"""The interface between scheduler and runner: the input and the result of a step. Plain data, no torch.
+"""The interface between scheduler and worker: the input and the result of a step. Plain data, no torch.
 
 Call order: `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.launch()`, then
 `handle.read() -> (SchedulerOutput, StepResult) -> Scheduler.update() -> StepOutputs`.
 
-Per-request data is stored in parallel lists, and unchanged lists are reused, so a decode step of a thousand requests
-does not create a thousand objects.
+Per-request data is stored in parallel lists, and an unchanged list is reused: a decode step of a thousand requests does not
+create a thousand objects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 
 from engine.core.engine_request import EngineRequest
 
-# Replace a sampled token to say why there is none. Equal to `kernels.NOT_FINITE` and `kernels.NOTHING_ALLOWED`.
+# Error codes in place of a sampled token; the same values as `kernels.NOT_FINITE` and `kernels.NOTHING_ALLOWED`.
 NOT_FINITE, NOTHING_ALLOWED = -1, -2
 FAULTS = {
     NOT_FINITE: "the logits are not finite: the model computed NaN or infinity",
@@ -24,12 +24,12 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that gets a device row: a new one, or one resumed after preemption. The CPU knows all its tokens."""
+    """A request that gets a device row: new, or resumed after preemption. All its tokens are known on the CPU."""
 
     request: EngineRequest
-    seed: int  # 64-bit, always set: from the request, or drawn by the engine
-    token_ids: list[int]  # the prompt, and the tokens generated before a preemption
-    num_computed_tokens: int  # prefix-cache hits: their KV is already in the first blocks
+    seed: int  # 64-bit: the request's own, or drawn by the engine
+    token_ids: list[int]  # prompt, and tokens generated before a preemption
+    num_computed_tokens: int  # prefix-cache hits: the first blocks already hold their KV
     block_ids: list[list[int]]  # its block table in each cache group
 
     @property
@@ -43,18 +43,18 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledBatch:
-    """The requests of a step and their token counts: request `request_ids[i]` computes its next `num_tokens[i]` tokens.
+    """The requests of a step: request `request_ids[i]` computes its next `num_tokens[i]` tokens. Immutable.
 
-    A request's tokens are computed in order, starting at `num_computed_tokens` of its `NewRequest`. Requests that
-    compute one token (decodes) come first, then requests that compute more (prefill chunks). Immutable: successive
-    steps use the same object while their requests and token counts are equal, so data derived from it can be cached.
+    A request's tokens are computed in order, starting at `num_computed_tokens` of its `NewRequest`. Requests that compute one
+    token come first (decodes), then requests that compute more (prefill chunks). While the same requests compute the same
+    numbers of tokens, successive steps share one object, so that data derived from it can be kept.
     """
 
     request_ids: list[str]
     num_tokens: list[int]
     total_num_tokens: int
-    num_decodes: int  # how many requests compute one token
-    partial: list[int]  # indices of chunks that end before the request's last token; all others sample a token
+    num_decodes: int  # number of requests that compute one token
+    partial: list[int]  # indices of chunks that end before the request's last token; all other requests sample a token
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -62,14 +62,14 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The instructions for one step."""
+    """What the worker is told for one step."""
 
     step: int
     new_requests: list[NewRequest]
     batch: ScheduledBatch
-    # Request id → block ids appended to its block table in each cache group before this step. Without `new_requests`.
+    # Request id → block ids to append to its block table in each cache group before this step; not for `new_requests`.
     new_block_ids: dict[str, list[list[int]]]
-    # Requests finished, aborted or preempted since the last output. Their rows are freed before new ones are given.
+    # Requests that finished or were aborted or preempted since the last output: free their rows before adding `new_requests`.
     removed: list[str]
 
     def __bool__(self) -> bool:
@@ -78,7 +78,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, as defined by OpenAI's API: of raw logits, before temperature and filters."""
+    """Log-probabilities at one position, as in OpenAI's API: of raw logits, before temperature and filters."""
 
     logprob: float  # of the sampled token
     rank: int  # its rank among all tokens, from 1
@@ -88,7 +88,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of prompt tokens `first`, `first + 1`, …, given the tokens before; empty: not finite."""
+    """Log-probabilities of the prompt tokens from index `first` on; empty if they are not finite."""
 
     first: int
     logprobs: list[TokenLogprobs]
@@ -98,47 +98,50 @@ class PromptScores:
 class StepResult:
     """The result of a step, in columns over its batch.
 
-    Request i got the next `num_sampled[i]` tokens of the flat `token_ids`. That is usually one token. It is 0 if the
-    chunk ended before the request's last token, if sampling was deferred, or if the request is pooled. It is more than
-    one if draft tokens were accepted.
+    Request i got `num_sampled[i]` tokens, the next ones of the flat `token_ids`: usually one; none if its chunk ended before
+    its last token, if its sampling was deferred or if it is a pooling request; more if draft tokens were accepted.
     """
 
-    token_ids: list[int]  # or keys of FAULTS
+    token_ids: list[int]  # or error codes, see FAULTS
     num_sampled: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one entry for each new token
-    prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)  # index → of the tokens after those computed
-    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; empty: they are not finite
-    expert_tokens: dict[int, list[int]] = field(default_factory=dict)  # layer → token count of each expert, if counted
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each new token
+    prompt_logprobs: dict[int, PromptScores] = field(
+        default_factory=dict
+    )  # index → of the tokens after the computed ones
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; empty: not finite
+    expert_tokens: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # layer → number of tokens of each expert, if counted
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """The output of a step for one request, sent from the engine process to the API process."""
+    """What one request got in a step. Sent from the engine process to the API process."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None  # "stop", "length", "abort", "timeout", "error"
-    stop_reason: int | None = None  # the stop token id that ended the request, unless it is the model's end of text
+    stop_reason: int | None = None  # the stop token id that finished the request, unless it is an end of text
     logprobs: list[TokenLogprobs] | None = None  # one for each new token, if requested
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     num_preemptions: int = 0
-    queued_time: float = 0.0  # monotonic seconds: when it arrived in the engine
-    scheduled_time: float = 0.0  # monotonic seconds: when it was first scheduled
-    # With the first token, if requested: of the prompt's tokens from the second one on.
+    queued_time: float = 0.0  # when the request arrived in the engine, in monotonic seconds
+    scheduled_time: float = 0.0  # when it was first scheduled
+    # With the first token, if requested: from the prompt's second token on.
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
-    prefix_miss: str = ""  # why the prefix cache held no more of the prompt
+    prefix_miss: str = ""  # why no more of the prompt was found in the prefix cache
     error: str = ""  # with "error": the message for the client
-    is_refused: bool = False  # with "error": the request itself is the cause
+    is_refused: bool = False  # with "error": the request is at fault (status 400)
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """The outputs of a step for all requests.
+    """What a step gave to all requests. A request with one new token and nothing else is in the columns: `request_ids[i]` got
+    `token_ids[i]`. All others are in `outputs`, among them every request that starts or finishes.
 
-    Most requests get one token and nothing else: request `request_ids[i]` gets `token_ids[i]`. All other outputs, among
-    them every first and final one, are in `outputs`. The columns are immutable: successive steps may have the same
-    `request_ids`. Iterating yields an `EngineOutput` for each request, for use where speed does not matter.
+    The columns are immutable: `request_ids` may be the previous step's list. Where speed does not matter, iterate to get an
+    `EngineOutput` for each request.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -159,16 +162,16 @@ class SchedulerStats:
     """A snapshot for metrics and the log line. Counters never decrease."""
 
     num_running: int
-    num_waiting: int  # for blocks or a row
+    num_waiting: int  # requests that wait for blocks or a row
     num_blocks: int
-    num_free_blocks: int  # empty or evictable
+    num_free_blocks: int  # free or evictable
     num_preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # prompt tokens found there
     prompt_tokens: int  # prompt tokens computed
     generation_tokens: int
-    num_deferred: int = 0  # requests whose grammars are being compiled
-    num_corrupted: int = 0  # requests that failed because the model computed NaN or infinity
+    num_deferred: int = 0  # requests whose grammar is being compiled
+    num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
 
     @property
     def kv_cache_usage(self) -> float:
@@ -176,7 +179,7 @@ class SchedulerStats:
 
 
 def total(stats: Sequence[SchedulerStats]) -> SchedulerStats | None:
-    """Return the sum over several engines, or None if there are none."""
+    """Return the sum over several engines; None if there are none."""
     if not stats:
         return None
     names = (each.name for each in fields(SchedulerStats))

@@ -1,4 +1,4 @@
-"""KV cache blocks of requests: block tables for each cache group, and prefix-cache lookup."""
+"""Assigns KV blocks to requests in each cache group, and finds blocks that the prefix cache already has."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from engine.core.block_pool import BlockPool
 from engine.core.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.request import Request
 
-HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each when it is needed
-UNHELD = 0  # entry of a block table without a block: no query reads or writes it
+HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
+UNHELD = 0  # block table entry where the request holds no block: no query reads or writes it
 
 
 class BlockManager:
-    """Manages one block table per request and cache group, over one pool of `num_blocks` blocks of `block_size` tokens.
+    """Block tables with `block_size` tokens per block, one for each cache group, over one pool of `num_blocks` blocks.
 
-    Entry i of a table is the block of tokens `i * block_size ..`. A group with a window releases blocks that no later
-    query reads; their entries stay in the table, below `Request.num_passed`. All blocks have the same size in bytes, so
-    a block released by one group can be used by any other: the pool is not divided between groups.
+    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`. A group with a sliding window
+    releases blocks that no later query reads; their entries stay in the table, below `Request.num_passed`. All blocks have
+    the same size in bytes, so every group can use the blocks that another one releases: the pool is not divided between
+    groups.
 
-    Prefix cache. A full block is named by its group and `sha256(hash of the previous block, its token ids)`; the chain
-    starts at `sha256(salt)`. So a name identifies a whole prefix, equal prefixes have equal names, and a chain survives
-    the eviction and recomputation of a block in its middle. With a 256-bit cryptographic hash, a hit proves equal
-    content: two prefixes with the same name cannot be constructed, unlike with Python's `hash()` of token tuples. A
-    name takes 32 bytes; the tokens to compare would take a kilobyte.
+    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its token ids)`; the chain
+    starts at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain survives the
+    eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two
+    prefixes with the same name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens
+    to compare would take a kilobyte.
 
-    If two requests compute the same content at the same time, both keep their own blocks. The first block is published;
-    the other stays private and becomes empty when it is released.
+    If two requests compute the same content at the same time, each keeps its own block. The first block is published; the
+    other stays private and is empty once it is released.
 
-    Writes need neither locks nor waiting. Steps run on the device in launch order, and in each layer a step stores the
-    KV of all its tokens before any of them attends. Therefore
-    - a block released while a launched step still reads or writes it can be reused at once: the new holder's writes are
-      launched later,
-    - a block can be published, and hit by another request, in the very step that fills it.
-    A stale write never overwrites another request's content: a request writes only to unpublished blocks that it alone
-    holds, and only a later step can write to, or publish again, a block that the request has lost.
+    **No locks.** Steps run on the device in launch order, and within each layer a step stores the KV of all its tokens before
+    any of them attends. Therefore
+    - a block that is released while a launched step still reads or writes it may be assigned again at once: the writes of its
+      new holder are launched later;
+    - a block may be published, and hit by another request, in the same step that fills it.
+    A stale write never corrupts another request: a request writes only to unpublished blocks that it alone holds, and a block
+    that it loses is written or published again only by a later step.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class BlockManager:
         groups: Sequence[CacheGroup] = (FULL,),
         max_chunk: int = sys.maxsize,
     ) -> None:
-        """`max_chunk`: the most tokens that a step computes for one request."""
+        """`max_chunk`: maximum number of tokens that a step computes for one request."""
         assert block_size >= 1
         assert groups
         self.groups = tuple(groups)
@@ -60,27 +61,27 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds: empty or evictable."""
+        """Number of blocks that no request holds: empty or evictable."""
         return self.pool.num_free
 
     def most_held(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` tokens holds at a time."""
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at a time."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.max_chunk)
 
     def longest(self, max_tokens: int) -> int:
-        """Return the length of the longest request that can run, at least alone; at most `max_tokens`."""
+        """Return the length of the longest request that can run alone, up to `max_tokens`."""
         return longest_sequence(self.groups, self.num_blocks, self.block_size, self.max_chunk, max_tokens)
 
     def capacity(self, num_tokens: int) -> int:
-        """Return how many tokens the cache holds in sequences of `num_tokens`, rounded up to whole blocks."""
+        """Return how many tokens fit in the cache as sequences of `num_tokens` tokens, rounded up to whole blocks."""
         num_tokens = -(-num_tokens // self.block_size) * self.block_size
         return self.num_blocks * num_tokens // self.most_held(num_tokens)
 
     def match_prefix(self, request: Request) -> list[list[int]]:
-        """Return the block table entries of the longest cached prefix, for each group.
+        """Find the longest cached prefix. Returns the first block table entries of each group.
 
-        The last token is never matched, because at least one token must be computed. In a group with a window, only the
-        blocks that the next query reads must be cached.
+        The prefix never includes the last token, since at least one token must be computed. In a group with a window, only
+        the blocks that the next query reads need to be cached.
         """
         tables: list[list[int]] = [[] for _ in self.groups]
         if not self.enable_prefix_caching:
@@ -102,10 +103,10 @@ class BlockManager:
         return tables
 
     def miss_reason(self, request: Request, num_matched: int) -> str:
-        """Return why `match_prefix` matched no more than `num_matched` blocks, or "" if it matched all possible ones.
+        """Return why `match_prefix` found only the first `num_matched` blocks, or "" if it found the whole prompt.
 
         "disabled": there is no prefix cache; "not_read": every token of the prompt must be computed for its own result;
-        "evicted"; "not_seen": no request with this salt has computed these tokens, or one did so long ago.
+        "evicted"; "not_seen": no request with this salt has computed these tokens, or one did long ago.
         """
         if not self.enable_prefix_caching:
             return "disabled"
@@ -116,14 +117,14 @@ class BlockManager:
         return "evicted" if self.pool.was_cached(self._hash(request, num_matched)) else "not_seen"
 
     def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
-        """Return the length of the longest prefix, up to `num_blocks` blocks, whose last window is cached in each
-        group.
+        """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in every
+        group with a window.
 
-        Fills the tables of groups with a window. Entries that the query after the prefix does not read are `UNHELD`.
+        Fills the tables of these groups, except for entries that the query after that prefix does not read.
         """
         size, longest = self.block_size, 0
         finders = [(self.pool.finder(g), group, tables[g]) for g, group in self._windowed]
-        runs = [0] * len(finders)  # successive published blocks up to the current one
+        runs = [0] * len(finders)  # consecutive published blocks, up to the current one
         for index in range(num_blocks):
             block_hash, is_end = self._hash(request, index), True
             for i, (find, group, table) in enumerate(finders):
@@ -141,11 +142,11 @@ class BlockManager:
     def grow(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
     ) -> list[list[int]] | None:
-        """Append blocks to a request's tables until `num_tokens` tokens fit: `cached` (of `match_prefix`), then new
+        """Append blocks to the request's tables until `num_tokens` tokens fit: first `cached`, from `match_prefix`, then new
         ones.
 
-        A group with a window releases blocks that no later query reads, and gets new blocks for at most one step.
-        Returns the new blocks of each group, or None, without appending any, unless `num_spare` blocks would stay free.
+        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns the new
+        blocks of each group, or None, without any change, unless `num_spare` blocks remain free.
         """
         size, pool = self.block_size, self.pool
         if request.block_tables and self._windowed:
@@ -166,15 +167,15 @@ class BlockManager:
         return new_ids
 
     def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
-        """Whether `grow` would succeed for a request that holds no blocks."""
+        """Whether `grow` would succeed for a request that holds no block."""
         *_, held, counts = self._growth(request, num_tokens, cached)
         return sum(counts) + num_spare <= self.pool.num_free - self.pool.num_unheld(held)
 
     def _growth(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[int], list[int], list[int]]:
-        """Return what `grow` needs: the tables, their numbers of passed entries, the cached blocks to hold, and the
-        number of new blocks for each group.
+        """Return what `grow` needs: the tables, the number of passed entries of each, the cached blocks to hold, and the number
+        of new blocks for each group.
         """
         size, num_cached = self.block_size, len(cached[0]) if cached else 0
         computed = max(num_cached * size, request.num_computed_tokens)
@@ -196,7 +197,7 @@ class BlockManager:
     def _give_back_passed(self, request: Request) -> None:
         """Release the blocks before the window of every later query.
 
-        A retraction moves the next query back to the newest token that the CPU knows, and no further.
+        The next query may be the one of the newest token that the CPU knows: that is how far a retraction goes back.
         """
         position = min(request.num_computed_tokens, len(request.token_ids) - 1)
         for g, group in self._windowed:
@@ -205,7 +206,7 @@ class BlockManager:
             request.num_passed[g] = max(request.num_passed[g], first)
 
     def commit(self, request: Request) -> None:
-        """Publish the request's full blocks of tokens that are both known and computed."""
+        """Publish the request's full blocks whose tokens are both known and computed."""
         ready, size = min(len(request.token_ids), request.num_computed_tokens), self.block_size
         for end in range(request.next_commit, ready + 1, size):
             index = end // size - 1
@@ -216,12 +217,12 @@ class BlockManager:
             request.next_commit = end + size
 
     def unpublish(self, request: Request) -> None:
-        """Remove the request's blocks from the prefix cache, because their content may be corrupted."""
+        """Remove the request's blocks from the prefix cache: their content may be corrupt."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
             self.pool.unpublish(table[num_passed:])
 
     def release(self, request: Request) -> None:
-        """Release the request's blocks, the last one first, because the start of a prefix is shared most."""
+        """Release the request's blocks, the last one first: the start of a prefix is shared most and should be evicted last."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
             self.pool.release(reversed(table[num_passed:]))
         request.block_tables, request.num_passed = [], []
@@ -229,18 +230,18 @@ class BlockManager:
         request.next_commit = sys.maxsize
 
     def reset(self) -> bool:
-        """Forget all cached content. Returns False, without any change, while a request holds a block."""
+        """Empty the prefix cache. Returns False, without any change, while a request holds a block."""
         return self.pool.reset()
 
     def _hash(self, request: Request, index: int) -> bytes:
-        """Return the name of the prefix of `index + 1` full blocks. Computed once, even across preemptions."""
+        """Return the hash of the request's first `index + 1` blocks, all full. Computed once, also across preemptions."""
         hashes = request.block_hashes
         if index >= len(hashes):
             self._hash_more(request, index + 1)
         return hashes[index]
 
     def _hash_more(self, request: Request, count: int) -> None:
-        """Hash the request's next full blocks, at least `count` in all, and some more if their tokens are known."""
+        """Hash the next full blocks: up to block `count`, and more of them if their tokens are known."""
         hashes, size = request.block_hashes, self.block_size
         start = len(hashes)
         end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
@@ -251,7 +252,7 @@ class BlockManager:
             hashes.append(name)
 
     def check(self, holders: Iterable[Request]) -> None:
-        """Assert every invariant, given all requests that hold blocks."""
+        """Assert all invariants, given all requests that hold blocks."""
         requests = list(holders)
         held = Counter(
             block_id

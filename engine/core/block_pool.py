@@ -1,7 +1,7 @@
-"""Physical KV blocks: their holders, their cached content and the order of eviction.
+"""The pool of physical KV blocks: holders, cached content, eviction.
 
-Life cycle of a block: free and empty → held by the request that fills it → published (full, findable by the name of its
-content, held by any number of requests) → free but still published, until it is evicted → held again.
+The life cycle of a block: free and empty → held by one request, which fills it → published (full, can be found by name, held
+by any number of requests) → free but still published, until it is evicted → held again.
 """
 
 from __future__ import annotations
@@ -9,36 +9,39 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-MAX_EVICTED = 1 << 16  # remembered hashes (up to twice as many) of evicted blocks, to explain cache misses
-Name = tuple[int, bytes]  # cache group, hash of the prefix that ends with the block
+MAX_EVICTED = 1 << 16  # this many evicted hashes, up to twice as many, are remembered to explain cache misses
+Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
 
 
 class BlockPool:
-    """A pool of blocks `0 .. num_blocks-1`, allocated in the order in which they became free, empty blocks first."""
+    """Blocks 0 to `num_blocks - 1`. Free blocks are taken in the order in which they became free, empty ones first."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the first one is allocated next
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the first one is taken next
         self._num_holders = [0] * num_blocks
         self._names: list[Name | None] = [None] * num_blocks  # of published blocks
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.num_groups = num_groups
-        self.num_publications = 0  # total
+        self.num_publications = 0  # since the start
         self.num_releases = 0  # calls of `release`
-        self._evicted: tuple[set[bytes], set[bytes]] = set(), set()  # hashes of evicted blocks: recent, older
+        self._evicted: tuple[set[bytes], set[bytes]] = (
+            set(),
+            set(),
+        )  # hashes: the recent ones, and the ones before those
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds: empty or evictable."""
+        """Number of blocks that no request holds: empty or evictable."""
         return len(self._free)
 
     def finder(self, group: int) -> Callable[[bytes], int | None]:
-        """Return a function that finds the group's published block by the hash of the prefix that ends with it."""
+        """Return a function that finds a published block of a cache group by the hash of the prefix that ends with it."""
         return self._published[group].get
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these published blocks no request holds."""
+        """Return how many of these published blocks are free."""
         return list(map(self._num_holders.__getitem__, block_ids)).count(0)
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -50,7 +53,7 @@ class BlockPool:
             num_holders[block_id] += 1
 
     def take(self, count: int) -> list[int]:
-        """Take `count` free blocks. Evicts their cached content."""
+        """Take `count` free blocks. Their cached content is evicted."""
         taken, evicted = [], self._evicted[0]
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
@@ -66,7 +69,7 @@ class BlockPool:
         return taken
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Remove a holder from each block, in this order. Free blocks that are published are reused last."""
+        """Remove a holder from each block, in this order. Published blocks that become free are evicted after all free ones."""
         num_holders, free, names = self._num_holders, self._free, self._names
         self.num_releases += 1
         for block_id in block_ids:
@@ -77,7 +80,7 @@ class BlockPool:
                     free.move_to_end(block_id, last=False)
 
     def publish(self, group: int, block_hash: bytes, block_id: int) -> None:
-        """Publish a block that holds the end of this prefix, unless another block is already published for it."""
+        """Publish a full block as the end of a prefix. If another block is already published for it, this one stays private."""
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
@@ -91,7 +94,7 @@ class BlockPool:
                 self._names[block_id] = None
 
     def published(self) -> Iterator[tuple[int, Name]]:
-        """Iterate over the published blocks, the last to be evicted first, as of the time when the iteration starts."""
+        """Yield the published blocks and their names, the one to be evicted last first, as of the first call to the iterator."""
         held = range(self.num_blocks) if len(self._free) < self.num_blocks else ()
         order = [block_id for block_id in held if self._num_holders[block_id]]
         order += reversed(self._free)
@@ -100,13 +103,13 @@ class BlockPool:
                 yield block_id, name
 
     def restore(self, blocks: Sequence[tuple[int, Name]]) -> None:
-        """Publish free and empty blocks under these names, which no other block has. The first one is evicted last."""
+        """Publish free and empty blocks under names that no other block has. The first one is evicted last."""
         for block_id, (group, block_hash) in reversed(blocks):
             self._published[group][block_hash], self._names[block_id] = block_id, (group, block_hash)
             self._free.move_to_end(block_id)
 
     def reset(self) -> bool:
-        """Forget all cached content. Returns False, without any change, while a block is held."""
+        """Evict everything. Returns False, without any change, while a block is held."""
         if len(self._free) < self.num_blocks:
             return False
         self._names = [None] * self.num_blocks
@@ -116,11 +119,11 @@ class BlockPool:
         return True
 
     def was_cached(self, block_hash: bytes) -> bool:
-        """Whether a block for this prefix was evicted recently or is published for some group."""
+        """Whether a block for that prefix was evicted recently, or is published in some group."""
         return any(block_hash in known for known in (*self._evicted, *self._published))
 
     def name_of(self, block_id: int) -> Name | None:
-        """Return the name of a published block, None for other blocks."""
+        """Return the name of a block, or None if it is not published."""
         return self._names[block_id]
 
     def free_and_empty(self) -> list[int]:
@@ -128,7 +131,7 @@ class BlockPool:
         return [block_id for block_id in self._free if self._names[block_id] is None]
 
     def check(self, held: Counter[int]) -> None:
-        """Assert every invariant, given how many holders each held block has."""
+        """Assert all invariants, given the number of holders of each held block."""
         assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)], "holders are miscounted"
         assert set(self._free) == set(range(self.num_blocks)) - set(held), "a block is lost, or both free and held"
         names = {name: block_id for block_id, name in enumerate(self._names) if name is not None}

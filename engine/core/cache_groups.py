@@ -1,4 +1,4 @@
-"""Cache groups: layers that keep the same part of the past. The scheduler knows nothing else about attention."""
+"""Groups of layers that cache the same tokens. This is all that the scheduler knows about kinds of attention."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same part of the past, and therefore use the same block table."""
+    """Layers that cache the same tokens and therefore share a block table."""
 
-    window: int = 0  # tokens that a query attends to, including its own; 0: all
+    window: int = 0  # number of tokens that a query attends to, including its own; 0: all
 
     def first_needed(self, position: int) -> int:
-        """Return the position of the first token that the query at `position` or a later one may read."""
+        """Return the position of the first token that the query at `position` or any later query reads."""
         return max(position + 1 - self.window, 0) if self.window else 0
 
 
@@ -22,14 +22,14 @@ FULL = CacheGroup()
 
 
 def most_blocks(groups: Iterable[CacheGroup], num_tokens: int, block_size: int, max_chunk: int) -> int:
-    """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds at a time.
+    """Return the maximum number of blocks, over all groups, that a request of `num_tokens` tokens holds at a time.
 
-    `max_chunk`: the most tokens that a step computes for one request.
+    `max_chunk`: maximum number of tokens that a step computes for one request.
     """
     total = 0
     for group in groups:
         in_all = -(-num_tokens // block_size)
-        # The window of a step's first query, one token earlier after a retraction, and the step's chunk.
+        # The window of the step's first query, which a retraction moves back by one token, and the step's chunk.
         passing = (group.window + max_chunk) // block_size + 2 if group.window else in_all
         total += min(in_all, passing)
     return total
@@ -38,7 +38,7 @@ def most_blocks(groups: Iterable[CacheGroup], num_tokens: int, block_size: int, 
 def longest_sequence(
     groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_chunk: int, max_tokens: int
 ) -> int:
-    """Return the length of the longest request that never needs more than `num_blocks` blocks; at most `max_tokens`."""
+    """Return the length, up to `max_tokens`, of the longest request that never holds more than `num_blocks` blocks."""
     return (
         bisect_right(range(max_tokens + 1), num_blocks, key=lambda n: most_blocks(groups, n, block_size, max_chunk)) - 1
     )

@@ -1,4 +1,4 @@
-"""Deadlines: which requests have timed out, and which waiting ones would."""
+"""Finds requests whose deadline has passed, and requests that would miss theirs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from heapq import heapify, heappop, heappush
 
 from engine.core.request import Request
 
-MIN_PACED = 64  # a prompt with fewer computed tokens does not count for the prefill speed
+MIN_PACED = 64  # prompts with fewer computed tokens do not count in the estimate of prefill speed
 
 
 class Deadlines:
-    """The deadlines of unfinished requests, ordered by time, and the recent time to first token per prompt token.
+    """A heap of the deadlines of unfinished requests, and an estimate of the time to first token.
 
     Costs next to nothing while no request has a deadline.
     """
@@ -21,12 +21,12 @@ class Deadlines:
         self._clock = clock
         self._heap: list[tuple[float, int, Request]] = []
         self._num_added = self._most = 0
-        self._prompt_token_seconds = 0.0  # recent seconds per computed prompt token; 0: not known
+        self._prompt_token_seconds = 0.0  # moving average of the time per computed prompt token; 0: unknown
 
     def add(self, request: Request) -> None:
         if not request.engine_request.deadline:
             return
-        if len(self._heap) > self._most:  # drop finished requests, to free them before their deadlines
+        if len(self._heap) > self._most:  # drop finished requests, which would otherwise stay until their deadlines
             self._heap = [entry for entry in self._heap if entry[2].finish_reason is None]
             heapify(self._heap)
             self._most = 2 * len(self._heap) + 16
@@ -34,14 +34,14 @@ class Deadlines:
         heappush(self._heap, (request.engine_request.deadline, self._num_added, request))
 
     def passed(self) -> Iterator[Request]:
-        """Remove and yield the unfinished requests with passed deadlines."""
+        """Remove and yield the unfinished requests whose deadlines have passed."""
         while self._heap and self._heap[0][0] <= self._clock():
             _, _, request = heappop(self._heap)
             if request.finish_reason is None:
                 yield request
 
     def learn(self, request: Request) -> None:
-        """Record that the request's first token has arrived."""
+        """Update the estimate with a request that has its first token."""
         num_computed = request.num_prompt_tokens - request.num_cached_tokens
         if num_computed >= MIN_PACED:
             seconds = (self._clock() - request.scheduled_time) / num_computed
@@ -49,10 +49,10 @@ class Deadlines:
             self._prompt_token_seconds = known + (seconds - known) / 8
 
     def is_too_late(self, request: Request, num_cached: Callable[[Request], int]) -> bool:
-        """Whether the request's first token would miss its deadline if it started now, at the recent prefill speed.
+        """Whether the request's first token would miss its deadline if the request started now, at the estimated speed.
 
-        `num_cached`: counts a request's tokens in the prefix cache. The speed is an estimate; each refusal doubles it,
-        so that an outdated one does not refuse requests for long.
+        `num_cached`: returns the number of its tokens in the prefix cache. Each refusal halves the estimated time per token,
+        so that a wrong estimate does not refuse requests for ever.
         """
         deadline, pace = request.engine_request.deadline, self._prompt_token_seconds
         if not deadline or request.num_preemptions:

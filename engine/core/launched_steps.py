@@ -1,4 +1,4 @@
-"""Steps in flight, and how the scheduler processes their results."""
+"""Steps in flight, and how their results update the scheduler's requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.core.unfinished_requests import UnfinishedRequests
 
 
 class LaunchedSteps(UnfinishedRequests):
-    """Keeps the launched steps until they are read, in launch order. Their results may finish requests."""
+    """Applies the results of steps, in the order in which the steps were launched. A result may finish requests."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class LaunchedSteps(UnfinishedRequests):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
-        # Step number, launch time, requests of the batch.
+        # Step number, launch time, and the requests of the batch.
         self._in_flight: deque[tuple[int, float, list[Request]]] = deque()
         self._pace = StepPace()
-        self._last_read = 0.0  # time of the last read
+        self._last_read = 0.0  # when the previous step was read
         self._generation_tokens = 0
 
     def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
-        """Process the result of the oldest step in flight. Returns the outputs of its unfinished requests."""
+        """Apply the result of the oldest step in flight. Returns the outputs of its unfinished requests."""
         step, launched_time, requests = self._in_flight.popleft()
         assert step == output.step, "steps are read in the order they were launched"
         now = self._clock()
@@ -52,7 +52,8 @@ class LaunchedSteps(UnfinishedRequests):
                 requests[index].score(scores)
             elif requests[index].finish_reason is None:
                 outputs.append(self._finish_corrupted(requests[index]))
-        apart: list[tuple[int, int, int]] = []  # left out of the columns: index, position of the tokens, count
+        # Requests that are not reported in the columns: index, and position and number of their tokens.
+        apart: list[tuple[int, int, int]] = []
         position = 0
         for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
             if count == 1:
@@ -79,17 +80,17 @@ class LaunchedSteps(UnfinishedRequests):
         return StepOutputs(request_ids, token_ids, outputs)
 
     def defer(self, indices: Iterable[int]) -> None:
-        """Defer sampling at these indices of the only step in flight, because their grammar masks are not ready.
+        """Withdraw the sampling of these indices of the last launched step: their grammar masks are not ready.
 
-        These requests compute their newest token again in the next step.
+        Their requests compute their newest token again in the next step.
         """
-        ((*_, requests),) = self._in_flight
+        *_, requests = self._in_flight[-1]
         for index in indices:
             if requests[index].finish_reason is None:
                 self._retract(requests[index], 1)
 
     def _retract(self, request: Request, num_tokens: int) -> None:
-        """Undo `_grant` for the request's newest `num_tokens` tokens in flight, which will not be sampled."""
+        """Withdraw the newest `num_tokens` tokens in flight: undo what `_grant` assumed."""
         request.num_tokens -= num_tokens
         assert request.num_tokens >= len(request.token_ids), "a known token was retracted"
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
@@ -98,7 +99,9 @@ class LaunchedSteps(UnfinishedRequests):
     def _learn(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineOutput | None:
-        """Append new tokens up to the request's last one. Returns None if there is only one token to report."""
+        """Append new tokens up to the request's last one, and finish the request if it ends. Returns None if there is one new
+        token and nothing else to report.
+        """
         num_known = len(request.token_ids)
         if num_known == request.num_prompt_tokens:
             self._deadlines.learn(request)
@@ -130,17 +133,17 @@ class LaunchedSteps(UnfinishedRequests):
         return outputs
 
     def _finish_corrupted(self, request: Request) -> EngineOutput:
-        """Finish a request with an error, because the model computed NaN or infinity for its prompt."""
+        """End a request for whose prompt the model computed NaN or infinity."""
         request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
         self._fail(request)
         self._forget(request)
         return request.output([])
 
     def drain(self) -> tuple[list[Request], list[Request]]:
-        """Remove all requests and reset them as if none had ever run.
+        """Remove all requests and reset them as if none had run. Forget the steps in flight and all cached KV, since those
+        steps may not have written it. The worker must forget its rows.
 
-        Forgets the steps in flight and all cached KV, which these steps may not have written. The worker must forget
-        its rows. Returns the unfinished requests of the steps in flight, and all others, each in queue order.
+        Returns the unfinished requests of the steps in flight, and all others, each in queue order.
         """
         in_flight = {request.request_id for *_, requests in self._in_flight for request in requests}
         self._in_flight.clear()

@@ -1,4 +1,4 @@
-"""Estimates the duration of steps from the steps that ran."""
+"""Estimates how long steps take, from the steps that ran."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Sequence
 
 from engine.core.request import Request
 
-# A short step computes at most so many tokens, and reads the KV of at most so many.
-# It takes hardly longer than a step of a single token.
+# A step is short if it computes at most SHORT_TOKENS tokens and reads the KV of at most SHORT_CONTEXT tokens.
 SHORT_TOKENS = 16
-FIRST_TOKENS = 4 * SHORT_TOKENS
 SHORT_CONTEXT = 1024
-DECAY = 7 / 8  # weight of older measurements, for each later step
+FIRST_TOKENS = 4 * SHORT_TOKENS  # of the first longer step, which teaches more
+DECAY = 7 / 8  # weight of earlier steps, for each step since
 
 
 class StepPace:
-    """Models the duration of a step as that of a short step plus a time per token, both from recent measurements.
+    """A linear model of step time: the time of a short step, plus a time per token. Recent steps count most.
 
-    Each longer step counts in proportion to its tokens, because steps hardly longer than a short one teach little.
+    Longer steps have more weight: little can be learnt from a step that is hardly longer than a short one.
     """
 
     def __init__(self) -> None:
-        self.short = 0.0  # seconds of a short step; 0: not known
-        self._seconds = self._tokens = 0.0  # decayed sums over longer steps: seconds beyond a short step, tokens
+        self.short = 0.0  # seconds of a short step; 0: unknown
+        self._seconds = self._tokens = 0.0  # decayed sums over longer steps: seconds beyond a short step, and tokens
 
     def learn(self, num_tokens: int, seconds: float, requests: Sequence[Request]) -> None:
-        """Record that a step of `num_tokens` tokens of these requests took `seconds`."""
+        """Learn that a step with `num_tokens` tokens of these requests took `seconds`."""
         if num_tokens > SHORT_TOKENS:
             self._seconds = DECAY * self._seconds + max(seconds - self.short, 0.0)
             self._tokens = DECAY * self._tokens + num_tokens
@@ -35,9 +34,9 @@ class StepPace:
             self.short += (1 - DECAY) * (seconds - self.short)
 
     def num_tokens(self, seconds: float) -> int:
-        """Return how many tokens a step computes in `seconds`: at least 1, or 0 if that is unknown.
+        """Return how many tokens a step computes in `seconds`: at least 1.
 
-        Returns `FIRST_TOKENS` until a longer step has run, so that there is one to learn from.
+        Returns `FIRST_TOKENS` until a longer step has run, and 0 until a short step has run.
         """
         if not self.short:
             return 0

@@ -2,9 +2,9 @@
 
     @dataclass(frozen=True)
     class Params:
-        top_p: float = parameter(1.0, "sample from the likeliest tokens of this total probability", above=0, at_most=1)
+        top_p: float = parameter(1.0, "sample from the most likely tokens …", above=0, at_most=1)
 
-The checks of the class, the HTTP schema, the options of `quire generate` and the tables of docs/api.md follow from it.
+The class's checks, the HTTP schema, the options of `quire generate` and the tables of docs/api.md are derived from it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a field is beyond its name, type and default."""
+    """The declaration of a field, besides its name, type and default."""
 
     help: str  # a phrase for documentation
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
     max_length: int | None = None  # entries of a list or an object
-    wanted: str = ""  # what an error asks for, where the range alone does not say it well
-    unset: str = ""  # what the default means, where its value does not say it
+    wanted: str = ""  # the valid values in words, for errors, when the range alone is not clear enough
+    unset: str = ""  # what the default means, when its value does not show it
 
 
 def parameter(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that requests may set; `more` holds the other fields of `Declaration`."""
+    """Declare a dataclass field that requests may set; `more` holds the other fields of `Declaration`."""
     return dataclasses.field(default=default, metadata={"parameter": Declaration(help, **more)})
 
 
@@ -40,7 +40,7 @@ class Parameter:
     """A declared parameter."""
 
     name: str
-    annotation: Any  # its type, as a type
+    annotation: Any  # its type
     default: Any
     declaration: Declaration
 
@@ -57,7 +57,7 @@ class Parameter:
 
     @property
     def wanted(self) -> str:
-        """The range in words, as they follow "must be"."""
+        """The valid values in words that follow "must be"."""
         if self.declaration.wanted:
             return self.declaration.wanted
         low = self.declaration.above if self.declaration.above is not None else self.declaration.at_least
@@ -69,7 +69,7 @@ class Parameter:
 
 
 def parameters_of(cls: type) -> dict[str, Parameter]:
-    """The parameters of a dataclass by name, in their order. Fields without a declaration are none."""
+    """Return the parameters of a dataclass by name, in their order. Fields without a declaration are left out."""
     hints = typing.get_type_hints(cls)
     return {
         field.name: Parameter(field.name, hints[field.name], field.default, field.metadata["parameter"])
@@ -79,7 +79,7 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
 
 
 class NumberChecks:
-    """The checks of all numbers of a parameter class, for its `__post_init__`."""
+    """Checks the ranges of all numbers of a parameter class, for its `__post_init__`."""
 
     def __init__(self, cls: type) -> None:
         self._checks = []
@@ -91,7 +91,7 @@ class NumberChecks:
                 )
 
     def __call__(self, instance: Any) -> None:
-        """`ValueError` names the first parameter that is out of range, its value and the range."""
+        """Raise `ValueError` with the first parameter that is out of range, its value and the range."""
         for parameter, name, default, is_optional, kinds, low, high in self._checks:
             value = getattr(instance, name)
             if value is default or (is_optional and value is None):
@@ -102,7 +102,7 @@ class NumberChecks:
 
 
 def _limits(declared: Declaration) -> tuple[float, float]:
-    """The lowest and the highest value. Above a number: the float next to it."""
+    """Return the lowest and the highest valid value. The lowest value above a number is the next float."""
     low = declared.at_least if declared.at_least is not None else -math.inf
     if declared.above is not None:
         low = math.nextafter(declared.above, math.inf)

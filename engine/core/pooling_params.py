@@ -1,4 +1,4 @@
-"""The parameters of embeddings."""
+"""The parameters of embedding requests."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from engine.core.parameters import NumberChecks, parameter
 from engine.core.sampling_params import SamplingParams
 
 POOLINGS = ("last", "mean")
-UNSAMPLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of pooling requests: they sample nothing
+UNSAMPLED = SamplingParams(
+    temperature=0, max_tokens=1, detokenize=False
+)  # the parameters of pooling requests, which do not sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How the prompt's hidden states, after the model's final norm, become one embedding.
+    """The parameters for turning the prompt's hidden states, after the model's final norm, into one embedding.
 
-    `ValueError` names the field and its value when it is out of range.
+    Raises `ValueError` with the field and its value for a value out of range.
     """
 
     pooling: str = parameter(
         "last",
-        "`last`: the last token's hidden state; `mean`: the mean of all tokens'",
-        unset="as `--pooling` says, else the model's `1_Pooling`, else `last`",
+        "`last`: the last token's hidden state; `mean`: the mean over all tokens",
+        unset="`--pooling`, else the model's `1_Pooling`, else `last`",
     )
     normalize: bool = parameter(True, "scale the embedding to length 1")
     dimensions: int | None = parameter(
         None,
-        "keep only this many first values, before scaling; for models that were trained for it (Matryoshka)",
+        "number of values to keep from the start of the vector, before normalising; for Matryoshka models",
         at_least=1,
         unset="all",
     )

@@ -1,4 +1,4 @@
-"""The state of a request in the scheduler: its tokens, how many are computed, and when it finishes."""
+"""A request in the scheduler: its tokens, how many of them are computed, and when it finishes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from engine.core.engine_request import EngineRequest
 
 
 class Request:
-    """A request: prompt and output as one sequence of tokens.
+    """Prompt and output as one sequence of tokens.
 
-    The CPU is one step behind the device, so three counts describe the state of a request. Always
-    `num_computed_tokens <= num_tokens` and `len(token_ids) <= num_tokens`:
+    The CPU runs one step behind the device, so the state has three counts. Always `num_computed_tokens <= num_tokens` and
+    `len(token_ids) <= num_tokens`.
 
-    - `len(token_ids)`: tokens the CPU knows,
-    - `num_tokens`: also tokens in flight, sampled by a launched step that is not read back yet,
-    - `num_computed_tokens`: tokens with KV written by a launched step or found in the prefix cache.
+    - `len(token_ids)`: the tokens that the CPU knows;
+    - `num_tokens`: these, and the tokens in flight, which launched steps sample and which are not read back yet;
+    - `num_computed_tokens`: the tokens whose KV a launched step writes, or which were found in the prefix cache.
 
-    The scheduler writes the counts, the block manager the fields marked so, and `append` the rest.
+    The scheduler writes the counts, the block manager writes the fields marked so, `append` writes the rest.
     """
 
     def __init__(self, engine_request: EngineRequest, eos_token_ids: frozenset[int], seed: int) -> None:
-        """`eos_token_ids`: the model's end-of-text tokens. `seed`: 64-bit, from the request or drawn by the engine."""
+        """`eos_token_ids`: the model's end-of-text tokens. `seed`: 64-bit, the request's own or drawn by the engine."""
         sampling = engine_request.sampling
         self.engine_request = engine_request
         self.request_id = engine_request.request_id
@@ -33,58 +33,57 @@ class Request:
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
 
-        self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens  # no stop token ends the request earlier
-        # The request ends at this many tokens. The last token is sampled, but its KV is never computed.
+        self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens  # stop tokens before this count are ignored
+        # The request finishes at this many tokens; the last one is never computed.
         self.max_num_tokens = sys.maxsize if sampling.max_tokens is None else self.num_tokens + sampling.max_tokens
         ends_of_text = frozenset() if sampling.ignore_eos else eos_token_ids
         self.stop_ids = ends_of_text.union(sampling.stop_token_ids or (), FAULTS)
-        # Report each token as an `EngineOutput`, for log-probabilities or for the grammar.
+        # Each token is reported in an `EngineOutput`, because it has log-probabilities or advances a grammar.
         self.needs_full_output = sampling.logprobs is not None or sampling.structured_outputs is not None
         self.finish_reason: str | None = None  # "stop", "length", "abort", "timeout" or "error"
-        self.error = ""  # with "error": the message
-        self.stop_reason: int | None = None  # the stop token id that ended the request, unless it is an end of text
+        self.error = ""  # with "error": what went wrong
+        self.stop_reason: int | None = None  # the stop token id that finished the request, unless it is an end of text
 
-        # Written by the block manager:
+        # Block manager:
         self.block_tables: list[list[int]] = []  # one for each cache group; empty while the request holds no blocks
-        self.num_passed: list[int] = []  # for each table, how many of its first blocks are not held
-        self.num_slots = 0  # tokens that fit the blocks
+        self.num_passed: list[int] = []  # for each table, how many first entries the request does not hold (any more)
+        self.num_slots = 0  # tokens that fit in the blocks
         self.block_hashes: list[bytes] = []  # of the first full blocks
         self.next_commit = sys.maxsize  # number of tokens at which the next block is full
 
-        # Written by the scheduler. Below `steady_until` tokens, the next token changes nothing but the tokens
-        # themselves.
-        self.steady_until = 0
-        self.order = (engine_request.priority, 0)  # priority, then the arrival number
-        self.num_charged = 0  # tokens already counted as service of the owner
+        # Scheduler:
+        self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves
+        self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
+        self.num_charged = 0  # tokens that have been charged to the owner
 
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
-        self.prefix_miss = ""  # why no more were found, see `BlockManager.miss_reason`
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
+        self.prefix_miss = ""  # why no more of them were found, see `BlockManager.miss_reason`
         self.num_preemptions = 0
-        # Of the prompt tokens from the second one on; None: not requested.
+        # From the second prompt token on; None: not requested.
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
         self.queued_time = 0.0  # monotonic seconds
-        self.scheduled_time = 0.0  # monotonic seconds, when first admitted; 0: not yet
+        self.scheduled_time = 0.0  # when the request was first admitted, in monotonic seconds; 0: not yet
 
     @property
     def is_scored(self) -> bool:
-        """Whether requested log-probabilities of the prompt are missing. Then the whole prompt must be computed."""
+        """Whether prompt log-probabilities are requested and incomplete: then the whole prompt must be computed."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request may use the prefix cache. False if every prompt token must give its own result."""
+        """Whether the request may use the prefix cache: not if every prompt token has a result of its own."""
         return not self.is_scored and (self.pooling is None or self.pooling.pooling == "last")
 
     def score(self, scores: PromptScores) -> None:
-        """Add log-probabilities of some prompt tokens. After a preemption, known ones come again and are skipped."""
+        """Append log-probabilities of some prompt tokens. After a preemption, some of them are known already."""
         assert self.prompt_logprobs is not None
         num_known = len(self.prompt_logprobs) + 1  # the first token has none
         self.prompt_logprobs += scores.logprobs[num_known - scores.first :]
 
     def append(self, token_ids: list[int]) -> list[int]:
-        """Append the oldest tokens in flight, up to the request's last token, which sets `finish_reason`.
+        """Append the oldest tokens in flight, up to the one that finishes the request, and set `finish_reason` if one does.
 
-        Returns the tokens that belong to the output.
+        Returns the tokens that were appended.
         """
         for count, token_id in enumerate(token_ids, 1):
             if token_id in FAULTS:
@@ -108,7 +107,7 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         embedding: bytes | None = None,
     ) -> EngineOutput:
-        """Return the output of a step: the newest tokens with their log-probabilities, or the embedding."""
+        """Return the output of a step: new tokens with their log-probabilities, or the embedding."""
         is_first = len(self.token_ids) - len(new_token_ids) == self.num_prompt_tokens and embedding is None
         return EngineOutput(
             self.request_id,
@@ -127,7 +126,7 @@ class Request:
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:
-        """Assert every invariant of an unfinished request that is part of `num_in_flight` steps in flight."""
+        """Assert all invariants of an unfinished request that is in the batches of `num_in_flight` steps in flight."""
         num_known = len(self.token_ids)
         assert self.finish_reason is None
         if is_running:

@@ -1,4 +1,4 @@
-"""The queues of the scheduler: running requests, waiting requests, and the order between them and between owners."""
+"""The scheduler's queues: running requests, waiting requests, and their order within and between owners."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from itertools import islice
 from engine.core.request import Request
 from engine.core.visits import Visits
 
-FAVOURED_STEPS = 32  # most steps with others paused for which an owner is favoured
-FAVOURED_REQUESTS = 8  # most unfinished requests of a favoured owner
-OUTPUT_WEIGHT = 2  # service of a generated token, in prompt tokens
+FAVOURED_STEPS = 32  # an owner is favoured for at most this many of its own steps
+FAVOURED_REQUESTS = 8  # an owner with more unfinished requests is not favoured
+OUTPUT_WEIGHT = 2  # a generated token counts as this many prompt tokens
 
 _Key = tuple[int, bool, int, int, int, str]
 
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """An owner (API key, user or client address) with unfinished requests."""
+    """An API key, user or client address that has unfinished requests."""
 
     name: str
-    service: int  # weighted tokens computed for the owner, plus the others' service when it arrived
-    favoured_until: int  # the owner is favoured while its service is below this
+    service: int  # weighted tokens computed for it, plus the service of the other owners when it arrived
+    favoured_until: int  # the service at which it stops being favoured
     num_favoured_steps: int = 0
     is_favoured: bool = True
     waiting: OrderedDict[str, Request] = field(default_factory=OrderedDict)  # in queue order
@@ -33,46 +33,40 @@ class Owner:
 
 
 class RequestQueues:
-    """All unfinished requests, in the order in which they are scheduled.
+    """`running` holds the requests that have a device row and blocks. All others wait, in one queue per owner.
 
-    `running` holds the requests that have a device row and blocks. All other requests wait, in one queue per owner.
+    **Within an owner**, requests are in queue order: by priority, then by arrival. Of one priority, every running request is
+    older than every waiting one.
 
-    The requests of one owner are in queue order: by priority, then the oldest first. Within a priority, every running
-    request is older than every waiting one.
+    **Between owners**, a virtual token counter decides (Sheng et al., 2024, "Fairness in Serving Large Language Models"): the
+    next request to run has the lowest priority value among the waiting ones and, of those, the owner with the least service.
+    A new owner starts with the service of the others, so it can neither save up credit nor fall behind. Unless it has many
+    requests, it is favoured for its first tokens and steps: an occasional short request is hardly delayed by heavy users.
 
-    Between owners, a virtual token counter decides (Sheng et al., 2024). It counts each owner's service: the tokens
-    computed for it, with generated tokens weighted by `OUTPUT_WEIGHT`. The next request to run has the best priority
-    that waits and, within that priority, belongs to the owner with the least service. A newly arrived owner starts with
-    the service of the others, so it neither saves up service while idle nor falls behind.
-
-    A newly arrived owner with few requests is favoured for a few tokens and steps: its requests go first. Heavy users
-    therefore hardly delay a short request of an occasional user.
-
-    `running` starts with favoured owners. Next come each owner's oldest request, then each owner's second oldest, and
-    so on. So the last request is the youngest one of the owner with the most running requests, and it is preempted
-    first. The first request stays first until it finishes or a favoured owner arrives. With a single owner this is
-    queue order, and no service is counted.
+    **`running`** lists the requests of favoured owners first, then the oldest request of each owner, then the second of each,
+    and so on. So the last request is the youngest of the owner that has most, and the first one stays first until it finishes
+    or a favoured owner arrives. With a single owner this is queue order, and nothing is counted.
     """
 
     def __init__(self, favour: int, visits: Visits) -> None:
-        """`favour`: weighted tokens for which a new owner is favoured. `visits`: told when owners arrive and leave."""
+        """`favour`: weighted tokens for which a new owner is favoured. `visits`: records when owners arrive and leave."""
         self.running: list[Request] = []
         self.num_waiting = 0
-        self.is_shared = False  # more than one owner has requests
+        self.is_shared = False  # more than one owner has unfinished requests
         self._favour, self._visits = favour, visits
         self._owners: dict[str, Owner] = {}
-        self._heads: list[_Key] = []  # of owners with waiting requests, the next to run first
+        self._heads: list[_Key] = []  # keys of the owners with waiting requests, sorted: the first one runs next
         self._by_id: dict[str, Request] = {}
         self._num_arrivals = self._newest_service = 0
         self._favoured: dict[str, Owner] = {}
-        self._num_first = 0  # leading requests of favoured owners in `running` when last sorted
-        self._is_sorted = True  # `running`
+        self._num_first = 0  # requests of favoured owners at the start of `running`, as of its last sorting
+        self._is_sorted = True  # whether `running` is
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over all requests in order of arrival."""
+        """Yield all requests in the order of their arrival."""
         return iter(self._by_id.values())
 
     def find(self, request_id: str) -> Request | None:
@@ -83,16 +77,16 @@ class RequestQueues:
 
     @property
     def waiting(self) -> list[Request]:
-        """All waiting requests, owner by owner."""
+        """All waiting requests, by owner."""
         return [request for owner in self._owners.values() for request in owner.waiting.values()]
 
     @property
     def has_favoured(self) -> bool:
-        """Whether some owners are favoured over others."""
+        """Whether some owners, but not all, are favoured."""
         return 0 < len(self._favoured) < len(self._owners)
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
+        """Put a new request in its owner's queue."""
         self._num_arrivals += 1
         request.order = (request.engine_request.priority, self._num_arrivals)
         owner = self._owners.get(request.engine_request.owner) or self._new_owner(request)
@@ -112,8 +106,8 @@ class RequestQueues:
     def should_give_way(self) -> bool:
         """Whether the last running request should be preempted for the first waiting one.
 
-        True if its owner has more than twice as many running requests, and it would then wait behind that request. So
-        no owner loses its only running request, and the preempted request does not come back at once.
+        So it is if its owner has more than twice as many running requests, and would itself wait behind the other owner. No
+        owner loses its only running request, and none is preempted in vain.
         """
         if not self.running:
             return False
@@ -124,11 +118,11 @@ class RequestQueues:
         return having.num_running > 2 * lacking.num_running + 1 and behind >= ahead
 
     def num_ahead(self, request: Request) -> int:
-        """Return how many running requests will precede a waiting request once it runs."""
+        """Return how many running requests will be ahead of a waiting one once it runs."""
         if not self.is_shared:
             return len(self.running)
         own = self.owner_of(request)
-        most = own.num_running + 1  # requests of another owner precede it: it is its owner's youngest
+        most = own.num_running + 1  # of each other owner are ahead: the request is its own owner's youngest
         return sum(
             each.num_running if each.is_favoured > own.is_favoured else min(each.num_running, most)
             for each in self._owners.values()
@@ -147,7 +141,7 @@ class RequestQueues:
         self.running.append(request)
 
     def stop_last(self) -> Request:
-        """Return the last running request to its owner's queue, before all younger and lower-priority requests."""
+        """Move the last running request back to its owner's queue, ahead of younger requests and those of lower priority."""
         request = self.running.pop()
         owner = self.owner_of(request)
         first = next(iter(owner.waiting.values()), request)
@@ -162,7 +156,7 @@ class RequestQueues:
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a finished request."""
+        """Remove a finished or aborted request."""
         del self._by_id[request.request_id]
         owner = self.owner_of(request)
         if owner.waiting.pop(request.request_id, None) is not None:
@@ -179,7 +173,7 @@ class RequestQueues:
             self.is_shared = len(self._owners) > 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Charge the owner for the request's first `num_tokens` tokens, except those that were charged before."""
+        """Charge the request's first `num_tokens` tokens to its owner, except those charged before (and then recomputed)."""
         start, end, num_prompt = request.num_charged, num_tokens, request.num_prompt_tokens
         if end <= start:
             return
@@ -197,7 +191,7 @@ class RequestQueues:
             del self._favoured[owner.name]
 
     def favoured_step(self) -> None:
-        """Count a step that was for favoured owners only."""
+        """Record that a step was for favoured owners only."""
         for owner in [owner for owner in self._favoured.values() if owner.num_running]:
             owner.num_favoured_steps += 1
             if owner.num_favoured_steps == FAVOURED_STEPS:
@@ -205,7 +199,7 @@ class RequestQueues:
                 self._place(owner)
 
     def sort_running(self) -> int:
-        """Sort `running`. Returns how many requests of favoured owners it starts with."""
+        """Sort `running`. Returns how many requests of favoured owners are at its start."""
         if not self._is_sorted:
             self._is_sorted = True
             self.running.sort(key=lambda each: each.order)
@@ -217,7 +211,7 @@ class RequestQueues:
         return self._num_first if self.is_shared else 0
 
     def _running_keys(self) -> dict[Request, tuple[bool, int, tuple[int, int]]]:
-        """Return the sort key of each running request. `running` must be in queue order."""
+        """Return the sort key of each running request. `running` is in queue order."""
         ranks: Counter[str] = Counter()
         keys = {}
         for request in self.running:
@@ -230,11 +224,11 @@ class RequestQueues:
         """Create the owner of its first request."""
         name = request.engine_request.owner
         service = self._heads[0][2] if self._heads else self._newest_service
-        if len(self._owners) == 1:  # no service was counted while it was alone
+        if len(self._owners) == 1:  # nothing was counted while there was one owner
             (other,) = self._owners.values()
             service = other.service
             if sum(map(_to_do, islice(self, FAVOURED_REQUESTS))) > 2 * _to_do(request):
-                self._stop_favouring(other)  # else neither owner pauses for the other
+                self._stop_favouring(other)  # otherwise neither owner pauses for the other
                 self._place(other)
             for each in self.running:
                 each.num_charged = max(each.num_charged, each.num_computed_tokens)
@@ -259,7 +253,7 @@ class RequestQueues:
         owner.key = key
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert all invariants."""
         everyone = [*self.running, *self.waiting]
         assert {request.request_id: request for request in everyone} == self._by_id
         assert len(everyone) == len(self._by_id), "a request is both running and waiting"
@@ -290,7 +284,7 @@ class RequestQueues:
 
 
 def _to_do(request: Request) -> int:
-    """Return the most tokens still to be computed for the request, weighted."""
+    """Return an upper bound of the weighted tokens that the request still needs."""
     num_prompt = request.num_prompt_tokens
     prompt = max(num_prompt - request.num_computed_tokens, 0)
     return prompt + OUTPUT_WEIGHT * (request.max_num_tokens - max(request.num_tokens, num_prompt))

@@ -1,4 +1,4 @@
-"""The parameters of sampling, and of when an answer ends."""
+"""The parameters of sampling and of stopping."""
 
 # ruff: noqa: RUF009 (`parameter` declares a field)
 from __future__ import annotations
@@ -9,7 +9,7 @@ from engine.core.parameters import NumberChecks, parameter, parameters_of
 from engine.core.structured_outputs import StructuredOutputs
 
 MAX_TEXT_LENGTH = 100  # characters of a text that stands for tokens, or tokens of a list
-# What `checked` is about: the parameters that are token ids, or texts to be made into some.
+# The parameters that `checked` covers: token ids, and texts that are converted to token ids.
 _TOKEN_FIELDS = frozenset(
     [
         "stop_token_ids",
@@ -25,24 +25,28 @@ _TOKEN_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's generation settings, named as vLLM and OpenAI name them.
+    """The generation parameters of one request, under the names of vLLM and OpenAI.
 
-    `ValueError` names the field, its value and the range when a value is out of range.
+    Raises `ValueError` with the field, its value and its range for a value out of range.
 
     The sampler applies, in this order: `logit_bias`, `min_tokens` and `bad_words`, `repetition_penalty`,
     `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `thinking_token_budget`, the grammar of
     `structured_outputs`, `top_n_sigma`, `temperature`, `min_p`, `top_k`, `top_p`, `typical_p`, XTC. `temperature=0` is
-    greedy: the token of the highest logit once all up to the grammar is done, whatever the rest says. With `seed`, the
-    same request gives the same tokens whatever else is in the batch. Log-probabilities are those of the model's own
-    logits, before any of this.
+    greedy: it takes the token with the highest logit after the steps up to the grammar, and ignores the later ones. With
+    `seed`, the same request gives the same tokens whatever else is in the batch. Log probabilities are computed from the
+    model's raw logits, before any of these steps.
     """
 
-    n: int = parameter(1, "number of answers", at_least=1, at_most=128)
-    temperature: float = parameter(1.0, "randomness; 0: always the likeliest token", at_least=0, at_most=2)
-    top_p: float = parameter(1.0, "sample from the likeliest tokens of this total probability", above=0, at_most=1)
+    n: int = parameter(1, "number of answers to each prompt", at_least=1, at_most=128)
+    temperature: float = parameter(
+        1.0, "randomness of sampling; 0: always the most likely token", at_least=0, at_most=2
+    )
+    top_p: float = parameter(
+        1.0, "sample from the most likely tokens whose probabilities add up to this", above=0, at_most=1
+    )
     top_k: int = parameter(
         0,
-        "sample from this many likeliest tokens; 0 or -1: from all",
+        "sample from this many of the most likely tokens; 0 or -1: from all",
         at_least=-1,
         at_most=2**31 - 1,
         wanted="-1 or 0 (all), or at least 1",
@@ -50,106 +54,109 @@ class SamplingParams:
     )
     min_p: float = parameter(
         0.0,
-        "leave out tokens less likely than this fraction of the likeliest token's probability",
+        "exclude tokens less likely than this fraction of the highest token probability",
         at_least=0,
         at_most=1,
     )
     typical_p: float = parameter(
         1.0,
-        "sample from the tokens whose surprise is nearest to the expected one, of this total probability",
+        "locally typical sampling: sample from the tokens whose surprise is closest to the entropy, up to this probability",
         above=0,
         at_most=1,
     )
     top_n_sigma: float = parameter(
         0.0,
-        "leave out tokens whose logits are this many standard deviations below the highest; 0 or -1: none",
+        "exclude tokens whose logits are more than this many standard deviations below the highest; 0 or -1: none",
         at_least=-1,
         at_most=100,
     )
     seed: int | None = parameter(
         None,
-        "the same seed gives the same tokens, whatever else is in the batch; -1: none",
+        "random seed: the same seed gives the same tokens, whatever else is in the batch; -1: none",
         at_least=-(2**63),
         at_most=2**63 - 1,
         wanted="a 64-bit int",
         unset="a random one",
     )
     max_tokens: int | None = parameter(
-        16, "most tokens of the answer", at_least=1
+        16, "maximum number of tokens of the answer", at_least=1
     )  # None: up to the model's context length
-    min_tokens: int = parameter(0, "no end before this many tokens", at_least=0)
+    min_tokens: int = parameter(0, "minimum number of tokens before the answer may end", at_least=0)
     thinking_token_budget: int | None = parameter(
-        None, "most tokens of the reasoning, which ends there", at_least=0, unset="as many as the model likes"
+        None, "maximum number of tokens of the reasoning, which is closed there", at_least=0, unset="no limit"
     )
-    stop: str | list[str] | None = parameter(None, "a text, or a list of texts, that ends the answer")
+    stop: str | list[str] | None = parameter(None, "a string, or a list of strings, at which the answer ends")
     stop_token_ids: list[int] | None = parameter(
-        None, "tokens that end the answer, besides the model's own", max_length=1024
+        None, "token ids at which the answer ends, in addition to the model's own", max_length=1024
     )
-    include_stop_str_in_output: bool = parameter(False, "keep the text that ended the answer")
-    ignore_eos: bool = parameter(False, "go on after an end-of-text token")
-    skip_special_tokens: bool = parameter(True, "leave special tokens out of the text")
+    include_stop_str_in_output: bool = parameter(False, "include the stop string in the answer")
+    ignore_eos: bool = parameter(False, "continue after an end-of-sequence token")
+    skip_special_tokens: bool = parameter(True, "remove special tokens from the text")
     presence_penalty: float = parameter(
-        0.0, "subtracted from the logit of every token that was generated", at_least=-2, at_most=2
+        0.0, "subtracted from the logit of every token that has been generated", at_least=-2, at_most=2
     )
     frequency_penalty: float = parameter(
-        0.0, "subtracted from a token's logit as often as the token was generated", at_least=-2, at_most=2
+        0.0, "subtracted from a token's logit once for each time the token has been generated", at_least=-2, at_most=2
     )
     repetition_penalty: float = parameter(
         1.0,
-        "divides the logits of tokens that the prompt or the answer has; multiplies negative ones",
+        "divides the positive logits, and multiplies the negative logits, of tokens in the prompt or the answer so far",
         at_least=0.01,
         at_most=100,
     )
     logit_bias: dict[int, float] | None = parameter(
-        None, "token ids, each with what is added to its logit, from -100 to 100", max_length=1024
+        None, "a map from token ids to values, from -100 to 100, that are added to their logits", max_length=1024
     )
-    allowed_token_ids: list[int] | None = parameter(
-        None, "only these tokens are ever sampled", max_length=16_384, unset="all"
-    )
-    bad_words: list[str | list[int]] | None = parameter(None, "texts that are never generated", max_length=512)
+    allowed_token_ids: list[int] | None = parameter(None, "sample only these tokens", max_length=16_384, unset="all")
+    bad_words: list[str | list[int]] | None = parameter(None, "strings that are never generated", max_length=512)
     dry_multiplier: float = parameter(
-        0.0, '"don\'t repeat yourself" (DRY): strength of the penalty; 0: none', at_least=0, at_most=100
+        0.0, 'strength of the DRY ("don\'t repeat yourself") penalty; 0: none', at_least=0, at_most=100
     )
     dry_base: float = parameter(
-        1.75, "growth of the DRY penalty with each further repeated token", at_least=1, at_most=100
+        1.75,
+        "base of the DRY penalty, which grows by this factor with each further repeated token",
+        at_least=1,
+        at_most=100,
     )
-    dry_allowed_length: int = parameter(
-        2, "repetitions shorter than this have no DRY penalty", at_least=1, at_most=1000
-    )
+    dry_allowed_length: int = parameter(2, "repetitions shorter than this get no DRY penalty", at_least=1, at_most=1000)
     dry_sequence_breakers: list[str | int] | None = parameter(
-        None, "texts or token ids that end a DRY repetition", max_length=512, unset='newline `:` `"` `*`'
+        None, "strings or token ids that end a DRY repetition", max_length=512, unset='newline `:` `"` `*`'
     )
     xtc_threshold: float = parameter(
         0.1,
-        '"exclude top choices" (XTC): drop all tokens at least this likely, except the least likely of them',
+        'XTC ("exclude top choices"): exclude all tokens with at least this probability, except the least likely of them',
         at_least=0,
         at_most=1,
     )
-    xtc_probability: float = parameter(0.0, "how often XTC drops tokens; 0: never", at_least=0, at_most=1)
+    xtc_probability: float = parameter(
+        0.0, "probability that XTC is applied to a token; 0: never", at_least=0, at_most=1
+    )
     logprobs: int | None = parameter(
         None,
-        "log-probabilities of the sampled tokens, and of this many likeliest tokens",
+        "return log probabilities of the sampled tokens and of this many most likely tokens",
         at_least=0,
         at_most=20,
         wanted="in [0, 20]",
     )
     prompt_logprobs: int | None = parameter(
         None,
-        "log-probabilities of the prompt's tokens, and of this many likeliest tokens; not in streams",
+        "return log probabilities of the prompt's tokens and of this many most likely tokens; not in streams",
         at_least=0,
         at_most=20,
         wanted="in [0, 20]",
     )
     logprob_token_ids: list[int] | None = parameter(
         None,
-        "with `logprobs`: the log-probabilities of exactly these tokens in place of the likeliest ones",
+        "with `logprobs`: return the log probabilities of exactly these tokens instead of the most likely ones",
         max_length=128,
-        unset="the likeliest",
+        unset="the most likely",
     )
-    thinking_marks: tuple[int, int] | None = None  # the tokens that begin the reasoning (-1: the prompt has) and end it
+    thinking_marks: tuple[int, int] | None = (
+        None  # token ids of the marks that open the reasoning (-1: the prompt opens it) and close it
+    )
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
-    checked: bool = False  # by an input processor: texts are token ids now, and all ids are the model's
+    checked: bool = False  # set by an input processor once texts are token ids and all ids are valid
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -196,7 +203,7 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def clone(self, **changes: object) -> SamplingParams:
-        """A copy with changes. One that changes no token ids stays `checked`."""
+        """Return a copy with changes. It stays `checked` unless a change concerns token ids."""
         if self.checked and not _TOKEN_FIELDS.isdisjoint(changes):
             changes = {"checked": False, **changes}
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -1,12 +1,11 @@
-"""The scheduler: selects the requests of each step and the number of tokens that each computes.
+"""Decides which requests run in the next step, and how many tokens each computes: queues, budgets, preemption.
 
-One rule: every request's computed tokens catch up with its tokens. Prefill, decode, chunked prefill, prefix-cache hits
+There is one rule: a request's computed tokens catch up with its tokens. Prefill, chunked prefill, decode, prefix-cache hits
 and resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
 
-`schedule()` for step n+1 runs before `update()` of step n. A token that a launched step samples counts in `num_tokens`
-at once, so its request is scheduled again before the CPU knows the token. If it turns out to be the request's last
-token, the request finishes and the result of step n+1 for it is discarded when read. A request that ends by length
-wastes no step, because its end is known in advance.
+`schedule()` for step n+1 runs before `update()` of step n. `num_tokens` includes the token that a launched step will sample,
+so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the request is finished
+and `update()` drops what step n+1 computed for it. Ends by length are known in advance and waste nothing.
 """
 
 from __future__ import annotations
@@ -28,24 +27,26 @@ from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
 
-PAUSED_STEPS = 16  # most successive steps for favoured owners only; the next step is for all owners
-# With several owners, the steps that a new request waits for take at most about this long, whichever is longer:
-SHARED_STEPS = 16  # as many short steps
+PAUSED_STEPS = 16  # successive steps for favoured owners only, before all owners get one
+# While several owners have requests, a new request waits for steps of other owners for about as long as this many short steps
+# take, or this many seconds, whichever is longer.
+SHARED_STEPS = 16
 SHARED_SECONDS = 0.03
-COMING_STEPS = SHARED_STEPS // 2  # the same limits while an idle owner is expected to return
-COMING_SECONDS = SHARED_SECONDS / 2
+# The same while an idle owner is expected to send a request.
+EXPECTED_STEPS = SHARED_STEPS // 2
+EXPECTED_SECONDS = SHARED_SECONDS / 2
 
 _Batched = tuple[list[Request], ScheduledBatch]
 
 
 @dataclass(slots=True)
 class _Plan:
-    """A step that is being planned."""
+    """A step under construction."""
 
-    decodes: list[Request] = field(default_factory=list)  # requests that compute one token each
-    longer: list[Request] = field(default_factory=list)  # requests that compute more
-    lengths: list[int] = field(default_factory=list)  # tokens of each request of `longer`
-    partial: list[Request] = field(default_factory=list)  # requests with a chunk cut by the token budget
+    decodes: list[Request] = field(default_factory=list)  # compute one token each
+    longer: list[Request] = field(default_factory=list)  # compute several tokens each
+    lengths: list[int] = field(default_factory=list)  # tokens of each of `longer`
+    partial: list[Request] = field(default_factory=list)  # requests whose chunk was cut by the token budget
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
 
@@ -53,13 +54,13 @@ class _Plan:
         return bool(self.decodes or self.longer)
 
     def batch(self, last: _Batched) -> _Batched:
-        """Return the requests in batch order, and the batch; `last`, the previous step's, if nothing changed."""
+        """Return the requests in batch order, and the batch. Returns `last`, the previous step's, if nothing changed."""
         num_decodes = len(self.decodes)
         requests = self.decodes + self.longer
         num_tokens = [1] * num_decodes + self.lengths
         partial = sorted(map(requests.index, self.partial))
         last_requests, last_batch = last
-        is_same = requests == last_requests and not self.new_requests  # new requests have new rows
+        is_same = requests == last_requests and not self.new_requests  # which have new rows
         if is_same and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
             return last
         request_ids = [request.request_id for request in requests]
@@ -67,26 +68,25 @@ class _Plan:
 
 
 class Scheduler(LaunchedSteps):
-    """Schedules requests step by step, within a token budget and a maximum number of running sequences.
+    """Chooses the requests of each step within a budget of tokens and sequences.
 
-    Order: first come, first served among requests of the same owner and priority, and fair between owners. The owner of
-    a request is the API key, user or client address to which it is accounted. `RequestQueues` defines the order.
+    Requests belong to owners: the API key, user or client address that sent them. Requests of one owner and priority run
+    first come, first served; between owners, scheduling is fair (see `RequestQueues`).
 
-    Preemption: when blocks run out, the last running request loses its blocks, waits again, and is recomputed later,
-    mostly from the prefix cache. The first running request therefore always progresses, and all requests finish. A
-    waiting request takes the row or blocks of the last running one only if its own owner has far fewer running requests
-    (`RequestQueues.should_give_way`). A higher priority alone never preempts a running request.
+    **Preemption.** When blocks run out, the last running request is preempted: it loses its blocks, waits again, and is
+    recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress, and
+    every request finishes. A waiting request preempts the last running one only if its own owner has far fewer requests
+    running (`should_give_way`), never because of its priority.
 
-    Latency: owners do not wait long for each other's steps. While several owners have requests, a step gets only as
-    many tokens as it computes in the time of a few short steps (`StepPace`). While an idle owner is expected to return
-    (`Visits`), that time is halved, so that the owner's first step starts soon. While an owner is favoured, all others
-    pause, except in every 17th step. With a single owner, and no other expected, the full token budget applies.
+    **Step length.** A new request waits until the steps in flight have finished. So while several owners have requests, a
+    step is limited to the tokens that it computes in the time of a few short steps (`StepPace`), and to half as many while an
+    idle owner is expected to send a request (`Visits`). While an owner is favoured, all other owners pause, except for one
+    step in every `PAUSED_STEPS + 1`. With a single owner, and no other owner expected, nothing is limited.
 
-    Fast path: in most steps, most requests are steady, which means that they only append a token. `schedule` and
-    `update` handle a request in a few operations while it has no more than `Request.steady_until` tokens.
+    **Fast path.** In most steps, a request computes its newest token and nothing else about it changes. Up to
+    `Request.steady_until` tokens this is known in advance, and `schedule` and `update` skip everything else.
 
-    n > 1 needs no special case: each completion of a prompt finds the blocks of the previous completion in the prefix
-    cache, in the very step that fills them.
+    n > 1 needs no special case: each answer finds the prompt's blocks published by the answer before it, in the same step.
     """
 
     def __init__(
@@ -101,15 +101,16 @@ class Scheduler(LaunchedSteps):
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
     ) -> None:
-        """`num_batches`: batches that alternate where steps overlap, as in pipeline parallelism. A request with a token
-        in flight is in no other step, so each batch takes an equal part of the running requests.
+        """`num_batches`: number of overlapping steps, one for each pipeline stage. With more than one, a request whose newest
+        token is in flight is in no other step, so each step takes a fraction of the running requests.
         """
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
         self._num_batches = num_batches
         self._num_paused = 0  # successive steps for favoured owners only
-        self._refused: tuple[Request, int] | None = None  # a request that lacked blocks, and `num_releases` then
-        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # the last step's
+        # A request for which there were too few blocks, and the number of block releases by then.
+        self._refused: tuple[Request, int] | None = None
+        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # the previous step's
         self._step = self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0
 
     def drain(self) -> tuple[list[Request], list[Request]]:
@@ -118,15 +119,15 @@ class Scheduler(LaunchedSteps):
         return super().drain()
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished, a time-out is not yet reported, or a launched step is not read back."""
+        """Whether a request is unfinished, an output is pending or a launched step has not been read."""
         return bool(self.queues or self._in_flight or self._late)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. The caller must launch it before any other call to the scheduler.
+        """Plan the next step. The caller launches it at once, before any other call.
 
-        An empty output must not be launched: the next non-empty one includes its `removed` requests.
+        An empty output must not be launched: a later output carries what the worker has to be told.
         """
-        assert len(self._in_flight) <= 1, "at most one step may be in flight"
+        assert len(self._in_flight) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():
@@ -143,10 +144,10 @@ class Scheduler(LaunchedSteps):
         return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
 
     def _budget(self, now: float) -> int:
-        """Return the token budget of the next step."""
+        """Return the maximum number of tokens of the next step."""
         most, short = self.max_num_batched_tokens, self._pace.short
-        num_waited = 1 + len(self._in_flight)  # steps that a request arriving now waits for
-        seconds = self._visits.seconds_to_next(now) + max(COMING_STEPS * short, COMING_SECONDS)
+        num_waited = 1 + len(self._in_flight)  # steps that a new request waits for
+        seconds = self._visits.seconds_to_next(now) + max(EXPECTED_STEPS * short, EXPECTED_SECONDS)
         if self.queues.is_shared:
             seconds = min(seconds, max(SHARED_STEPS * short, SHARED_SECONDS))
         if seconds == inf:
@@ -154,9 +155,9 @@ class Scheduler(LaunchedSteps):
         return min(self._pace.num_tokens(seconds / num_waited) or most, most)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
-        """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured owners."""
+        """Schedule the running requests, of which the first `num_first` are of favoured owners, then admit waiting ones."""
         queues, num_preemptions = self.queues, self._num_preemptions
-        running = iter(queues.running)  # preemption pops the tail, at or after the current request
+        running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
         budget = self._continue(self._part(islice(running, num_first)), budget, plan)
         if others_pause and num_preemptions == self._num_preemptions:
@@ -167,18 +168,20 @@ class Scheduler(LaunchedSteps):
             return
         self._num_paused = 0
         budget = self._continue(self._part(running), budget, plan)
-        if num_preemptions == self._num_preemptions:  # else blocks are short: admit no request
+        if num_preemptions == self._num_preemptions:  # otherwise there are too few blocks to admit a request
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Return the running requests for the next of `num_batches` batches: those with no token in flight."""
+        """Return the running requests that may be in the next batch: with overlapping steps, a fraction of those without a
+        token in flight.
+        """
         if self._num_batches == 1:
             return requests
         known = (each for each in requests if each.num_tokens == len(each.token_ids))
         return islice(known, -(-len(self.queues.running) // self._num_batches))
 
     def _continue(self, running: Iterable[Request], budget: int, plan: _Plan) -> int:
-        """Schedule running requests and return the remaining budget."""
+        """Schedule running requests. Returns the remaining budget."""
         decodes = plan.decodes
         for request in running:
             if not budget:
@@ -189,7 +192,7 @@ class Scheduler(LaunchedSteps):
                 request.num_tokens = num_tokens + 1
                 decodes.append(request)
                 budget -= 1
-            elif num_tokens < request.max_num_tokens:  # else its last token is in flight
+            elif num_tokens < request.max_num_tokens:  # otherwise its last token is in flight
                 granted = self._grant(request, budget, plan)
                 if not granted:
                     break
@@ -215,7 +218,7 @@ class Scheduler(LaunchedSteps):
             budget -= granted
 
     def _give_way(self) -> bool:
-        """Preempt the last running request if the first waiting one needs its row or blocks and is entitled to them."""
+        """Preempt the last running request if the first waiting one needs its row or blocks and deserves them more."""
         queues = self.queues
         if not queues.should_give_way():
             return False
@@ -230,7 +233,7 @@ class Scheduler(LaunchedSteps):
         return len(cached[0]) * self.blocks.block_size if cached else 0
 
     def _lacks_blocks(self, request: Request) -> bool:
-        """Whether there are too few free blocks to admit the request."""
+        """Whether there are too few blocks for the request."""
         if not self._is_refused(request):
             cached = self._cached(request)
             if self.blocks.fits(request, request.num_tokens, cached, self._num_spare(request)):
@@ -239,18 +242,18 @@ class Scheduler(LaunchedSteps):
         return True
 
     def _is_refused(self, request: Request) -> bool:
-        """Whether the request lacked blocks when it was last tried and no block was released since."""
+        """Whether there were too few blocks at the last attempt, and none has been released since."""
         return self._refused == (request, self.blocks.pool.num_releases)
 
     def _cached(self, request: Request) -> Sequence[Sequence[int]]:
         return self.blocks.match_prefix(request) if request.reads_cache else ()
 
     def _num_spare(self, request: Request) -> int:
-        """Blocks to leave free when admitting the request: one in each group for each request that runs before it."""
+        """Return how many blocks the request must leave free when it starts: one per cache group for each request ahead of it."""
         return self.queues.num_ahead(request) * len(self.blocks.groups)
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
-        """`num_deferred`: requests not yet added to the scheduler, because their grammars are being compiled."""
+        """`num_deferred`: requests that the scheduler has not received yet."""
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
@@ -266,15 +269,15 @@ class Scheduler(LaunchedSteps):
         )
 
     def _admit(self, request: Request) -> NewRequest | None:
-        """Move the first waiting request to `running`. Returns None if it cannot run yet, usually for lack of blocks.
+        """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
 
-        The request gets blocks for all its tokens at once (in a group with a window: for the window and a chunk), so
-        that a long prompt does not preempt others chunk by chunk. One block of each group stays free for each running
-        request before it, so that these do not preempt it when they need their next block.
+        The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a long
+        prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead of it, so
+        that these do not preempt it when they need their next block.
         """
         if self._is_refused(request):
             return None
-        if len(request.token_ids) < request.num_tokens:  # just preempted, with a token in flight
+        if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
             return None
         cached = self._cached(request)
         if self.blocks.grow(request, request.num_tokens, cached, self._num_spare(request)) is None:
@@ -299,11 +302,13 @@ class Scheduler(LaunchedSteps):
         )
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
-        """Schedule as many of the request's tokens as the budget allows, and return how many.
+        """Schedule as many of the request's tokens as the budget allows, as if the step were launched. Returns how many.
 
-        Preempts the last running requests if blocks are missing. Returns 0 if the request preempted itself that way.
+        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was preempted itself.
         """
-        start = min(request.num_computed_tokens, request.num_tokens - 1)  # a deferred token is computed again
+        start = min(
+            request.num_computed_tokens, request.num_tokens - 1
+        )  # a deferred request computes its last token again
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
@@ -331,7 +336,7 @@ class Scheduler(LaunchedSteps):
         return granted
 
     def check(self) -> None:
-        """Assert every invariant of the queues and the blocks."""
+        """Assert all invariants of the queues and the blocks."""
         self.queues.check()
         running = self.queues.running
         self.blocks.check(running)

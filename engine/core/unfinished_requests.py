@@ -1,4 +1,4 @@
-"""Unfinished requests: adding, aborting, preempting and expiring them."""
+"""The scheduler's unfinished requests: their queues, their blocks, and how they finish."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.core.visits import Visits
 
 
 class UnfinishedRequests:
-    """The requests to schedule. `add` queues them; they finish here when they are aborted or their deadline passes."""
+    """The requests of a scheduler. `add` queues them; aborts and deadlines finish them here."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class UnfinishedRequests:
         max_model_len: int,
         clock: Callable[[], float],
     ) -> None:
-        """`clock`: monotonic seconds, as deadlines are."""
+        """`clock`: monotonic seconds, like deadlines."""
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
@@ -33,13 +33,13 @@ class UnfinishedRequests:
         self.queues = RequestQueues(max_num_batched_tokens // 2, self._visits)
         self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._late: list[EngineOutput] = []  # of waiting requests dropped because they could not meet their deadlines
-        self._removed: list[str] = []  # requests with rows that the worker has yet to free
+        self._late: list[EngineOutput] = []  # of requests that were not started because they would miss their deadlines
+        self._removed: list[str] = []  # ids of requests whose rows the worker has not been told to free
         self._num_preemptions = 0
         self.num_corrupted = 0  # requests that ended because the model computed NaN or infinity
 
     def check_new(self, request: Request) -> None:
-        """Limit a request's length to the model and cache. ValueError if its id is in use or it can never run."""
+        """Raise `ValueError` if the id is in use or the request can never run. Caps its length at what fits model and cache."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
         if self.queues.find(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
@@ -58,18 +58,18 @@ class UnfinishedRequests:
         request.max_num_tokens = max_num_tokens
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises ValueError as `check_new` does."""
+        """Queue a new request. Raises `ValueError` like `check_new`."""
         self.check_new(request)
         request.queued_time = self._clock()
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request again that `drain` removed."""
+        """Queue a request that `drain` removed."""
         self.queues.add(request)
         self._deadlines.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """Finish a request in any state and discard its tokens in flight. Returns False if there is no such request."""
+        """Abort a request in any state; its tokens in flight are dropped. Returns False if there is none with this id."""
         request = self.queues.find(request_id)
         if request is None:
             return False
@@ -78,9 +78,8 @@ class UnfinishedRequests:
         return True
 
     def expire(self) -> list[EngineOutput]:
-        """Finish the requests with passed deadlines, in any state. Call it when the scheduled step is launched.
-
-        Returns their final outputs, and those of requests that `schedule` dropped as unable to meet their deadlines.
+        """Finish the requests whose deadlines have passed. Returns their final outputs, and those of requests that `schedule`
+        did not start because they would miss their deadlines. Call it after launching that step.
         """
         outputs, self._late = self._late, []
         for request in self._deadlines.passed():
@@ -94,7 +93,7 @@ class UnfinishedRequests:
         return request.output([])
 
     def _fail(self, request: Request) -> None:
-        """Count a failed request. Unpublish its blocks if its KV may contain NaN."""
+        """Handle a request that finishes with an error. Its KV may hold NaN, so no other request may find its blocks."""
         if request.error == FAULTS[NOT_FINITE]:
             self.num_corrupted += 1
             self.blocks.unpublish(request)
@@ -117,5 +116,5 @@ class UnfinishedRequests:
             self.blocks.release(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. Returns False, and changes nothing, while a request is running."""
+        """Empty the prefix cache, as after a change of weights. Returns False, without any change, while a request runs."""
         return self.blocks.reset()

@@ -1,4 +1,4 @@
-"""Predicts when an idle owner (API key, user or client address) will send its next request."""
+"""Predicts when idle owners will send their next requests."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-REMEMBERED = 64  # the owners that arrived last
-AWAY_SECONDS = 10.0  # an owner idle for longer is no longer expected
-NUM_PAUSES = 4  # an owner's last pauses, of which the shortest counts
-EARLY = 0.75  # fraction of that pause after which the owner is expected
+REMEMBERED = 64  # owners, the most recent ones
+AWAY_SECONDS = 10.0  # an owner that has been idle for longer is no longer expected
+NUM_PAUSES = 4  # pauses remembered for each owner; the shortest counts
+EARLY = 0.75  # an owner is expected after this fraction of its shortest pause
 
 
 @dataclass(slots=True)
 class _Owner:
-    left: float = -math.inf  # when the owner's last request finished
-    expected_from: float = math.inf  # infinite while the owner has requests
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PAUSES))  # seconds, shorter than AWAY_SECONDS
+    left: float = -math.inf  # when its last request finished, in monotonic seconds
+    expected_from: float = math.inf  # when it becomes expected; infinite while it has requests
+    pauses: deque[float] = field(
+        default_factory=lambda: deque(maxlen=NUM_PAUSES)
+    )  # seconds between requests, if < AWAY_SECONDS
 
 
 class Visits:
-    """Records when owners arrive (get their first unfinished request) and leave (finish their last one).
-
-    An idle owner is expected from `EARLY` times the shortest of its last pauses on, or at once if no pause of it is
-    known. It is no longer expected after `AWAY_SECONDS`.
+    """An idle owner is expected after about the shortest of its recent pauses between requests, or at once while no pause is
+    known. After `AWAY_SECONDS` it is no longer expected.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -33,7 +33,9 @@ class Visits:
         self._owners: OrderedDict[str, _Owner] = OrderedDict()  # the one that came last is last
 
     def came(self, name: str, arrival: float = 0.0) -> None:
-        """Record that an owner's first request arrived at `arrival`, possibly before this call; 0: now."""
+        """Record an owner's first request after a pause. `arrival`: the request's arrival in monotonic seconds, which may be
+        before the current step began; 0: now.
+        """
         owner = self._owners.setdefault(name, _Owner())
         self._owners.move_to_end(name)
         pause = (arrival or self._clock()) - owner.left
@@ -50,6 +52,6 @@ class Visits:
             owner.expected_from = owner.left + EARLY * min(owner.pauses, default=0.0)
 
     def seconds_to_next(self, now: float) -> float:
-        """Return the seconds until an idle owner is expected: 0 if one already is, infinity if none will be."""
+        """Return the seconds until an idle owner is expected: 0 if one is expected now, infinite if none is."""
         times = (owner.expected_from for owner in self._owners.values() if now < owner.left + AWAY_SECONDS)
         return max(min(times, default=math.inf) - now, 0.0)

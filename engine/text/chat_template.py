@@ -1,7 +1,7 @@
-"""A conversation to prompt text, by the model's own Jinja template.
+"""Renders conversations to prompt text with the model's Jinja chat template.
 
-A template comes with a model, so it is not trusted. Jinja's sandbox keeps it from Python; the `_Budget` keeps it from
-running or growing without end: loops, calls, filters, operators and everything written are counted while it renders.
+Templates come with models and are not trusted. Jinja's sandbox blocks access to Python. `_Budget` bounds time and
+output: loop iterations, calls, filters, operators and written text are counted while the template renders.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from jinja2.visitor import NodeTransformer
 
 from engine.one_line import one_line
 
-MAX_STEPS = 1_000_000  # loop rounds, calls, filters, operators
-MAX_CHARS = 1 << 27  # written, or made on the way
+MAX_STEPS = 1_000_000  # loop iterations, calls, filters, operators
+MAX_CHARS = 1 << 27  # of output and of intermediate values
 MAX_SECONDS = 3.0
 _ATOMS = frozenset((bool, int, float, type(None)))
-MAX_NUMBER = 100_000  # width, count or digits asked of one operation
+MAX_NUMBER = 100_000  # largest width, count or number of digits in one operation
 
-_CONTINUE_HERE = "<|the answer continues here|> "  # its last space shows whether the template trims
+_CONTINUE_HERE = "<|the answer continues here|> "  # the trailing space reveals whether the template trims
 
 
 class ChatTemplateError(Exception):
-    """A template that cannot be compiled, or messages that it refuses; the message is one clear line."""
+    """The template cannot be compiled or rejects the messages. The message is a single line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class ChatTemplate:
-    """A compiled chat template; `render` may run in several threads at once."""
+    """A compiled chat template. `render` is thread-safe."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: `bos_token`, `eos_token` and others, as the template names them."""
+        """`special_tokens`: variables such as `bos_token` and `eos_token`."""
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
@@ -67,10 +67,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt. `continue_final_message`: it ends where the last message's content ends, so that it goes on.
+        """Return the prompt. `continue_final_message`: end it with the last message's content, to be continued.
 
-        `kwargs` are further variables for the template. `ChatTemplateError` when the template refuses, fails or does
-        not end.
+        `kwargs`: additional template variables. Raises `ChatTemplateError` if the template rejects the messages, fails
+        or exceeds its budget.
         """
         messages = list(messages)
         if continue_final_message:
@@ -82,7 +82,7 @@ class ChatTemplate:
                 text = self._template.render(variables)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error.message or type(error).__name__)) from None
-        except Exception as error:  # whatever Python raises inside a template is the template's fault
+        except Exception as error:  # any Python exception while rendering is an error of the template
             raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -90,19 +90,19 @@ class ChatTemplate:
     def _mark_end(messages: list[dict[str, Any]]) -> dict[str, Any]:
         content = messages[-1].get("content") if messages else None
         if not isinstance(content, str):
-            raise ChatTemplateError("continue_final_message needs a last message whose content is text")
+            raise ChatTemplateError("continue_final_message requires text content in the last message")
         return {**messages[-1], "content": content + _CONTINUE_HERE}
 
 
 def _cut_at_mark(text: str) -> str:
     end = text.rfind(_CONTINUE_HERE.rstrip())
     if end < 0:
-        raise ChatTemplateError("continue_final_message: the chat template leaves out the end of the last message")
+        raise ChatTemplateError("continue_final_message: the chat template omits the end of the last message")
     trimmed = not text.startswith(_CONTINUE_HERE, end)
     return text[:end].rstrip() if trimmed else text[:end]
 
 
-# ---- the environment, as Hugging Face's templates expect it ----
+# ---- the environment that Hugging Face's templates expect ----
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -136,7 +136,7 @@ def _to_json(
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it is transparent."""
+    """Supports `{% generation %}`, which marks assistant text for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -151,7 +151,7 @@ class _Generation(Extension):
 
 @dataclass(slots=True)
 class _Budget:
-    """What one rendering may still use."""
+    """The remaining budget of one rendering."""
 
     steps: int
     chars: int
@@ -161,12 +161,12 @@ class _Budget:
         self.steps -= steps
         self.chars -= chars
         if self.steps < 0 or time.monotonic() > self.deadline:
-            raise jinja2.TemplateError("the chat template does not come to an end")
+            raise jinja2.TemplateError(f"the chat template takes more than {MAX_SECONDS:g} s or {MAX_STEPS} steps")
         if self.chars < 0:
-            raise jinja2.TemplateError("the chat template writes too much")
+            raise jinja2.TemplateError(f"the chat template writes too much: more than {MAX_CHARS} characters")
 
     def spend_on(self, value: Any) -> None:
-        """For a value about to be written out, with all that it contains."""
+        """Charge for a value about to be written, including everything it contains."""
         level = [value]
         while level:
             below: list[Any] = []
@@ -192,7 +192,7 @@ class _Budget:
             level = below
 
     def spend_length(self, value: Any) -> Any:
-        """For a value just made, without what its parts contain. An iterator is counted as it goes."""
+        """Charge for the length of a new value, without its contents. Iterators are charged as they advance."""
         if isinstance(value, (str, bytes)):
             self.spend(1, len(value))
         elif isinstance(value, (list, tuple, dict)):
@@ -217,7 +217,7 @@ def _bounded() -> Iterator[None]:
 
 
 class _Counted:
-    """An iterable whose rounds are steps."""
+    """An iterable that charges one step per item."""
 
     def __init__(self, iterable: Any, budget: _Budget) -> None:
         self._iterable = iterable
@@ -236,7 +236,7 @@ _LOOP, _SIZED, _CONCAT = "quire:loop", "quire:sized", "quire:concat"
 
 
 class _Instrument(NodeTransformer):
-    """Leads what the sandbox does not intercept through counting filters."""
+    """Wraps operations that the sandbox does not intercept in counting filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -252,7 +252,7 @@ class _Instrument(NodeTransformer):
         return _filter(node, _SIZED) if isinstance(node.arg, nodes.Slice) and node.ctx == "load" else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(node.data, lineno=node.lineno)  # constants pass `finalize` at run time, template data do not
+        return nodes.Const(node.data, lineno=node.lineno)  # unlike template data, constants pass `finalize` at run time
 
 
 def _filter(node: nodes.Node, name: str) -> nodes.Filter:
@@ -317,7 +317,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             case "*" | "**" if isinstance(left, int) and isinstance(right, int):
                 bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
                 if bits > MAX_NUMBER:
-                    raise jinja2.TemplateError("the chat template computes with huge numbers")
+                    raise jinja2.TemplateError(f"the chat template computes a number above {MAX_NUMBER} bits")
             case "*" if isinstance(left, int) or isinstance(right, int):
                 value, times = (right, left) if isinstance(left, int) else (left, right)
                 budget.spend(1, max(times, 0) * len(value) if isinstance(value, (str, bytes, list, tuple)) else 0)
@@ -339,7 +339,7 @@ _COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    num_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # context or environment come first
+    num_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # the first argument is the context or environment
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -355,7 +355,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _check_growth(budget: _Budget, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses operations whose result is far larger than their operands, before they are carried out."""
+    """Reject an operation with a result far larger than its operands, before it runs."""
     operands = [*args, *kwargs.values()]
     if name == "format":
         text = str(value)

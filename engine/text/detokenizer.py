@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive, with stop strings."""
+"""Incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Turns the new tokens of one sequence into text deltas, in constant time a token.
+    """Turns the new tokens of one sequence into text deltas, in constant time per token.
 
-    All deltas joined are what `decode` of prompt and output gives beyond the prompt's own text, up to the first stop
-    string: the one that ends first and, of several ending there, the first of `stop`. Cutting the tokens differently
-    into pushes changes nothing. Never gives half a character; text that may still become a stop string is held back.
+    The joined deltas equal the text that `decode` of prompt and output adds to the prompt's text, up to the first stop
+    string: the one that ends first, and of several that end there the first in `stop`. How tokens are split between
+    pushes does not matter. A delta never contains part of a character; text that may become a stop string is held back.
     """
 
     def __init__(
@@ -28,32 +28,32 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        """Stop strings that end within the first `min_tokens` tokens do not count."""
+        """Stop strings that end within the first `min_tokens` tokens are ignored."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._at_start = all(i in self._skipped for i in prompt_token_ids)
         self._utf8 = _UTF8("replace")
-        for token_id in prompt_token_ids[-4:]:  # a character is at most 4 bytes: the prompt may end inside one
+        for token_id in prompt_token_ids[-4:]:  # the prompt may end inside a character of up to 4 bytes
             self._utf8.decode(self._token_bytes(token_id))
-        self._whole = not self._utf8.getstate()[0]  # the bytes so far end with a character
+        self._whole = not self._utf8.getstate()[0]  # the bytes so far end at a character boundary
         self._matchers = [_Matcher(text) for text in stop]
         self.looks_for_stops = bool(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._released: list[str] = []
         self._held = ""
-        self.num_tokens = 0  # tokens taken in, the one that completed a stop string last
+        self.num_tokens = 0  # tokens consumed, up to the one that completed a stop string
         self.stopped_by: str | None = None
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """All text returned so far."""
         return "".join(self._released)
 
     def push(self, new_token_ids: Sequence[int], finished: bool = False) -> str:
-        """The text that the new tokens make certain. `finished`: no more will come, everything held back is released.
+        """Return the text that is now certain. `finished`: no more tokens follow, so held text is released.
 
-        After a stop string the rest of the tokens is dropped. A stop token that must not show is not pushed.
+        Tokens after a stop string are dropped. The caller does not push stop tokens that must not be shown.
         """
         if self.stopped_by is not None:
             return ""
@@ -78,7 +78,7 @@ class Detokenizer:
         return text
 
     def _decode(self, new_token_ids: Sequence[int], finished: bool) -> str:
-        """All of `push` when there is no stop string to look for."""
+        """Fast path of `push` without stop strings."""
         self.num_tokens += len(new_token_ids)
         skipped = self._skipped
         if self._at_start:
@@ -91,7 +91,7 @@ class Detokenizer:
         if self._whole:
             try:
                 return data.decode()
-            except UnicodeDecodeError:  # perhaps it ends in a part of a character
+            except UnicodeDecodeError:  # the data may end inside a character
                 pass
         text = self._utf8.decode(data, finished)
         self._whole = not self._utf8.getstate()[0]
@@ -121,12 +121,12 @@ class Detokenizer:
 
 
 class _Matcher:
-    """Knuth–Morris–Pratt: `length` is how much of the stop string the text so far may have begun."""
+    """Knuth–Morris–Pratt matcher. `length`: characters of the stop string matched at the end of the text."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._fallback = [0]  # [i]: the longest proper prefix of stop[: i + 1] that is its suffix too
+        self._fallback = [0]  # [i]: length of the longest proper prefix of stop[: i + 1] that is also its suffix
         for char in stop[1:]:
             self._fallback.append(self._extend(self._fallback[-1], char))
 
@@ -136,7 +136,7 @@ class _Matcher:
         return length + (self.stop[length] == char)
 
     def feed(self, char: str) -> bool:
-        """Takes the text's next character; true when the stop string is complete."""
+        """Consume the next character; return whether the stop string is complete."""
         self.length = self._extend(self.length, char)
         if self.length < len(self.stop):
             return False

@@ -1,9 +1,9 @@
-"""Text to token ids and back, over a model folder's tokenizer.json.
+"""Converts text to token ids and back with a model folder's tokenizer.json.
 
-A token is a piece of bytes: `token_bytes` gives it, `decode` joins the pieces and reads them as UTF-8. That is what the
-`tokenizers` library does as well, with one exception on purpose: where byte tokens (`<0xE2>`) do not form valid UTF-8,
-the library turns the whole run of them into replacement characters, while here valid characters of the run survive.
-Text that has been streamed to a client could not be taken back.
+Each token stands for some bytes: `token_bytes` returns them, and `decode` joins them and decodes UTF-8. This matches
+the `tokenizers` library except in one case: where a run of byte tokens (`<0xE2>`) is not valid UTF-8, the library
+replaces the whole run with replacement characters. Quire keeps the run's valid characters, because text already
+streamed to a client cannot be changed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class TokenizerError(Exception):
-    """A tokenizer that cannot be loaded or a text that it cannot read; the message is one clear line."""
+    """The tokenizer cannot be loaded, or cannot encode a text. The message is a single line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class _Token(msgspec.Struct):
-    """A token in tokenizer_config.json. Fields as of `tokenizers.AddedToken`."""
+    """A token in tokenizer_config.json, with the fields of `tokenizers.AddedToken`."""
 
     content: str
     single_word: bool = False
@@ -48,7 +48,7 @@ class _NamedTemplate(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What is used of tokenizer_config.json and special_tokens_map.json."""
+    """The fields used from tokenizer_config.json and special_tokens_map.json."""
 
     added_tokens_decoder: dict[int, _Token] | None = None
     bos_token: str | _Token | None = None
@@ -65,10 +65,10 @@ class _Config(msgspec.Struct):
 
 
 class Tokenizer:
-    """What a model folder says about its tokens."""
+    """The tokenizer of a model folder."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], chat_template: str | None = None) -> None:
-        """`config` is the content of tokenizer_config.json, with the special tokens in it. `TokenizerError` when wrong."""
+        """`config`: content of tokenizer_config.json, including special tokens. Raises `TokenizerError` if invalid."""
         self._backend = backend
         self.chat_template = chat_template
         read = _read_config(config)
@@ -83,7 +83,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        # A config that mentions either flag replaces what tokenizer.json adds around a text.
+        # If the config sets either flag, both replace the tokens that tokenizer.json adds around a text.
         flags = (read.add_bos_token, read.add_eos_token)
         self._frame: tuple[list[int], list[int]] | None = None
         if flags != (None, None):
@@ -104,7 +104,7 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as error:  # plain Exception, or a panic in Rust, which is none
+        except BaseException as error:  # an Exception, or a Rust panic, which does not derive from it
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise TokenizerError(f"{path} cannot be read: {error}") from None
@@ -114,10 +114,10 @@ class Tokenizer:
         return cls(backend, config, _read_chat_template(folder, config))
 
     def _add_config_tokens(self, config: _Config) -> None:
-        """Tokens that the config adds to tokenizer.json, and which tokens are special.
+        """Add the config's tokens to those of tokenizer.json, and mark special tokens.
 
-        One that would get another id than the config says is left out. Special tokens are matched in the text as it is
-        written: normalised ones would hide behind a `▁`.
+        A token that would get a different id than in the config is left out. Special tokens are matched before
+        normalisation, which could put a `▁` in front of them.
         """
         for token_id, entry in sorted((config.added_tokens_decoder or {}).items()):
             known = self._backend.token_to_id(entry.content)
@@ -141,9 +141,9 @@ class Tokenizer:
         (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([token])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; special tokens written in it are recognised. `TokenizerError` for broken Unicode.
+        """Return the token ids of `text`. Special tokens in the text are recognised.
 
-        In a thread, a long text leaves the others running.
+        Raises `TokenizerError` for invalid Unicode. Releases the GIL while encoding.
         """
         try:
             if not add_special_tokens or self._frame is None:
@@ -154,8 +154,9 @@ class Tokenizer:
             raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Two texts as one prompt, with the special tokens that the tokenizer puts around and between them. `TokenizerError` as
-        `encode`.
+        """Return two texts as one prompt, with the tokenizer's special tokens around and between them.
+
+        Raises `TokenizerError` like `encode`.
         """
         try:
             if self._frame is None:
@@ -166,12 +167,12 @@ class Tokenizer:
             raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # unlike `encode` it gives up the interpreter's lock, and it notes no offsets, which takes as long as the ids
+        # unlike `encode`, this releases the GIL and computes no offsets, which take as long as the ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """The most characters of a text that one token can stand for; None: no such number, for some are left out."""
+        """Maximum characters of text per token; None if there is no bound, because characters may be dropped."""
         if not _keeps_all(self._backend):
             return None
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
@@ -185,38 +186,38 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text that it does not begin; none for an id outside the vocabulary."""
+        """Return the bytes that a token adds to a text, except at its start; empty for ids outside the vocabulary."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._pieces.piece(self.id_to_token(token_id))
         return data
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """The same for the token that begins a text: some vocabularies begin words with a space, the first as well."""
+        """Return the bytes of a text's first token, without the space that some vocabularies put before every word."""
         return self._pieces.first_piece(self.id_to_token(token_id))
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, as people read it; a part of a character becomes U+FFFD."""
+        """Return one token as text. Incomplete characters become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling (`Ġthe`, `▁the`)."""
+        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`)."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
 
-_MAX_COMPOSED = 4  # characters that Unicode's normal forms make one of
+_MAX_COMPOSED = 4  # most characters that Unicode normalisation combines into one
 _KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", "ByteLevel"}
 _KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Split"}
 
 
 def _keeps_all(backend: tokenizers.Tokenizer) -> bool:
-    """Whether every character of a text is in one of its tokens: none is dropped or stands for any number of others."""
+    """Whether tokens cover every character of a text: none is dropped or stands for arbitrarily many others."""
     normalizers, pre_tokenizers = (
         _parts(backend.normalizer, "normalizers"),
         _parts(backend.pre_tokenizer, "pretokenizers"),
@@ -236,7 +237,7 @@ def _keeps_all(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _parts(step: Any, name: str) -> list[dict[str, Any]]:
-    """What a step of the tokenizer consists of, as tokenizer.json has it. `name`: of the list in a sequence."""
+    """Return the parts of a tokenizer step as in tokenizer.json. `name`: the key of the list in a `Sequence` step."""
     if step is None:
         return []
     state = json.loads(step.__getstate__())
@@ -245,7 +246,7 @@ def _parts(step: Any, name: str) -> list[dict[str, Any]]:
 
 
 class _Pieces:
-    """tokenizer.json's decoder, read as a function from one token to its bytes."""
+    """The decoder of tokenizer.json as a function from one token to its bytes."""
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:
         self._replacements: list[tuple[str, str]] = []
@@ -273,7 +274,7 @@ class _Pieces:
                     self._strip, self._num_strip = part["content"], part["start"]
                 case other:
                     raise TokenizerError(
-                        f"tokenizer.json's decoder {other!r} is not supported; supported are byte-level and "
+                        f"tokenizer.json: the decoder {other!r} is not supported, only those of byte-level and "
                         "SentencePiece-style (Metaspace, ByteFallback) vocabularies"
                     )
 
@@ -299,13 +300,13 @@ class _Pieces:
         if self._byte_level:
             try:
                 return bytes([_BYTE_OF_CHAR[char] for char in token])
-            except KeyError:  # an added token, written as it is
+            except KeyError:  # an added token, in plain text
                 pass
         return token.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for the characters from U+0100."""
+    """Return GPT-2's alphabet: printable Latin-1 bytes map to themselves, other bytes to characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if chr(byte) not in alphabet)
@@ -323,7 +324,7 @@ def _read_config(content: dict[str, Any]) -> _Config:
 
 
 def _token_text(entry: str | _Token | None) -> str | None:
-    """A special token in a config: a string, or an object with its content."""
+    """Return the text of a special token, which a config gives as a string or an object."""
     return entry.content if isinstance(entry, _Token) else entry
 
 
@@ -337,12 +338,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object")
+        raise TokenizerError(f"{path} must contain a JSON object")
     return content
 
 
 def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, chat_template.json or tokenizer_config.json; of several named templates the default one."""
+    """Read chat_template.jinja, chat_template.json or tokenizer_config.json; of several templates, the default."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

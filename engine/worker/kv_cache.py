@@ -163,8 +163,11 @@ class KVCacheLayout:
         return [view(slot, offset, layer.num_kv_heads, layer.head_dim) for slot, offset, layer in own]
 
     def slots(self, kv_cache: Sequence[Tensor]) -> list[Tensor]:
-        """The memory of all slots, whichever layers have it, as bytes: each [num_parts, num_blocks, bytes]."""
-        first = [kv_cache[self.slot_of.index(slot)] for slot in range(self.num_slots)]
+        """The memory of the slots that this stage uses, whichever layers have it, as bytes: each
+        [num_parts, num_blocks, bytes].
+        """
+        slot_of = [self.slot_of[layer] for layer in self.own_layers]
+        first = [kv_cache[slot_of.index(slot)] for slot in self._own_slots]
         shape = self.num_parts, first[0].shape[1], self._slot_size
         return [kv.as_strided(shape, (shape[1] * shape[2], shape[2], 1), 0).view(torch.uint8) for kv in first]
 

@@ -1,7 +1,7 @@
-"""Runs scheduled steps on the device: rows, step tensors, the model, the sampler.
+"""Runs scheduled steps on the device: updates rows, prepares step tensors, runs the model, samples.
 
-`launch` queues a step and returns at once; `StepHandle.read` waits for its tokens. The newest token of each request stays
-on the device, so the next step can be launched before this one is read.
+`launch` queues a step and returns at once; `StepHandle.read` waits for its tokens. The newest token of each request stays on
+the device, so the next step can be launched before this one is read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
 from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import PREFILL_SIZES, DecodeGraphs, PrefillGraphs, PrefillShape, graph_sizes
 from engine.worker.device import Event
@@ -34,7 +35,8 @@ from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from kernels.layout import StepTensors
 
-RING = 3  # host buffers of sampled tokens: the step before the last has been read before a buffer is written again
+# Minimum number of host buffers for sampled tokens: one more than the number of unread steps when a step is launched.
+RING = 3
 
 
 @dataclass(slots=True)
@@ -42,31 +44,35 @@ class StepHandle:
     """A launched step. Call `read` once, after `sample` if there are `guided` requests."""
 
     output: SchedulerOutput
-    num_sampled: list[int] = field(default_factory=list)  # of each request, but for the deferred ones
-    unsampled: list[int] = field(default_factory=list)  # indices of requests that get no token, the last one first
-    guided: list[int] = field(default_factory=list)  # indices of requests that are not sampled yet: they wait for masks
-    masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [len(guided), words], to fill
-    device_waited: bool = False  # the step before had guided requests, and ended before this one was launched
-    wait_seconds: float = 0.0  # for which `read` waited for the device
+    num_sampled: list[int] = field(default_factory=list)  # tokens sampled for each request
+    unsampled: list[int] = field(default_factory=list)  # indices of requests without a token, in descending order
+    guided: list[int] = field(
+        default_factory=list
+    )  # indices of requests that wait for grammar masks before they are sampled
+    masks: np.ndarray = field(
+        default_factory=lambda: np.empty((0, 0), np.int32)
+    )  # [len(guided), words], filled by the caller
+    device_waited: bool = False  # the previous step had guided requests and finished before this one was launched
+    wait_seconds: float = 0.0  # time that `read` waited for the device
     prompt_logprobs: PromptLogprobs | None = None
     expert_counts: ExpertCounts | None = None
     embeddings: Embeddings | None = None
     logprobs: SampledLogprobs | None = None
-    tokens: Tensor | None = None  # [B] int64 on the CPU, filled when `done`
+    tokens: Tensor | None = None  # [B] int64 on the CPU, valid after `done`
     done: Event | None = None
-    finish: Callable[[Sequence[int]], None] | None = None  # what `sample` has to do; holds the step's logits
+    finish: Callable[[Sequence[int]], None] | None = None  # the work of `sample`; keeps the step's logits alive
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has run by now: on a CPU, once it is sampled."""
+        """Whether the step has run: on a CPU, once it is sampled."""
         return self.done is None and self.tokens is not None
 
     def sample(self, deferred: Sequence[int] = ()) -> None:
         """Sample the `guided` requests, before the next step is launched.
 
-        First the caller fills `masks` [len(guided), (vocabulary + 31) // 32] int32, once it has read the step before: a bit
-        for each token that may come next, the lowest first. `deferred` indices, whose masks are not filled, get no token:
-        their requests compute their newest token again in the next step.
+        Before this call, the caller reads the previous step and fills `masks`, [len(guided), (vocabulary + 31) // 32] int32:
+        one bit for each token, the lowest bit first, set if the token is allowed. The `deferred` indices, whose masks are not
+        filled, get no token: their requests compute their newest token again in the next step.
         """
         assert self.finish is not None
         self.finish(deferred)
@@ -94,20 +100,20 @@ class StepHandle:
 
 
 class ModelRunner:
-    """Owns the weights, the KV cache, the device rows and the CUDA graphs. One caller, one thread.
+    """Owns the weights, the KV cache, the device rows and the CUDA graphs. Not thread-safe.
 
-    `startup.build_runner` makes one that is ready to step: this class allocates neither KV cache nor graphs. It may shorten
-    `max_model_len` to what the KV cache holds.
+    Use `startup.build_runner` to get a runner that is ready to step: it allocates the KV cache, captures the graphs and may
+    reduce `max_model_len` to what the KV cache holds.
     """
 
     num_blocks: int = 0
-    cache_bound: str = ""  # what bounds them, for people
+    cache_bound: str = ""  # what limits `num_blocks`, for display
     graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     recorded: RecordedSteps | None = None
 
     def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions, link: StageLink | None = None) -> None:
-        """`link`: to the other stages of a pipeline."""
+        """`link`: the connection to the other stages of a pipeline."""
         self.model, self.spec, self.options, self._link = model, spec, options, link
         self.device, self.block_size, self.max_model_len = options.device, options.block_size, options.max_model_len
         max_seqs, max_blocks = options.max_num_seqs, -(-options.max_model_len // options.block_size)
@@ -121,15 +127,16 @@ class ModelRunner:
         self._sampler = Sampler(self.batch, self._step, spec.eos_token_ids, spec.vocab_size, options.max_model_len)
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size)
         self.kv_cache: list[Tensor] = []
-        # For each cache group, plans for up to max_seqs sequences each, the smallest first.
+        # For each cache group, decode plans in ascending order of the number of sequences that they fit.
         self._plans: list[list[kernels.DecodePlan]] = [[] for _ in self.cache_groups]
-        self._sparse_plans: list[kernels.DecodePlan] = []  # likewise, for block-sparse layers
+        self._sparse_plans: list[kernels.DecodePlan] = []  # the same for block-sparse layers
         self._tile_queries, self._sparse_tile_queries = [0] * num_groups, 0  # of each group
         if self.device.is_accelerator:
-            self._logits = torch.empty(
-                graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device
-            )  # of all graphs: each is read before the next one runs
-            self._host_tokens = [self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(RING)]
+            # Shared by all graphs: the logits of one are read before the next one runs.
+            self._logits = torch.empty(graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device)
+            self._host_tokens = [
+                self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(max(RING, options.num_stages + 1))
+            ]
         limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
         allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
         mixers = dict(zip(self.kv_layout.group_of, (layer.mixer for layer in model.spec.layers), strict=True))
@@ -145,13 +152,13 @@ class ModelRunner:
         if self.device.is_accelerator and (sparse := next((each for each in attentions if each.sparse), None)):
             heads = (sparse.num_heads, sparse.num_kv_heads, sparse.head_dim)
             self._sparse_plans = [allocate(n, *heads, sparse=sparse.sparse) for n in limits]
-            alone = (sparse.num_heads, sparse.num_heads, sparse.head_dim)  # query heads have tiles of their own
+            alone = (sparse.num_heads, sparse.num_heads, sparse.head_dim)  # each query head has its own tiles
             self._sparse_tile_queries = kernels.prefill_tile_queries(*alone, options.dtype)
         self._expert_load: ExpertLoad | None = None
         if options.expert_load_interval:
             self._expert_load = ExpertLoad(model, options.expert_load_interval, self.device)
         self._num_launched = 0
-        self._last_guided: Event | None = None  # end of the last step, if a graph of guided requests
+        self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -159,19 +166,20 @@ class ModelRunner:
 
     @property
     def device_name(self) -> str:
-        """For people."""
+        """The device, for display."""
         count = kernels.num_threads(self.device.torch_device)
         return self.device.name + (f", {count} thread{'s' if count > 1 else ''}" if count else "")
 
     @property
     def attention_backend(self) -> str:
-        """For people."""
+        """The attention implementation, for display."""
         return kernels.attention_backend(self.device.torch_device)
 
-    def block_copier(self, max_bytes: int) -> BlockCopier:
-        """What copies KV blocks, up to `max_bytes` of them at a time, but at least one."""
-        max_blocks = max(max_bytes // self.kv_layout.block_bytes, 1)
-        return BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
+    def open_block_file(self, options: BlockFileOptions, peers: Peers | None = None) -> BlockFile | None:
+        """A file of KV blocks, as `block_file.open_block_file`. `peers`: the other ranks' files, if there are any."""
+        max_blocks = max(options.buffer_bytes // self.kv_layout.block_bytes, 1)
+        copier = BlockCopier(self.kv_cache, self.kv_layout, self.device, max_blocks)
+        return open_block_file(options, copier, peers or NoPeers())
 
     def close(self) -> None:
         """Release the device's memory."""
@@ -180,7 +188,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forget all rows and all steps in flight, after a step failed. Raises when the device itself can do no more."""
+        """Forget all rows and all steps in flight after a failed step. Raises if the device itself has failed."""
         self.device.synchronize()
         self.batch.clear()
         self._sampler.clear()
@@ -195,7 +203,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> StepHandle:
-        """Queue one step; nothing waits for the device."""
+        """Queue a step. Does not wait for the device."""
         self.update_rows(output)
         handle, size, n = StepHandle(output), 0, len(output.batch)
         scored, pooled = PromptLogprobs.indices(output, self.batch), self._pooler.indices(output)
@@ -211,7 +219,7 @@ class ModelRunner:
             logits, tokens = self.graphs.run(size, packed.packed)
             handle.device_waited = self._last_guided is not None and self._last_guided.query()
         else:
-            size = 0  # kernels launched one by one keep the device waiting anyway
+            size = 0  # eager launches keep the device waiting anyway
             logits, tokens = self._run_eagerly(handle, packed, shape, scored, pooled)
         if not self.model.stage.is_last:
             return self._unsampled(handle, packed)
@@ -225,14 +233,14 @@ class ModelRunner:
         return handle
 
     def _unsampled(self, handle: StepHandle, packed: PackedStep) -> StepHandle:
-        """The handle of a step that the last stage samples."""
+        """Complete the handle of a step whose tokens another stage, the last one, samples."""
         n = len(handle.output.batch)
         handle.tokens, handle.num_sampled = torch.empty(0, dtype=torch.int64), [1] * n
         handle.finish = partial(self._defer, handle, packed)
         return handle
 
     def learn(self, token_ids: Mapping[str, int]) -> None:
-        """The newest tokens of these requests, which the last stage has sampled: the first one reads them."""
+        """Take the newest tokens of these requests, sampled by the last stage. Only the first stage needs them."""
         known = [
             (row.index, token) for name, token in token_ids.items() if (row := self.batch.rows.get(name)) is not None
         ]
@@ -241,7 +249,7 @@ class ModelRunner:
             self.batch.state.last_token[rows] = tokens.to(self.batch.state.last_token.dtype)
 
     def _prefill_shape(self, output: SchedulerOutput) -> PrefillShape | None:
-        """The shape of the graph for a step with prefill; None: it runs eagerly, or is one of decodes."""
+        """Return the shape of the graph for a step with prefill; None if the step runs eagerly or only decodes."""
         if self.prefill_graphs is None or output.batch.num_decodes == len(output.batch):
             return None
         return self.prefill_graphs.shape_for(output)
@@ -249,9 +257,10 @@ class ModelRunner:
     def _run_eagerly(
         self, handle: StepHandle, packed: PackedStep, shape: PrefillShape | None, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] and tokens [B] of any step; `handle` gets prompt log-probabilities and embeddings of these indices.
+        """Return logits [B, V] and tokens [B] of any step. `handle` gets prompt log-probabilities of the indices `scored` and
+        embeddings of the indices `pooled`.
 
-        The forward pass of a step packed for a `shape` is its graph's.
+        For a step packed for a `shape`, the forward pass is that shape's graph.
         """
         batch = handle.output.batch
         n, num_seqs = batch.num_decodes, len(batch)
@@ -274,7 +283,7 @@ class ModelRunner:
             )
         if pooled:
             handle.embeddings = self._pooler.pool(packed, pooled, hidden)
-            if len(pooled) == num_seqs:  # nothing is to be sampled
+            if len(pooled) == num_seqs:  # nothing to sample
                 return hidden[:0], torch.full((num_seqs,), -1, device=self.device.torch_device)
         if batch.total_num_tokens > num_seqs:
             hidden = hidden[self._step.last_index[:num_seqs]]
@@ -282,14 +291,14 @@ class ModelRunner:
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
 
     def _hidden(self, packed: PackedStep, shape: PrefillShape | None) -> Tensor:
-        """Hidden states of the step's tokens, without padding."""
+        """Return the hidden states of the step's tokens, without padding."""
         batch, context_lens = packed.members.batch, packed.context_lens.tolist()
         n, num_tokens = batch.num_decodes, batch.total_num_tokens
         if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
             hidden = self.prefill_graphs.run(shape, packed.packed, n, batch.num_tokens, context_lens)
             return hidden[:num_tokens]
         on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
-        tiles: dict[int, Tensor] = {}  # by the queries in each
+        tiles: dict[int, Tensor] = {}  # prefill tiles, by queries per tile
         if self.device.is_accelerator and n < len(batch):
             for queries in self._all_tile_queries:
                 grid = kernels.make_prefill_tiles(batch.num_tokens[n:], context_lens[n:], queries)
@@ -302,10 +311,10 @@ class ModelRunner:
         return {*self._tile_queries, self._sparse_tile_queries} - {0}
 
     def prefill_shapes(self) -> list[PrefillShape]:
-        """Of the steps that prefill which are worth a graph."""
+        """Return the shapes of steps with prefill that are worth a graph."""
         options = self.options
         most = min(options.max_num_batched_tokens, options.max_model_len)
-        # The decode kernel of latents divides contexts by the number of sequences, which is not known yet.
+        # The decode kernel for latent attention splits contexts by the number of sequences, which is unknown at capture.
         decodes = not any(isinstance(layer.mixer, LatentSpec) for layer in self.model.spec.layers)
         return [
             PrefillShape.of_size(size, options.max_num_seqs, decodes, self._all_tile_queries)
@@ -315,7 +324,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_prefill(self, packed: Tensor, shape: PrefillShape, tiles: Mapping[int, Tensor]) -> Tensor:
-        """Hidden states [T, hidden] of a packed step of this shape; captured in a graph."""
+        """Return the hidden states [T, hidden] of a packed step of this shape. Captured in a graph."""
         segment = segment_of(shape.num_seqs)
         groups = self._prepare(
             packed, segment, shape.num_seqs, shape.num_tokens, shape.num_decodes, tiles, may_decode=True
@@ -324,19 +333,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """A decode step of `size` sequences, from the packed step to logits and unfiltered tokens; captured in a graph."""
+        """Run a decode step of `size` sequences and return logits and unfiltered tokens. Captured in a graph."""
         logits = self.decode(packed, size, out=self._logits[:size])
         return logits, self._sampler.sample_unfiltered(logits)
 
     @torch.inference_mode()
     def decode(self, packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
-        """Logits [size, V] of a packed decode step of `size` sequences, in `out` where that is given."""
+        """Return the logits [size, V] of a packed decode step of `size` sequences, in `out` if given."""
         groups = self._prepare(packed, segment_of(size), size, size, size, {})
         return self.model.logits(self._forward(size, groups), out)
 
     @torch.inference_mode()
     def run_filtered(self, logits: Tensor, tokens: Tensor) -> None:
-        """What may follow `run_decode` on its results; captured in a second graph."""
+        """Sample filtered requests from the results of `run_decode`. Captured in a second graph."""
         self._sampler.sample_filtered(logits, tokens)
 
     def _prepare(
@@ -350,9 +359,9 @@ class ModelRunner:
         *,
         may_decode: bool = False,
     ) -> list[AttentionMetadata]:
-        """Unpack a step; what the attention of each cache group reads. `tiles`: of prefill, by the queries in each.
+        """Unpack a step and return the attention metadata of each cache group. `tiles`: prefill tiles, by queries per tile.
 
-        `may_decode`: of the first `num_decodes` sequences those decode that have one token each, as all before them do.
+        `may_decode`: of the first `num_decodes` sequences, only the leading ones with one token each decode.
         """
         step, state = self._step, self.batch.state
         kernels.prepare_step(packed, segment, num_seqs, num_tokens, self.block_size, state, step)
@@ -399,7 +408,9 @@ class ModelRunner:
         self, handle: StepHandle, packed: PackedStep, plan: SamplingPlan, logits: Tensor, tokens: Tensor, size: int,
         deferred: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Sample what `run_decode` or its like has not, and send all to the CPU. size: of the graph that ran; 0: none did."""
+        """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU. `size`: of the graph
+        that ran; 0: none did.
+        """
         if plan.filtered and self.graphs is not None and size:
             self.graphs.run_filtered(size)
         elif plan.filtered:
@@ -412,13 +423,13 @@ class ModelRunner:
         handle.tokens = tokens[:n]
         if self.device.is_accelerator:
             self._num_launched += 1
-            handle.tokens = self._host_tokens[self._num_launched % RING][:n]
+            handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)
             handle.done = self.device.record_event()
         self._last_guided = handle.done if size and plan.guided else None
 
     def _defer(self, handle: StepHandle, packed: PackedStep, indices: Sequence[int]) -> None:
-        """Drop what was sampled at these indices, so that the next step finds the token before it in their rows."""
+        """Drop the tokens sampled at these indices: their rows keep the token before."""
         if not indices:
             return
         handle.unsampled = sorted({*handle.unsampled, *indices}, reverse=True)

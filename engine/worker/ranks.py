@@ -9,6 +9,7 @@ grammars.
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import threading
 import time
@@ -16,8 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +32,13 @@ from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
 from engine.models.shard import Communicator, Shard, Stage
 from engine.models.spec import ModelSpec
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_file import BlockFile, BlockFileOptions
 from engine.worker.communicator import GpuCommunicator, GroupCommunicator, StageLink
 from engine.worker.device import CudaDevice
 from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
 from engine.worker.model_runner import ModelRunner, StepHandle
 from engine.worker.options import RunnerOptions
+from engine.worker.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
 from engine.worker.startup import build_runner as build_single
 
 LOSS_SECONDS = 5  # in which a follower's end is noticed
@@ -57,6 +61,10 @@ class Build:
     folder: Path
     spec: ModelSpec
     options: RunnerOptions
+
+    def own_file(self, options: BlockFileOptions, folder: Path | None = None) -> BlockFileOptions:
+        """The options of this rank's file of blocks. `folder`: has the model, where that is another one than rank 0's."""
+        return of_rank(options, self.rank, f"{self.shard}, {self.stage}", folder or options.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,7 @@ def join(build: Build) -> Membership:
 
 class PipelinedStep:
     """A launched step that the stages before the last one work on; this one, the last, does its part when it is read: by then
-    the next step is launched, which the others work on meanwhile.
+    the next steps are launched, which the others work on meanwhile.
     """
 
     device_waited, has_ended = False, False
@@ -149,6 +157,10 @@ class PipelinedStep:
         """`launch`: this rank's part. `sampled`: gains the tokens that it gives."""
         self._launch, self._sampled = launch, sampled
         self._handle: StepHandle | None = None
+
+    @property
+    def has_run(self) -> bool:
+        return self._handle is not None
 
     def run(self) -> StepHandle:
         """Launch this rank's part, unless that was done. Steps that were launched before have been run."""
@@ -182,30 +194,44 @@ class PipelinedStep:
 
 
 class Watch:
-    """Looks for the followers' signs of life, in a thread: one that is stopped, or whose machine is gone, ends nothing by
-    itself, and the others wait for it for ever.
+    """Receives the followers' answers, and looks for their signs of life: a follower that is stopped, or whose machine is
+    gone, ends nothing by itself, and the others wait for it for ever.
     """
 
     def __init__(self, followers: Sequence[Follower], lost: Lost) -> None:
+        self.answers: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in followers]
         self._followers, self._lost = followers, lost
+        self._missed = [0] * len(followers)  # looks since the last message of each follower
         self._ended = threading.Event()
+        threading.Thread(target=self._listen, name="answers of ranks", daemon=True).start()
         self._thread = threading.Thread(target=self._look, name="watch over ranks", daemon=True)
         self._thread.start()
 
+    def _listen(self) -> None:
+        indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
+        while indices and not self._ended.is_set():
+            with contextlib.suppress(OSError):  # closed by this process, which ends the followers
+                for connection in wait(list(indices), BEAT_SECONDS):
+                    self._receive(connection, indices)
+
+    def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
+        try:
+            data = connection.recv_bytes()
+        except (OSError, EOFError):  # its end is noticed elsewhere
+            del indices[connection]
+            return
+        self._missed[indices[connection]] = 0
+        if data:
+            self.answers[indices[connection]].put(json.loads(data))
+
     def _look(self) -> None:
         """Looks are counted, not time: when this process or its machine sleeps, that says nothing about the others."""
-        missed = [0] * len(self._followers)
         while not self._ended.wait(BEAT_SECONDS):
             for i, follower in enumerate(self._followers):
-                missed[i] += 1
-                with contextlib.suppress(OSError, EOFError):  # its end is noticed elsewhere
-                    while follower.connection.poll():
-                        follower.connection.recv_bytes()
-                        missed[i] = 0
-            if max(missed) > MAX_MISSED:
-                follower = self._followers[missed.index(max(missed))]
-                how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
-                end_without(follower, how, self._lost)
+                self._missed[i] += 1
+                if self._missed[i] > MAX_MISSED:
+                    how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
+                    end_without(follower, how, self._lost)
 
     def end(self) -> None:
         self._ended.set()
@@ -215,9 +241,12 @@ class Watch:
 class RankedRunner:
     """Rank 0's runner, which the processes of the other ranks follow. If one of those is lost, this process ends."""
 
-    def __init__(self, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch) -> None:
+    def __init__(
+        self, build: Build, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch
+    ) -> None:
         """Use `build`."""
-        self._runner, self._launcher, self.followers, self._watch = runner, launcher, followers, watch
+        self._build, self._runner, self._launcher = build, runner, launcher
+        self.followers, self._watch = followers, watch
         self.num_blocks, self.block_size, self.max_model_len = (
             runner.num_blocks,
             runner.block_size,
@@ -228,7 +257,7 @@ class RankedRunner:
         self._is_pipelined = runner.options.num_stages > 1
         self._sampled: dict[str, int] = {}  # by requests, their newest tokens that no other rank knows
         self._guided: set[str] = set()  # requests
-        self._waiting: PipelinedStep | None = None  # launched last
+        self._waiting: list[PipelinedStep] = []  # that this rank has not run, the oldest first
 
     @classmethod
     def build(
@@ -273,7 +302,7 @@ class RankedRunner:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 raise
-        return cls(runner, launcher, followers, Watch(followers, lost))
+        return cls(builds[0], runner, launcher, followers, Watch(followers, lost))
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
@@ -299,12 +328,15 @@ class RankedRunner:
         self._guided.difference_update(output.removed)
         self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
         step = PipelinedStep(partial(self._launch_here, output), self._sampled)
+        self._waiting = [*(each for each in self._waiting if not each.has_run), step]
         if not self._guided.isdisjoint(output.batch.request_ids):  # whose masks are filled before it is read
-            if self._waiting is not None:
-                self._waiting.run()
-            step.run()
-        self._waiting = step
+            self._run_waiting()
         return step
+
+    def _run_waiting(self) -> None:
+        for step in self._waiting:
+            step.run()
+        self._waiting.clear()
 
     def _launch_here(self, output: SchedulerOutput) -> StepHandle:
         handle = self._runner.launch(output)
@@ -323,18 +355,24 @@ class RankedRunner:
         self._tell(Sample(handle.masks.tobytes(), list(deferred)))
         finish(deferred)
 
-    def _tell(self, message: Launch | Sample | Close) -> None:
+    def _tell(self, message: Launch | Sample | OpenFile | FileCall | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for follower in self.followers:
             follower.send(data)
 
-    def block_copier(self, max_bytes: int) -> BlockCopier:
-        raise NotImplementedError("each rank has a part of every block")
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
+        """Rank 0's file, which calls the followers' files. None when a rank's file cannot be used."""
+        self._tell(OpenFile(options))
+        followers = Followers(self._call_files, self._watch.answers)
+        return self._runner.open_block_file(self._build.own_file(options), followers)
+
+    def _call_files(self, call: FileCall) -> None:
+        self._run_waiting()  # so that blocks have the same content as on the other stages
+        self._tell(call)
 
     def close(self) -> None:
         """End the followers and release the devices' memory."""
-        if self._waiting is not None:
-            self._waiting.run()  # what the other stages have begun
+        self._run_waiting()  # what the other stages have begun
         self._watch.end()
         for follower in self.followers:
             follower.expect_end()
@@ -355,7 +393,9 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
         runner = _build_part(build, folder or build.folder, silent)
     except ModelError as error:
         raise ModelError(f"rank {build.rank}: {error}") from None
-    threading.Thread(target=_beat, args=[connection], name="signs of life", daemon=True).start()
+    leader = Leader(connection)
+    threading.Thread(target=_beat, args=[leader], name="signs of life", daemon=True).start()
+    file: BlockFile | None = None
     handle: StepHandle | None = None
     batch = NO_BATCH
     while True:
@@ -372,15 +412,19 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 if build.stage.is_last:
                     handle.masks[:] = np.frombuffer(masks, np.int32).reshape(handle.masks.shape)
                 handle.sample(deferred)
+            case OpenFile(file_options):
+                file = runner.open_block_file(build.own_file(file_options, folder), leader)
+            case FileCall(method, arguments):
+                getattr(file, method)(*arguments)
             case Close():
                 break
     _leave(runner)
 
 
-def _beat(connection: Connection) -> None:
+def _beat(leader: Leader) -> None:
     with contextlib.suppress(OSError):  # rank 0 is gone
         while True:
-            connection.send_bytes(b"")
+            leader.beat()
             time.sleep(BEAT_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""What the API reference says of /v1/messages."""
+"""The API reference of /v1/messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ENDPOINTS = (
         "POST",
         "/v1/messages",
         TAG,
-        "Continue a conversation, in Anthropic's words",
-        "For Anthropic's clients, with `http://HOST:PORT` as their base URL. Errors have Anthropic's shape here.",
+        "Continue a conversation (Anthropic's API)",
+        "For Anthropic's clients, with `http://HOST:PORT` as their base URL. Errors have Anthropic's format.",
         {
             "An answer": {"model": MODEL, "max_tokens": 50, "messages": HELLO},
             "A stream": {"model": MODEL, "max_tokens": 50, "messages": HELLO, "stream": True},

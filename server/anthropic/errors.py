@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients read them: as a body, and as the last event of a stream."""
+"""Errors in Anthropic's format: as a response body, and as the last event of a stream."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ERROR_SCHEMA = {
 
 
 def error_body(error: APIError) -> bytes:
-    """The JSON object of an error."""
+    """Return the error as a JSON object."""
     name = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     details = {"details": error.details} if error.details is not None else {}
     return msgspec.json.encode({"type": "error", "error": {"type": name, "message": error.message, **details}})
 
 
 def failure(error: APIError) -> bytes:
-    """The event of an error."""
+    """Return the error as a server-sent event."""
     return event(error_body(error), b"error")

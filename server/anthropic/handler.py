@@ -1,4 +1,4 @@
-"""/v1/messages: the answer to a conversation as content blocks, whole or as Anthropic's events."""
+"""/v1/messages: answers to conversations as content blocks, whole or as Anthropic's events."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _message(generation: Generation, warnings: Warnings, **members: Any) -> dict
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Tokens from the cache are not among the input tokens here."""
+    """Convert token counts. Anthropic's `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -91,12 +91,12 @@ def _block(block: Block, text: str) -> dict[str, Any]:
 
 
 def _signature(thinking: str) -> str:
-    """Clients send it back with the reasoning; nothing depends on it here."""
+    """Return a signature, which clients send back with the reasoning. Quire ignores it."""
     return hashlib.sha256(thinking.encode(errors="replace")).hexdigest()
 
 
 async def _answer(generation: Generation, warnings: Warnings) -> bytes:
-    """The response's JSON."""
+    """Return the response's JSON."""
     blocks, stop = Blocks(), {}
     async with aclosing(generation.events()) as events:
         async for sample, update, pieces in events:
@@ -107,7 +107,7 @@ async def _answer(generation: Generation, warnings: Warnings) -> bytes:
 
 
 async def _events(generation: Generation, warnings: Warnings) -> AsyncGenerator[bytes, None]:
-    """The response's events."""
+    """Yield the response's events."""
     blocks, stop = Blocks(), {}
     yield _event("message_start", message=_message(generation, warnings))
     async with aclosing(generation.events()) as events:

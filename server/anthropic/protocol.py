@@ -1,4 +1,4 @@
-"""The fields of /v1/messages, and the neutral request that they make."""
+"""The request fields of /v1/messages, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from server.parsing.pieces import json_object
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
-    "cache_control": None,  # prompts that begin alike share their KV anyway
+    "cache_control": None,  # prompts with a common prefix share KV blocks anyway
     "service_tier": ("auto", "standard_only"),
     "inference_geo": (),
     "speed": ("standard",),
     "diagnostics": (),
     "context_management": (),
 }
-# What this API calls fields of a neutral request.
+# Field names of the neutral request in this API.
 NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -43,13 +43,13 @@ NAMES = {
 }
 
 
-# The first line of Claude Code's system prompt. It says what differs between requests and means nothing to a model: their
-# prompts would not begin alike.
+# The first line of Claude Code's system prompt. It means nothing to a model and differs between requests: without its
+# removal their prompts would share no prefix.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 class Block(Body):
-    """What all blocks may have besides."""
+    """Fields common to all blocks."""
 
     cache_control: Any = None
     citations: Any = None
@@ -83,7 +83,7 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        str | list[TextBlock] | None, one_message("a text or a list of text blocks; other blocks are not supported")
+        str | list[TextBlock] | None, one_message("a string or a list of text blocks; other blocks are not supported")
     ] = None
     is_error: bool | None = None
 
@@ -98,7 +98,7 @@ AnyBlock = Annotated[
     Discriminator(
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="wrong_value",
-        custom_error_message=f"must be a block of the type {', '.join(_BLOCKS)}; others are not supported",
+        custom_error_message=f"must be a block of type {', '.join(_BLOCKS)}; other types are not supported",
     ),
 ]
 
@@ -120,14 +120,12 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    """Something that the model may call."""
+    """A tool that the model may call."""
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
-    type: Annotated[
-        Literal["custom"] | None, one_message('"custom" or left out: tools that run at the server are not supported')
-    ] = None
+    type: Annotated[Literal["custom"] | None, one_message('"custom" or omitted: server tools are not supported')] = None
     strict: bool | None = None
     cache_control: Any = None
     eager_input_streaming: bool | None = None
@@ -161,35 +159,35 @@ class OutputConfig(Body):
 
 
 class Metadata(Body):
-    user_id: str | None = optional("Who asks. A server without keys gives each user a fair part.")
+    user_id: str | None = optional("The end user. A server without API keys schedules users fairly.")
 
     NAMES_UNKNOWN: ClassVar[bool] = False
 
 
 class _Conversation(Body):
-    """What goes into the prompt."""
+    """The fields that make up the prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: _text_or_list(list[TextBlock]) | None = None  # type: ignore[valid-type]
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = optional("Left out: no thinking, where the chat template can tell so.")
+    thinking: Thinking | None = optional("Default: no thinking, if the chat template can disable it.")
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
     timeout_ms: int | None = Field(
-        None, ge=1, le=MAX_TIMEOUT_MS, description="Milliseconds after which the answer ends as it is."
+        None, ge=1, le=MAX_TIMEOUT_MS, description="Milliseconds after which the answer is cut off."
     )
-    output_format: OutputFormat | None = optional("The older name of output_config.format.")
-    thread: dict[str, Any] | None = optional("Refused: send the whole conversation. Anthropic's clients then do so.")
+    output_format: OutputFormat | None = optional("Older name for `output_config.format`.")
+    thread: dict[str, Any] | None = optional("Not supported: send the whole conversation.")
 
     def neutral(self) -> GenerationRequest:
         if self.thread is not None:
             details = {"error_code": "thread_unsupported_request", "unsupported": []}
-            raise APIError(400, "no threads are kept: send the whole conversation", "thread", details=details)
+            raise APIError(400, "threads are not supported: send the whole conversation", "thread", details=details)
         messages = _messages(self.messages)
         if not messages:
-            raise APIError(400, "there is no text in them", "messages")
+            raise APIError(400, "must contain text", "messages")
         if system := self.system_text():
             messages.insert(0, Message(role="system", content=system))
         last = messages[-1]
@@ -220,13 +218,13 @@ class _Conversation(Body):
         )
 
     def system_text(self) -> str:
-        """The system prompt, as far as it is for the model."""
+        """Return the system prompt without Claude Code's billing line."""
         texts = [self.system or ""] if not isinstance(self.system, list) else [block.text for block in self.system]
         texts = [_BILLING.sub("", text) if index == 0 else text for index, text in enumerate(texts)]
         return "\n".join(texts[1:] if texts and not texts[0] else texts)
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`."""
+        """Return fields of `SamplingParams`."""
         return {}
 
 
@@ -239,11 +237,11 @@ _SamplingBase: Any = create_model("MessagesSampling", __base__=Body, **parameter
 
 
 class MessagesRequest(_Conversation, _SamplingBase, _Base):  # type: ignore[misc]
-    """A conversation to be continued."""
+    """A conversation to continue."""
 
-    max_tokens: int = Field(description="Most tokens of the answer.", json_schema_extra=limits("max_tokens"))
-    stop_sequences: list[str] | None = optional("Texts that end the answer.")
-    stream: bool | None = optional("Send the answer as it comes.")
+    max_tokens: int = Field(description="Maximum tokens of the answer.", json_schema_extra=limits("max_tokens"))
+    stop_sequences: list[str] | None = optional("Strings that end the answer.")
+    stream: bool | None = optional("Stream the answer as server-sent events.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
@@ -255,13 +253,13 @@ class MessagesRequest(_Conversation, _SamplingBase, _Base):  # type: ignore[misc
 
 
 class CountTokensRequest(_Conversation, _Base):  # type: ignore[misc]
-    """A conversation whose length is asked for."""
+    """A conversation to count the tokens of."""
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
 
 def _messages(given: list[AnthropicMessage]) -> list[Message]:
-    """Results of tools become messages of their own, before the text that stands beside them."""
+    """Convert messages. Tool results become separate messages, before the text of the same message."""
     messages: list[Message] = []
     for each in given:
         message, texts, thoughts = Message(role=each.role), [], []
@@ -311,7 +309,7 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
     match choice.type:
         case "tool":
             if choice.name is None:
-                raise APIError(400, 'is required with the type "tool"', "tool_choice", "name")
+                raise APIError(400, 'is required with type "tool"', "tool_choice", "name")
             return ToolChoice(mode="required", names=[choice.name], several=False)
         case "any":
             return ToolChoice(mode="required", several=several)
@@ -320,6 +318,6 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """The input of a tool call; what is no JSON object is handed over as a text."""
+    """Parse the input of a tool call. Text that is not a JSON object is returned under `INVALID_JSON`."""
     arguments = json_object(text)
     return {"INVALID_JSON": text} if arguments is None else arguments

@@ -1,4 +1,4 @@
-"""`quire check URL`: which parts of the APIs a server speaks."""
+"""`quire check URL`: tests which parts of the APIs a server supports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EPILOG = """examples:
   quire check http://127.0.0.1:8000 --only tools "structured output"
   quire check https://example.org --api-key KEY --model NAME --json > result.json
 
-The server may be any that speaks OpenAI's, Anthropic's or Ollama's API. ✓ works, ✗ does not do what it should, – is not
-offered. With the packages openai, anthropic and ollama installed, the official clients are run too. The exit code is 0 if
-nothing that is offered fails and everything that ordinary clients need is there.
+Tests any server with OpenAI's, Anthropic's or Ollama's API. ✓ works, ✗ fails, – is not offered. If the packages openai,
+anthropic and ollama are installed, the official clients are tested too. The exit code is 0 if no offered feature fails and
+every feature that common clients need is offered.
 """
 
 
@@ -31,10 +31,10 @@ nothing that is offered fails and everything that ordinary clients need is there
 class CheckFlags:
     """Check."""
 
-    model: str | None = flag(None, "model to ask (else the server's first)", metavar="NAME")
-    api_key: str | None = flag(None, "key that the server asks for", metavar="KEY")
-    only: tuple[str, ...] = flag((), "groups of checks to run (else all)", metavar="GROUP")
-    timeout: float = flag(60.0, "seconds that an answer may take", above=0)
+    model: str | None = flag(None, "model to use (default: the first one that the server lists)", metavar="NAME")
+    api_key: str | None = flag(None, "API key for the server", metavar="KEY")
+    only: tuple[str, ...] = flag((), "groups of checks to run (default: all)", metavar="GROUP")
+    timeout: float = flag(60.0, "seconds to wait for a response", above=0)
     json: bool = flag(False, "print the results as JSON")
 
     def __post_init__(self) -> None:
@@ -44,8 +44,8 @@ class CheckFlags:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
-        help="test what a server of the OpenAI API can do",
-        description="Test which parts of the APIs of OpenAI, Anthropic and Ollama a server speaks, and how well.",
+        help="test which API features a server supports",
+        description="Test which parts of OpenAI's, Anthropic's and Ollama's APIs a server supports.",
         epilog=EPILOG,
     )
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when something that matters is wrong."""
+    """Run the checks. The exit code is 1 when an offered or essential feature does not work."""
     from server.check import agents, official_clients, ollama_api, openai_api, other_apis
     from server.check.runner import Server, summary
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(checks: list[Check], server: Server, *, quiet: bool) -> list[Result]:
-    """One after the other, each shown when it is done unless `quiet`."""
+    """Run the checks one after the other, and print each result unless `quiet`."""
     from server.check.runner import line, run
 
     results: list[Result] = []
@@ -103,7 +103,7 @@ def _first_model(server: Server) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(f"no server answers at {server.url} ({error})") from None
     if response.status_code == 401:
-        raise EngineError(f"{server.url} wants a key: --api-key KEY")
+        raise EngineError(f"{server.url} requires an API key: --api-key KEY")
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):

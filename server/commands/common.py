@@ -1,4 +1,4 @@
-"""The bundled model and the sampling options of several commands."""
+"""The bundled model and the sampling options, which several commands use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.flags import check, flag, load
 
 
 def _demo_model() -> Path:
-    """The folder of the bundled model: in a checkout, else where the wheel has put it; a checkout's if there is none."""
+    """Return the bundled model's folder: the checkout's or the wheel's; the checkout's path if neither exists."""
     checkout = Path(__file__).resolve().parents[2] / "configs" / "demo"
     if not (checkout / "config.json").is_file():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -32,19 +32,19 @@ DEMO_MODEL = _demo_model()
 DEMO_NAME = "quire-demo"
 
 
-# Parameters without an option: a terminal shows one answer and no log-probabilities, and --seed is the engine's.
+# Parameters without an option: a terminal shows one answer without log probabilities, and --seed is the engine's flag.
 _COMMON = frozenset(["temperature", "top_p", "max_tokens"])
 _WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget"])
 
 
 class SamplingFlags:
-    """Sampling. What is not given is the model's own suggestion."""
+    """Sampling (default: the model's generation_config.json)."""
 
     def __post_init__(self) -> None:
         check(self)
 
     def given(self) -> dict[str, Any]:
-        """What was given, by the names of the OpenAI API."""
+        """Return the given parameters, by their names in the OpenAI API."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
@@ -52,11 +52,11 @@ class SamplingFlags:
 
 
 def _flag_of(parameter: Parameter) -> tuple[str, Any, Any]:
-    """The field of a settings class that has the type, range and description of a parameter."""
+    """Return a field of a settings class with the type, range and description of a parameter."""
     declared = parameter.declaration
     help, is_size = declared.help, parameter.name == "max_tokens"
     limits = {"above": declared.above, "at_least": declared.at_least, "at_most": declared.at_most}
-    help += " (else as many as fit)" if is_size else ""
+    help += " (default: as many as fit)" if is_size else ""
     common = parameter.name in _COMMON
     return parameter.name, parameter.kind | None, flag(None, help, size=is_size, common=common, **limits)
 
@@ -69,7 +69,7 @@ SAMPLING_FLAGS = dataclasses.make_dataclass(
             for each in parameters_of(SamplingParams).values()
             if each.kind in (int, float, bool) and each.name not in _WITHOUT_OPTION
         ),
-        ("stop", tuple[str, ...] | None, flag(None, "texts that end the answer")),
+        ("stop", tuple[str, ...] | None, flag(None, "strings at which the answer ends")),
     ],
     bases=(SamplingFlags,),
     namespace={"__doc__": SamplingFlags.__doc__},
@@ -78,18 +78,23 @@ SAMPLING_FLAGS = dataclasses.make_dataclass(
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
+    parser.add_argument(
+        "model_argument",
+        metavar="MODEL",
+        nargs="?",
+        help="folder or Hugging Face id of the model, as --model",
+    )
 
 
 def base_url(url: str) -> str:
-    """Of a server, as a user may write it. `ConfigError` when it is no URL."""
+    """Return the base URL of a server, without `/v1` and slashes at the end. `ConfigError` when it is not a URL."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"URL must begin with http:// or https://, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:
-    """The settings, with the model as named anywhere; the bundled model, said on the terminal, when named nowhere."""
+    """Return the settings. If no source names a model, take the bundled one and say so on standard error."""
     given = vars(args).copy()
     named = given.pop("model_argument", None)
     if named is not None:
@@ -100,6 +105,6 @@ def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:
     loaded = load(given, *classes, defaults=bundled)
     for index, settings in enumerate(loaded):
         if isinstance(settings, EngineConfig) and "model" not in given and settings.model == str(DEMO_MODEL):
-            print(f"No model given: taking the small bundled one, {DEMO_MODEL}", file=sys.stderr)
+            print(f"No model given: using the small bundled model, {DEMO_MODEL}", file=sys.stderr)
             loaded[index] = dataclasses.replace(settings, served_model_name=settings.served_model_name or (DEMO_NAME,))
     return loaded

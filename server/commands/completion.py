@@ -1,4 +1,4 @@
-"""`quire completion`: a script that completes commands and options in a shell."""
+"""`quire completion`: writes a script that completes commands and options in a shell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_parser(commands: Any, root: Parser) -> None:
     """`root`: the parser of the whole command line."""
     parser = commands.add_parser(
         "completion",
-        help="completion for bash, zsh or fish",
+        help="write a completion script for bash, zsh or fish",
         description="Write a script that completes commands and options in a shell.",
         epilog=EPILOG,
     )

@@ -1,4 +1,4 @@
-"""`quire env`: versions and machine, to paste into a bug report."""
+"""`quire env`: shows versions and machine, for bug reports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "env",
-        help="versions and machine, for bug reports",
-        description="Show versions, machine and settings in the environment, to paste into a bug report. Shows no keys.",
+        help="show versions and machine, for bug reports",
+        description="Show versions, machine and environment settings, for bug reports. API keys are not shown.",
     )
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`quire generate`: continues a text in the terminal while it is generated."""
+"""`quire generate`: continues a text and prints the continuation as it is generated."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a text",
-        description="Continue a text: the answer goes to standard output while it is made, all else to standard error.",
+        description="Continue a text. The continuation is streamed to standard output; everything else goes to standard error.",
         epilog=EPILOG,
     )
     parser.add_argument(
         "prompt",
         nargs="?",
         metavar="PROMPT",
-        help="the text to continue (else --file, else standard input, without its last line end)",
+        help="text to continue (default: --file, or standard input without its last newline)",
     )
-    parser.add_argument("--file", metavar="FILE", help="file with the text to continue")
+    parser.add_argument("--file", metavar="FILE", help="file to read the text from, without its last newline")
     add_flags(parser, EngineConfig, SAMPLING_FLAGS)
     parser.set_defaults(run=run)
 

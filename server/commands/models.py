@@ -1,22 +1,22 @@
-"""`quire models`: which models can be served."""
+"""`quire models`: lists the supported model families and weight formats."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-EPILOG = """The architecture of a model is in its config.json, and so is the quant_method of a quantised one.
+EPILOG = """A model's config.json names its architecture and, for quantised weights, the quant_method.
 
-What is listed is compared in the tests: each family, unquantised, with transformers, logits and greedy tokens; each format, as a
-Llama, with its weights in float64. Families and formats know nothing of each other: any two should work together, untested.
+The tests compare the logits and greedy tokens of each family, unquantised, with transformers, and each format, in a Llama,
+with its weights in float64. Families and formats are independent: other combinations should work, but are not tested.
 """
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "models",
-        help="list the model families and formats of weights that can be served",
-        description="List the model families and formats of weights that can be served.",
+        help="list the supported model families and weight formats",
+        description="List the supported model families and weight formats.",
         epilog=EPILOG,
     )
     parser.set_defaults(run=run)
@@ -31,12 +31,12 @@ def run(args: argparse.Namespace) -> int:
     _print(known, width)
     print("\nQuantised weights (quant_method in config.json's quantization_config)")
     _print(formats, width)
-    print("\nFloat weights, rounded while they are loaded")
+    print("\nFloat weights, quantised at load time")
     _print(
         {
-            "fp8": "--quantization fp8: e4m3, a scale for each row",
-            "int8": "--quantization int8: the same in int8; on a CPU the output head, too",
-            "int4": "--quantization int4: a scale for 32 channels of a row; on a CPU the output head is int8",
+            "fp8": "--quantization fp8: e4m3, one scale per row",
+            "int8": "--quantization int8: int8, one scale per row; on a CPU also the output head",
+            "int4": "--quantization int4: one scale per 32 channels of a row; on a CPU the output head is int8",
         },
         width,
     )

@@ -1,4 +1,4 @@
-"""`quire plan MODEL`: what a model needs of a GPU, before anything is downloaded or started."""
+"""`quire plan MODEL`: estimates what a model needs on a GPU, before downloading it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
     from engine.plan import GPU, Plan
 
 EPILOG = """examples:
-  quire plan Qwen/Qwen3-32B                          on this machine's GPU; without one, on all that are known
+  quire plan Qwen/Qwen3-32B                          on this machine's GPU; without one, on all known GPUs
   quire plan Qwen/Qwen3-32B --gpu h100 --tensor-parallel-size 2
   quire plan ./my-model --gpu 24GB --quantization fp8 --max-model-len 32k
 
-Only config.json is read, and downloaded where need be. Weights and KV cache are counted as the engine allocates them; what a
-step needs beside them is estimated. Tokens a second are what the GPU's data sheet allows: no engine is faster.
+Only config.json is read, and downloaded if necessary. Weights and KV cache are computed as the engine allocates them; the
+memory for the activations of a step is estimated. Tokens per second are upper limits from the GPU's data sheet.
 """
 NAMES = "b200, h200, h100, a100, a100-40gb, l40s, l4, a10, 5090, 4090, 3090"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
-USUAL = 8192  # tokens of a request, where one length has to do
+USUAL = 8192  # tokens of a typical request, for columns that show one length
 
 
 @dataclass(frozen=True)
 class PlanFlags:
     """Plan."""
 
-    gpu: str | None = flag(None, f"{NAMES}, or a size such as 24GB (else this machine's)", metavar="NAME|SIZE")
+    gpu: str | None = flag(
+        None, f"{NAMES}, or a memory size such as 24GB (default: this machine's GPU)", metavar="NAME|SIZE"
+    )
     json: bool = flag(False, "print the plan as JSON")
 
     def __post_init__(self) -> None:
@@ -43,8 +45,8 @@ class PlanFlags:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="what a model needs of a GPU: memory, context, requests at once, speed",
-        description="Tell what a model needs of a GPU. Takes the engine's flags of `quire serve`.",
+        help="estimate a model's memory, context length, concurrent requests and speed on a GPU",
+        description="Estimate what a model needs on a GPU. Accepts the engine flags of `quire serve`.",
         epilog=EPILOG,
     )
     model_argument(parser)
@@ -53,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when the engine would not start."""
+    """Print the plan. The exit code is 1 when the engine would not start."""
     from engine.plan import find_gpu, gpu_here, make_plan, on_all_gpus
 
     flags, config = load_with_model(args, PlanFlags, EngineConfig)
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
-    """Bytes are those on each GPU."""
+    """Return the plan as a JSON object. Bytes are per GPU."""
     return {
         "model": config.model,
         "gpu": plan.gpu.title,
@@ -92,7 +94,7 @@ def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _report(config: EngineConfig, gpu: GPU, plan: Plan) -> str:
-    """What is held, how fast it can be, what other flags would change."""
+    """Return the memory, the upper limits of speed and a comparison with other flags."""
     from engine.plan import alternatives
 
     others = list(alternatives(config, gpu))
@@ -102,21 +104,21 @@ def _report(config: EngineConfig, gpu: GPU, plan: Plan) -> str:
     parts.append(_comparison("Other flags", [("as above", plan), *others]))
     fitting = [flags for flags, other in [("", plan), *others] if other.max_model_len]
     parts.append(f"Start it:  quire serve {' '.join([shlex.quote(config.model), *_given(config), fitting[0]])}".rstrip()
-                 if fitting else "It fits on none of these.")  # fmt: skip
+                 if fitting else "It fits with none of these.")  # fmt: skip
     return "\n\n".join(parts)
 
 
 def _overview(config: EngineConfig, plans: Sequence[Plan]) -> str:
     if not plans:
-        return f"{config.model} fits on no 8 GPUs that are known."
+        return f"{config.model} does not fit on 8 of any known GPU."
     rows = [(f"{plan.options.num_ranks_per_stage} × {plan.gpu.title}", plan) for plan in plans]
-    return f"{_title(config, plans[0])}\n\n{_comparison('On each GPU', rows)}\n\nMore of one:  --gpu NAME"
+    return f"{_title(config, plans[0])}\n\n{_comparison('On each GPU', rows)}\n\nDetails for one GPU:  --gpu NAME"
 
 
 def _title(config: EngineConfig, plan: Plan) -> str:
     spec = plan.spec
     weights = spec.quantization.method if spec.quantization else str(plan.options.dtype).removeprefix("torch.")
-    active = f", {_count(plan.num_active)} for each token" if plan.parameters["experts"] else ""
+    active = f", {_count(plan.num_active)} active per token" if plan.parameters["experts"] else ""
     return f"{config.model} · {_count(plan.num_parameters)} parameters{active} · {spec.num_layers} layers · {weights}"
 
 
@@ -125,22 +127,22 @@ def _memory(plan: Plan) -> str:
     gpus, share = f"{options.num_ranks_per_stage} × {plan.gpu.title}", options.gpu_memory_utilization
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.weights.items() if size)
     kept = "" if context == options.max_model_len else f"; the model's own is {options.max_model_len:,}"
-    held = ", ".join(f"{int(plan.num_requests(each)):,} of {each:,} tokens" for each in _contexts(plan))
+    held = ", ".join(f"{int(plan.num_requests(each)):,} × {each:,} tokens" for each in _contexts(plan))
     rows = [
         ("memory", _gib(plan.gpu.memory), f"{gpus}: {share:.0%} is used"),
         ("weights", _gib(plan.weight_bytes), parts),
-        ("largest step", _gib(plan.activations + plan.buffers), f"of {options.max_num_batched_tokens:,} tokens; an estimate"),
-        ("KV cache", _gib(plan.kv_cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB for each token"),
+        ("largest step", _gib(plan.activations + plan.buffers), f"{options.max_num_batched_tokens:,} tokens; an estimate"),
+        ("KV cache", _gib(plan.kv_cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
         ("context", f"{context:,}" if context else "none", f"tokens{kept}" if context else "no room: the engine would not start"),
-        ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache has room for {held or 'none'}"),
+        ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache holds {held or 'none'}"),
     ]  # fmt: skip
     return "\n".join(f"  {name:<13}{value:>11}   {about}" for name, value, about in rows)
 
 
 def _speed(plan: Plan) -> str:
-    """A dash where the KV cache does not hold so many requests."""
+    """Return the table of speed limits, with a dash where the KV cache does not hold so many requests."""
     batches = [batch for batch in BATCHES if batch <= plan.options.max_num_seqs]
-    rows = [["Tokens a second, at most", *(f"{batch} at once" for batch in batches)]]
+    rows = [["Maximum tokens per second", *(f"{batch} request{'s'[: batch > 1]}" for batch in batches)]]
     for context in _contexts(plan):
         fits = plan.num_requests(context)
         rates = [f"{plan.tokens_per_second(n, context):,.0f}" if n <= fits else "–" for n in batches]
@@ -149,7 +151,7 @@ def _speed(plan: Plan) -> str:
 
 
 def _comparison(title: str, plans: Sequence[tuple[str, Plan]]) -> str:
-    rows = [[title, "weights", "KV cache", "context", "requests at once", "most tokens/s for one"]]
+    rows = [[title, "weights", "KV cache", "context", "requests at once", "max tokens/s for one"]]
     for name, plan in plans:
         rows.append([f"  {name}", _gib(plan.weight_bytes)])
         if not (context := plan.max_model_len):
@@ -163,7 +165,7 @@ def _comparison(title: str, plans: Sequence[tuple[str, Plan]]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """Return rows as text, the first column aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "   ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
@@ -172,7 +174,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _contexts(plan: Plan) -> list[int]:
-    """Usual lengths, and the longest."""
+    """Return typical context lengths and the longest one."""
     most = plan.max_model_len
     return [*(each for each in CONTEXTS if each < most), most] if most else []
 
@@ -186,7 +188,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def _given(config: EngineConfig) -> list[str]:
-    """The flags of the configuration, for another command."""
+    """Return the non-default flags of the configuration, for a command line."""
     words = []
     for name, setting in settings_of(EngineConfig).items():
         value = getattr(config, name)

@@ -9,11 +9,11 @@ from typing import Any
 from engine.flags import add_flags, check, flag, load
 
 EPILOG = """examples:
-  quire pull Qwen/Qwen3-0.6B                        into Hugging Face's cache, where `quire serve` finds it
+  quire pull Qwen/Qwen3-0.6B                        to Hugging Face's cache, where `quire serve` finds it
   quire pull Qwen/Qwen3-0.6B --revision main --download-dir /models
 
-Only what is served is downloaded: safetensors, configuration, tokenizer. What is there already is not downloaded again.
-Models that ask for an account's consent need HF_TOKEN in the environment.
+Only the files that serving needs are downloaded: safetensors, configuration, tokenizer. Files that exist are not downloaded
+again. Gated models need HF_TOKEN in the environment.
 """
 
 
@@ -22,7 +22,7 @@ class PullFlags:
     """Download."""
 
     revision: str | None = flag(None, "branch, tag or commit", metavar="NAME")
-    download_dir: str | None = flag(None, "where to keep it (else Hugging Face's cache)", metavar="FOLDER")
+    download_dir: str | None = flag(None, "folder for the download (default: Hugging Face's cache)", metavar="FOLDER")
 
     def __post_init__(self) -> None:
         check(self)
@@ -32,13 +32,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "pull", help="download a model", description="Download a model from Hugging Face.", epilog=EPILOG
     )
-    parser.add_argument("model", metavar="MODEL", help="its Hugging Face id, such as Qwen/Qwen3-0.6B")
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face id of the model, such as Qwen/Qwen3-0.6B")
     add_flags(parser, PullFlags)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the folder, once it is whole."""
+    """Download the model and print its folder."""
     from engine.pull import pull
 
     given = vars(args).copy()

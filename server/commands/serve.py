@@ -1,4 +1,4 @@
-"""`quire serve`: an engine process, the HTTP app, a socket and signals."""
+"""`quire serve`: runs the engine process and the HTTP server, and handles signals."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
-CLOSE_SECONDS = 2.0  # for clients to read the end of their answers when the server stops
+CLOSE_SECONDS = 2.0  # time for clients to read the rest of their responses when the server stops
 
 EPILOG = """examples:
   quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
   quire serve Qwen/Qwen3-0.6B --port 9000
   quire serve ./my-model --max-model-len 32k --api-key secret
-  quire serve --config serve.yaml                  "name: value" lines, named as the options above
+  quire serve --config serve.yaml                  "name: value" lines, with the names of the options above
 
-Each option is also an environment variable: QUIRE_MAX_MODEL_LEN=32k. The command line wins over the environment, which
-wins over the file. Clients of the OpenAI API take http://127.0.0.1:8000/v1 as their base URL.
+Each option can also be set by an environment variable, such as QUIRE_MAX_MODEL_LEN=32k. The command line takes precedence
+over the environment, and the environment over the file. The base URL for OpenAI clients is http://127.0.0.1:8000/v1.
 """
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
-        help="OpenAI-compatible HTTP API and a chat page",
+        help="serve a model over an OpenAI-compatible HTTP API, with a chat page",
         description="Serve a model over an OpenAI-compatible HTTP API, with a chat page at /.",
         epilog=EPILOG,
     )
@@ -65,11 +65,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; SIGHUP restarts the engine. The address is claimed before the model is loaded."""
+    """Serve until SIGINT or SIGTERM; SIGHUP restarts the engine. The socket is bound before the model is loaded."""
     config, settings = load_with_model(args, EngineConfig, ServerConfig)
     from server.observability.logs import RequestFields
 
-    os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process writes in the same form
+    os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process logs in the same format
     configure_logging(RequestFields(settings.disable_access_log_for_endpoints))
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listen(settings: ServerConfig) -> socket.socket:
-    """A bound socket, not listening yet. `ConfigError` when the address is taken or is none."""
+    """Return a bound socket that does not listen yet. `ConfigError` when the address is in use or invalid."""
     if settings.uds:
         return _listen_unix(settings.uds)
     try:
@@ -101,11 +101,11 @@ def listen(settings: ServerConfig) -> socket.socket:
         where = f"{settings.host}:{settings.port}"
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {settings.port} is in use: stop what listens on {where}, or choose another --port"
+                f"port {settings.port} is in use: stop the program on {where}, or choose another --port"
             ) from None
         if error.errno == errno.EACCES:
             raise ConfigError(
-                f"port {settings.port} is not allowed to this user: choose a --port of 1024 or more"
+                f"this user may not listen on port {settings.port}: choose a --port of 1024 or more"
             ) from None
         raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
     return listener
@@ -147,9 +147,11 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
 
 
 def _tune_interpreter() -> None:
-    """Garbage collection looks at requests only: what is loaded by now stays. It looks at few objects at a time, for nothing is
-    answered meanwhile (ten thousand take 2 ms, and more where a core is shared), and seldom at all. The event loop waits less
-    for threads that read large requests: a stream wakes it some times for each token.
+    """Tune garbage collection and thread switching for short pauses.
+
+    Objects loaded by now are never collected. A collection looks at few objects, since it stops the event loop (2 ms for ten
+    thousand objects, more on a shared core), and runs rarely. The event loop waits less for threads that read large requests,
+    because a stream wakes it several times per token.
     """
     gc.freeze()
     gc.set_threshold(2_000, 2, 600)
@@ -157,7 +159,7 @@ def _tune_interpreter() -> None:
 
 
 def connections_of(settings: ServerConfig) -> Connections:
-    """The limits and time-outs of `settings`. Raises the limit of open files."""
+    """Return the connection limits and time-outs of `settings`. Raises the process's limit of open files."""
     from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
     from server.http.entrance import Entrance
 
@@ -177,14 +179,14 @@ def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> 
 
     from server.http.browsers import HEADERS
 
-    logging.getLogger("uvicorn").setLevel(1)  # the two below decide
+    logging.getLogger("uvicorn").setLevel(1)  # the filters below decide
     logging.getLogger("uvicorn.error").addFilter(_is_notable)
     logging.getLogger("uvicorn.error").addFilter(without_text)
     config = uvicorn.Config(
         app,
-        http=connections.protocol,  # type: ignore[arg-type]  # makes one
+        http=connections.protocol,  # type: ignore[arg-type]  # a function that makes a protocol
         ws="none",
-        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # handed to `call_later`
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # a float works: it is passed to `call_later`
         log_config=None,
         log_level=settings.uvicorn_log_level,
         access_log=not settings.disable_uvicorn_access_log,
@@ -192,31 +194,31 @@ def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> 
         ssl_certfile=settings.ssl_certfile,
         ssl_ca_certs=settings.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
-        lifespan="off",  # that of the app begins when there is one
+        lifespan="off",  # the app's lifespan begins once the engine is ready
         headers=list(HEADERS),
     )
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # they are the service's
+            yield  # `_Service` handles signals
 
     return Server(config)
 
 
 class _Service:
-    """What a signal means at each moment: before the engine is ready, while it serves, while it stops."""
+    """Runs the server and handles signals before the engine is ready, while it serves and while it stops."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._main = asyncio.current_task()
         self._server: Any = None
         self._readiness: Readiness | None = None
-        self._engine: AsyncEngine | None = None  # once it is ready
+        self._engine: AsyncEngine | None = None  # set once the engine is ready
         self._stopping: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._connections: Connections | None = None
-        self._deadline = 0.0  # when requests that still run are ended; monotonic seconds
+        self._deadline = 0.0  # when running requests are aborted; monotonic seconds
         self._patience = 0.0
 
     @contextlib.contextmanager
@@ -234,8 +236,8 @@ class _Service:
     async def serve(
         self, engine: AsyncEngine, engine_config: EngineConfig, settings: ServerConfig, listener: socket.socket
     ) -> None:
-        """Until a signal; before the engine is ready only to say so. Raises as `AsyncEngine.ready`, and `ConfigError` when
-        another process listens on the address by now.
+        """Serve until a signal. Before the engine is ready, answer only that it starts. Raises the errors of
+        `AsyncEngine.ready`, and `ConfigError` when another process listens on the address by now.
         """
         from server.app import create_app, create_starting_app
         from server.observability.readiness import Readiness
@@ -253,7 +255,7 @@ class _Service:
         try:
             await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                await serving  # which could not begin
+                await serving  # raises: the server could not start
             await ready
             app = create_app(
                 engine,
@@ -278,7 +280,7 @@ class _Service:
             await asyncio.wait([serving])
 
     async def _run(self, settings: ServerConfig, listener: socket.socket) -> None:
-        """The HTTP server, from its first to its last request."""
+        """Run the HTTP server until it stops."""
         if (warning := exposure_warning(settings, listener)) is not None:
             _log.warning("%s", warning)
         try:
@@ -299,7 +301,7 @@ class _Service:
                     task.cancel()
 
     async def _end_with(self, engine: AsyncEngine) -> None:
-        """Stop the server once the engine is gone for good: what started the server may start it again."""
+        """Stop the server once the engine is dead, so that the supervisor of the server can restart it."""
         state = engine.state
         while state.phase != "dead":
             state = await engine.state_change(state)
@@ -307,7 +309,7 @@ class _Service:
             self._stopping = asyncio.create_task(self._close())
 
     def _restart(self) -> None:
-        """Start the replicas anew, one after the other, unless that goes on already."""
+        """Restart the replicas one after the other, unless a restart is in progress."""
         if self._engine is None or self._stopping is not None:
             return
         if self._restarting is None or self._restarting.done():
@@ -330,18 +332,20 @@ class _Service:
             self._force()
 
     def _force(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # that requests are cut off is what was asked for
+        logging.getLogger("uvicorn.error").setLevel(
+            logging.CRITICAL
+        )  # hides errors about cut-off requests, which are expected
         self._server.force_exit = True
 
     async def _stop(self) -> None:
-        """Give the requests their time, while new ones are told that the server stops; then end them.
+        """Let running requests finish until the deadline while new requests are refused, then close.
 
-        Uploads that have not arrived and answers that are not read do not keep it longer.
+        Incomplete uploads and responses that clients do not read do not delay the stop.
         """
         assert self._connections is not None
         if num_working := self._connections.num_working:
             _log.info(
-                "stopping: %d requests may take up to %g s to finish; another signal ends them",
+                "stopping: %d requests may take up to %g s to finish; another signal aborts them",
                 num_working,
                 self._patience,
             )
@@ -350,7 +354,7 @@ class _Service:
         await self._close()
 
     async def _close(self) -> None:
-        """End all requests, those that still trickle in as well, until this is cancelled."""
+        """Abort all requests, including ones that still arrive, until this task is cancelled."""
         assert self._engine is not None
         assert self._connections is not None
         self._server.should_exit = True
@@ -363,7 +367,7 @@ class _Service:
 
 
 def _say(text: str, settings: ServerConfig) -> None:
-    """To people on the terminal; a log of JSON objects has it as one of them."""
+    """Print `text` to the terminal, or log it when the log format is JSON."""
     if settings.log_format == "json":
         _log.info(text)
     else:
@@ -371,19 +375,19 @@ def _say(text: str, settings: ServerConfig) -> None:
 
 
 def _is_notable(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's tells more than the lines of start and end that are printed here."""
+    """Whether a log record of uvicorn is more than a routine message about start and stop."""
     return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
 
 
 def without_text(record: logging.LogRecord) -> bool:
-    """Takes the message of an exception out of a record of uvicorn's, and the record stays."""
+    """Remove the exception's message, which may contain text of requests, from a log record of uvicorn; return True."""
     if record.exc_info and (error := record.exc_info[1]) is not None and not debugging():
         record.exc_info, record.exc_text = None, traceback_without_text(error)
     return True
 
 
 def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:
-    """Every address that one can open, for people."""
+    """Return the lines about all addresses of the server."""
     if settings.uds:
         return f"Ready: {model_name} at the Unix socket {settings.uds}"
     scheme = "https" if settings.ssl_certfile else "http"

@@ -1,4 +1,4 @@
-"""`quire top URL`: a running server, live in the terminal."""
+"""`quire top URL`: shows live statistics of a running server in the terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   quire top http://127.0.0.1:8000
-  quire top http://127.0.0.1:8000 --interval 10 >> load.txt     a line each ten seconds, where there is no terminal
+  quire top http://127.0.0.1:8000 --interval 10 >> load.txt     one line every ten seconds, without a terminal
 
-It reads /metrics and /readyz, of vLLM's servers too as far as these go. Ctrl-C leaves.
+The statistics come from /metrics and /readyz. vLLM's servers work too, with fewer values. Press Ctrl-C to quit.
 """
 
 
@@ -32,9 +32,9 @@ It reads /metrics and /readyz, of vLLM's servers too as far as these go. Ctrl-C 
 class TopFlags:
     """Top."""
 
-    api_key: str | None = flag(None, "key that the server asks for", metavar="KEY")
-    interval: float = flag(1.0, "seconds between two looks", at_least=0.1)
-    count: int | None = flag(None, "looks to take (else until Ctrl-C)", at_least=1)
+    api_key: str | None = flag(None, "API key for the server", metavar="KEY")
+    interval: float = flag(1.0, "seconds between updates", at_least=0.1)
+    count: int | None = flag(None, "number of updates (default: until Ctrl-C)", at_least=1)
 
     def __post_init__(self) -> None:
         check(self)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _snapshots(http: httpx.Client, flags: TopFlags) -> Iterator[Snapshot]:
-    """One for each interval. `EngineError` when there is no server from the start; later it is waited for."""
+    """Yield a snapshot per interval. `EngineError` if no server answers at the start; later, wait until it answers again."""
     from server.top.metrics import Reading, compare
 
     before = _read(http)
@@ -98,10 +98,10 @@ def _read(http: httpx.Client) -> Reading:
     try:
         metrics, ready = http.get("/metrics"), http.get("/readyz")
         if metrics.status_code == 401:
-            raise EngineError(f"{http.base_url} wants a key: --api-key KEY")
+            raise EngineError(f"{http.base_url} requires an API key: --api-key KEY")
         if metrics.status_code != 200:
             raise EngineError(f"{http.base_url} has no /metrics (status {metrics.status_code})")
-        if ready.status_code == 404:  # not Quire's
+        if ready.status_code == 404:  # the server is not Quire
             state = {"phase": "ready" if http.get("/health").status_code == 200 else "not ready"}
         else:
             state = ready.json()

@@ -1,22 +1,22 @@
-"""Options of `vllm serve` that Quire does not have: what to do instead."""
+"""Advice for options of `vllm serve` that Quire does not have."""
 
 from __future__ import annotations
 
-_ALWAYS = "it always does that; leave it out"
-_ITSELF = "Quire chooses that itself; leave it out"
+_ALWAYS = "Quire always does this; leave it out"
+_ITSELF = "Quire chooses this automatically; leave it out"
 _NOT_YET = "not supported yet"
 
 ADVICE = {
-    "--trust-remote-code": "code that comes with models is never run; leave it out",
+    "--trust-remote-code": "code that comes with models is never executed; leave it out",
     "--hf-token": "set HF_TOKEN in the environment",
-    "--tokenizer-mode": "there is one tokenizer; leave it out",
-    "--override-generation-config": "give the parameters in requests, or a folder to --generation-config",
+    "--tokenizer-mode": "there is only one mode; leave it out",
+    "--override-generation-config": "set the parameters in requests, or give --generation-config a folder",
     "--enable-chunked-prefill": _ALWAYS,
     "--async-scheduling": _ALWAYS,
     "--enable-prompt-tokens-details": _ALWAYS,
     "--enable-per-request-metrics": _ALWAYS,
-    "--enable-reasoning": "answers are parsed by the model's format; see --reasoning-parser",
-    "--scheduling-policy": "a request's priority is always heeded; leave it out",
+    "--enable-reasoning": "the reasoning format is detected from the model; see --reasoning-parser",
+    "--scheduling-policy": "scheduling always respects priorities; leave it out",
     "--disable-log-requests": "requests are not logged unless --enable-log-requests is given; leave it out",
     "--prefix-caching-hash-algo": _ITSELF,
     "--attention-backend": _ITSELF,
@@ -30,13 +30,13 @@ ADVICE = {
     "--use-v2-block-manager": _ITSELF,
     "--api-server-count": "one API process serves the engine; leave it out",
     "--cpu-offload-gb": "use --quantization fp8, --kv-cache-dtype fp8 or --tensor-parallel-size",
-    "--swap-space": "preempted requests are computed again; leave it out",
-    "--enable-expert-parallel": "ranks hold whole experts with --tensor-parallel-size; leave it out",
+    "--swap-space": "preempted requests are recomputed; leave it out",
+    "--enable-expert-parallel": "with --tensor-parallel-size, each rank holds whole experts; leave it out",
     "--enable-lora": _NOT_YET,
     "--lora-modules": _NOT_YET,
     "--speculative-config": _NOT_YET,
     "--speculative-model": _NOT_YET,
     "--enable-sleep-mode": _NOT_YET,
-    "--limit-mm-per-prompt": "models take text only; leave it out",
-    "--disable-fastapi-docs": "/docs needs a key where the server asks for keys",
+    "--limit-mm-per-prompt": "only text is supported; leave it out",
+    "--disable-fastapi-docs": "/docs requires an API key if the server does",
 }

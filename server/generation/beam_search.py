@@ -1,4 +1,4 @@
-"""Beam search for the server: a request's answers are the best beams, and come when the search is over."""
+"""Beam search for the server: a request's answers are the best beams, returned when the search ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.generation.served_model import EngineClient, ServedModel
 from server.http.errors import APIError
 from server.http.warnings import Warnings
 
-# The sampling parameters that a beam search heeds: scores are the model's own probabilities.
+# The sampling parameters that a beam search uses. It scores beams by the model's unmodified probabilities.
 _HEEDED = frozenset(
     ["n", "max_tokens", "ignore_eos", "stop_token_ids", "logprobs", "skip_special_tokens", "include_stop_str_in_output"]
 )
@@ -27,7 +27,10 @@ _HEEDED = frozenset(
 async def beam_searches(
     model: ServedModel, request: GenerationRequest, sampling: SamplingParams, warnings: Warnings
 ) -> BeamSearches:
-    """For a request that has a `length_penalty`. `APIError` for what a beam search cannot do; `warnings` of what it ignores."""
+    """Prepare the searches of a request with a `length_penalty`.
+
+    Adds to `warnings` the parameters that a beam search ignores. Raises `APIError` for unsupported parameters.
+    """
     width = sampling.n
     if width > MAX_BEAM_WIDTH:
         raise APIError(400, f"must be at most {MAX_BEAM_WIDTH} in a beam search, got {width}", "n")
@@ -43,7 +46,7 @@ async def beam_searches(
     try:
         step = await model.engine.prepare(params.step_sampling(sampling.logprobs or 0), request.owner)
     except ValueError as error:
-        raise APIError(400, f"{width} beams need more log-probabilities than the server gives: {error}", "n") from None
+        raise APIError(400, f"{width} beams need more log probabilities than the server gives: {error}", "n") from None
     ends = {*model.engine.eos_token_ids, *(sampling.stop_token_ids or ())}
     return BeamSearches(model.engine, step, width, request.length_penalty or 0.0, ends)
 
@@ -52,7 +55,7 @@ _PLAIN = SamplingParams(temperature=0)
 
 
 class BeamSearches:
-    """The searches of one request: as many of its answers, one after the other, belong to a search as this is wide."""
+    """The searches of one request. Each search has `width` beams and gives `width` consecutive answers."""
 
     def __init__(
         self,
@@ -62,14 +65,15 @@ class BeamSearches:
         length_penalty: float,
         end_token_ids: Collection[int],
     ) -> None:
-        """`step`: of the requests for next tokens, prepared. `end_token_ids`: those that end an answer."""
+        """`step`: prepared sampling parameters of one-token requests. `end_token_ids`: tokens that end an answer."""
         self._engine, self._step, self._width = engine, step, width
         self._length_penalty, self._end_token_ids = length_penalty, end_token_ids
-        self._search: _Search | None = None  # the one to which answers are added
+        self._search: _Search | None = None  # the search that receives the next answers
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
-        """One update, which is the whole answer. The engine begins with the first answer of a search. `ValueError` as of
-        `EngineClient.generate`.
+        """Return the updates of one answer: a single update with the whole answer.
+
+        The first answer of a search starts the engine request. Raises `ValueError` like `EngineClient.generate`.
         """
         if self._search is None or len(self._search.answers) == self._width:
             sampling = request.sampling
@@ -83,25 +87,25 @@ class BeamSearches:
 
 
 class _Search:
-    """The search for the answers to one prompt. Its requests have the ids of the answers: to abort those ends it."""
+    """The search for one prompt's answers. Its engine requests have the answers' ids: aborting those ends it."""
 
     def __init__(self, engine: EngineClient, search: BeamSearch, step: SamplingParams, request: EngineRequest) -> None:
         self._engine, self._search, self._step = engine, search, step
         self._prompt = request.prompt_token_ids
         self._done = asyncio.Event()
-        self._last: RequestUpdate | None = None  # what ended it before its time
+        self._last: RequestUpdate | None = None  # the update that ended the search early
         self._first: RequestUpdate | None = None
         self.answers: list[EngineRequest] = []
         self._begun = engine.generate(replace(request, sampling=step))
 
     def add(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
-        shown = request.sampling.clone(stop=None)  # stop strings are not looked for
+        shown = request.sampling.clone(stop=None)  # a beam search ignores stop strings
         collector = OutputCollector(self._prompt, shown, self._engine.tokenizer)
         self.answers.append(request)
         return self._answer(len(self.answers) - 1, collector)
 
     async def _answer(self, index: int, collector: OutputCollector) -> AsyncGenerator[RequestUpdate, None]:
-        """The first one's reader does the work; it is there until all have their answers, or none gets one."""
+        """The consumer of the first answer runs the search for all; the other answers wait for it."""
         if index == 0:
             await self._run()
             self._done.set()

@@ -1,4 +1,4 @@
-"""Prompts from conversations, by the chat template."""
+"""Renders conversations into prompts with the chat template."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ CheckText = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, and where it stands in the model's reasoning."""
+    """A prompt, and whether it ends before, inside or after the model's reasoning."""
 
     token_ids: list[int]
-    in_reasoning: bool = False  # it ends inside the reasoning
-    past_reasoning: bool = True  # there will be none
-    is_merged: bool = False  # of the conversation `merged`
+    in_reasoning: bool = False  # the prompt ends inside the reasoning
+    past_reasoning: bool = True  # the answer will contain no reasoning
+    is_merged: bool = False  # rendered from `Conversation.merged`
 
 
 class ConversationEncoder:
-    """Makes prompts of conversations, for one model."""
+    """Renders and tokenizes conversations for one model."""
 
     def __init__(
         self,
@@ -40,21 +40,22 @@ class ConversationEncoder:
         default_variables: Mapping[str, Any],
         short_call_ids: bool,
     ) -> None:
-        """`default_variables`: for the template. `short_call_ids`: it wants ids of tool calls of nine letters."""
+        """`default_variables`: for the template. `short_call_ids`: it requires tool call ids of nine characters."""
         self._template, self._tokenizer, self._reasoning = template, tokenizer, reasoning
         self._default_variables, self._short_call_ids = default_variables, short_call_ids
 
     def encode(self, conversation: Conversation, add_special_tokens: bool, check: CheckText | None = None) -> Prompt:
-        """The prompt. The template writes the beginning of text itself. `APIError` when it refuses the messages.
+        """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
 
-        `check` may refuse its text before that is encoded.
+        `check` is called with the rendered text and may raise before tokenization. Raises `APIError` when the template
+        rejects the messages.
         """
         conversation.check()
         is_merged = False
         try:
             messages, text = self._rendered(conversation)
         except ChatTemplateError as error:
-            reason = f"the chat template refuses the messages: {error}"
+            reason = f"the chat template rejected the messages: {error}"
             refusal = APIError(400, reason, "messages", lead=None)
             if not conversation.may_be_merged:
                 raise refusal from None
@@ -75,7 +76,7 @@ class ConversationEncoder:
         )
 
     def _rendered(self, conversation: Conversation) -> tuple[list[dict[str, Any]], str]:
-        """The messages for the template, and what it makes of them. `ChatTemplateError`."""
+        """Return the messages as passed to the template, and the rendered text. Raises `ChatTemplateError`."""
         messages = [self._for_template(message, index) for index, message in enumerate(conversation.messages)]
         options = {**self._default_variables, **conversation.template_options()}
         if self._reasoning is HARMONY:
@@ -85,7 +86,7 @@ class ConversationEncoder:
         return messages, self._template.render(messages, **options)
 
     def _for_template(self, message: Message, index: int) -> dict[str, Any]:
-        """A message as templates expect it: content is one text, the arguments of tool calls are objects."""
+        """Convert a message to the form templates expect: content is one string, tool call arguments are objects."""
         given: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.role == "developer" and "developer" not in self._template.source:
             given["role"] = "system"
@@ -110,7 +111,7 @@ class ConversationEncoder:
         return given
 
     def _call_id(self, given: str) -> str:
-        """The id as the chat template wants it: calls in another server's answers may have ids of another form."""
+        """Convert a tool call id to the form the template requires. Ids from other servers may differ."""
         if not self._short_call_ids or (len(given) == 9 and given.isalnum()):
             return given
         return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]

@@ -1,6 +1,6 @@
 """One request's answers while they are generated: samples, their updates as events, usage.
 
-A request for `n` answers to each of several prompts is `n` × prompts samples, each a request of its own to the engine.
+A request for `n` answers to each of several prompts has `n` × prompts samples. Each is a separate engine request.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
 from server.parsing.pieces import Piece
 
-TIMEOUT = "timeout"  # the engine's reason to end a request whose deadline has passed
-_READ_AT_ONCE = 32  # updates: about a millisecond
+TIMEOUT = "timeout"  # the engine's finish reason for a request that passed its deadline
+_READ_AT_ONCE = 32  # updates read before yielding to the event loop: about a millisecond
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
 
 
@@ -29,17 +29,17 @@ TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
 class Sample:
     """One answer that is being generated, or one embedding that is being computed."""
 
-    request_id: str  # to the engine
-    index: int  # of its choice in the response
+    request_id: str  # in the engine
+    index: int  # of the choice in the response
     prompt_index: int
     sampling: SamplingParams
     updates: AsyncGenerator[RequestUpdate, None]
     watch: SampleWatch
-    reader: AnswerReader | None  # None: the text is not read
+    reader: AnswerReader | None  # None: the text is not parsed
     num_reasoning_tokens: int = 0
 
     def finish_reason(self, update: RequestUpdate) -> str | None:
-        """The engine's; `TOOL_CALLS` if the answer ends with calls, "length" if a stop string cut one."""
+        """Return the engine's finish reason, but `TOOL_CALLS` after calls, and "length" if a stop string cut a call."""
         if update.finish_reason != "stop" or self.reader is None:
             return update.finish_reason
         if self.reader.is_cut:
@@ -47,20 +47,20 @@ class Sample:
         return TOOL_CALLS if self.reader.has_calls else "stop"
 
 
-# An update of a sample, with what it adds to the answer: content, reasoning, tool calls. No pieces without a reader.
+# A sample, its update, and the pieces (content, reasoning, tool calls) that the update adds. Empty without a reader.
 Event = tuple[Sample, RequestUpdate, list[Piece]]
 _NO_PIECES: list[Piece] = []
 
 
 @dataclass(slots=True)
 class Generation:
-    """All samples of one request. `events` may be run once."""
+    """All samples of one request. `events` can be iterated only once."""
 
-    id: str  # unique among the owner's
-    owner: str  # the name of the caller
+    id: str  # unique among the owner's requests
+    owner: str  # name of the API key that sent the request
     created: int
     model: str
-    role: str  # of the messages that are generated
+    role: str  # of the generated messages
     n: int
     prompts: list[list[int]]
     samples: list[Sample]
@@ -68,15 +68,15 @@ class Generation:
     record: RequestRecord
     metrics: Metrics
     log: RequestLog
-    running: dict[tuple[str, str], Generation]  # by owner and id
-    ended: list[Callable[[], None]]  # called when all samples have ended
+    running: dict[tuple[str, str], Generation]  # running requests by owner and id
+    ended: list[Callable[[], None]]  # called when all samples have finished
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
-    _ended: set[int] = field(init=False, default_factory=set)  # indexes of samples
+    _ended: set[int] = field(init=False, default_factory=set)  # indexes of finished samples
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """What the engine says of each sample until all have ended; closing this ends them.
+        """Yield the engine's updates of all samples until all have finished. Closing the generator aborts the samples.
 
-        `APIError` when the engine fails. A reader that is slow gets fewer and longer updates.
+        A slow consumer gets fewer, longer updates. Raises `APIError` when the engine fails.
         """
         key = (self.owner, self.id)
         if self.running.setdefault(key, self) is not self:
@@ -108,7 +108,10 @@ class Generation:
                 self.metrics.request_ended(self.n, max(watch.num_tokens for watch in watches))
 
     async def embeddings(self) -> list[bytes]:
-        """Instead of `events`: the embedding of each sample, as float32 values. `APIError` 409 when one was aborted."""
+        """Return the embedding of each sample, as float32 bytes; call it instead of `events`.
+
+        Raises `APIError` 409 when a sample was aborted.
+        """
         found = [b""] * len(self.samples)
         async with aclosing(self.events()) as events:
             async for sample, update, _ in events:
@@ -142,10 +145,10 @@ class Generation:
         if update.finish_reason == "error":
             if update.is_refused:
                 raise APIError(400, f"the answer cannot be completed: {update.error}")
-            raise APIError(500, f"the engine failed at this request: {update.error}")
+            raise APIError(500, f"the engine failed on this request: {update.error}")
         if update.finish_reason == TIMEOUT:
             if not self.usage.completion_tokens:
-                raise APIError(504, "its time was over before the answer began", "timeout_ms")
+                raise APIError(504, "the request timed out before the answer began", "timeout_ms")
             update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
@@ -155,7 +158,7 @@ class Generation:
             unfinished, num_read = len(tasks), 0
             while unfinished:
                 num_read += 1
-                if num_read % _READ_AT_ONCE == 0:  # a queue that is not empty lets nothing else run
+                if num_read % _READ_AT_ONCE == 0:  # `get` on a non-empty queue does not yield to the event loop
                     await asyncio.sleep(0)
                 item = await queue.get()
                 if item is None:
@@ -181,4 +184,4 @@ async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseExceptio
 
 
 def already_running(generation_id: str) -> APIError:
-    return APIError(400, f"{generation_id} is being answered", "request_id")
+    return APIError(400, f"a request with the id {generation_id} is already running: choose another id", "request_id")

@@ -1,4 +1,4 @@
-"""What guides an answer: the request's structured outputs, tools and reasoning as the engine's `StructuredOutputs`."""
+"""Builds the engine's `StructuredOutputs` from a request's structured outputs, tools and reasoning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from server.parsing.tools import ToolFormat, call_tags
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# A schema with one of these says itself what other properties there may be.
+# A schema with one of these keywords defines its additional properties itself.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 _REFUSAL = re.compile(r"structured_outputs(?:\.(\w+))?(:? )(.*)", re.DOTALL)
 
@@ -27,10 +27,10 @@ _REFUSAL = re.compile(r"structured_outputs(?:\.(\w+))?(:? )(.*)", re.DOTALL)
 async def guided(
     model: ServedModel, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
 ) -> SamplingParams:
-    """`sampling`, with a grammar for the answer if there is anything to guide. `APIError` names what is refused.
+    """Return `sampling` with a grammar for the answer, if the request needs one. `APIError` names the field at fault.
 
-    Where the model may choose to call, what of a tool's schema cannot be enforced is left out, or all of it, unless the
-    tool is `strict`. `warnings` say so, and of formats that are not known.
+    With `tool_choice` "auto", parts of a tool's schema that cannot be enforced are left out, or all of it, unless
+    the tool is `strict`. `warnings` lists what is not enforced, including unknown `format` keywords.
     """
     mode = request.tool_mode
     format = model.tool_format if mode != "none" else None
@@ -38,9 +38,9 @@ async def guided(
     if format is None and not content:
         return sampling
     if format is not None and (num_tools := len(request.callable_tools)) > MAX_TAGS:
-        raise APIError(400, f"must be at most {MAX_TAGS}, got {num_tools}", "tools", lead=" ")
+        raise APIError(400, f"at most {MAX_TAGS} tools can be callable, got {num_tools}", "tools")
     if content and format is not None and format.bare:
-        reason = "cannot be given together with tools: this model writes its calls as JSON objects, too"
+        reason = "cannot be given together with tools: this model writes its tool calls as JSON objects"
         raise APIError(400, reason, "structured_outputs")
     thoughts = None
     in_messages = model.writes_harmony and not prompt.past_reasoning
@@ -62,7 +62,7 @@ async def guided(
 
 
 def _with_warnings(sampling: SamplingParams, request: GenerationRequest, warnings: Warnings) -> SamplingParams:
-    """`sampling` without the notes of what is not enforced, which become warnings."""
+    """Move the notes on what is not enforced from `sampling` to `warnings`."""
     structured = sampling.structured_outputs
     if structured is None or not structured.notes:
         return sampling
@@ -77,7 +77,7 @@ def _with_warnings(sampling: SamplingParams, request: GenerationRequest, warning
 
 
 def _tags(request: GenerationRequest, format: ToolFormat, several: bool, free_form: Collection[int]) -> Tags:
-    """`free_form`: the indexes of tools whose arguments may be any object."""
+    """Build the tool call tags. `free_form`: indexes of the tools that accept any object as arguments."""
     required = request.tool_mode == "required"
     tools = [
         (tool.name, _ANY_ARGUMENTS if index in free_form else _arguments(tool))
@@ -94,13 +94,13 @@ def _of_tool(tag: Tag, tool: Tool, required: bool) -> Tag:
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, and if nothing is said of further properties, without them."""
+    """Return the schema of a tool's arguments: an object, closed to additional properties by default."""
     if tool.parameters is None:
         return _NO_ARGUMENTS
     schema = {"type": "object", **tool.parameters}
     kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if "object" not in kinds:
-        raise APIError(400, f"the schema of {tool.name} must be that of an object", *tool.path)
+        raise APIError(400, f'the schema of {tool.name} must have the type "object"', *tool.path)
     schema["type"] = "object"
     properties, required = schema.get("properties"), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _OPEN:
@@ -109,21 +109,21 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _not_enforced(request: GenerationRequest, error: TagsError, warnings: Warnings) -> set[int]:
-    """The indexes of tools whose schemas are not enforced. 400 for those that must be."""
+    """Return the indexes of tools whose schemas are not enforced. `APIError` 400 for a schema that must be enforced."""
     tools = request.callable_tools
     indexes = set()
     for number, reason in error.reasons.items():
         index, tool = tools[number]
         if tool.strict or request.tool_mode == "required":
             raise APIError(400, f"the schema of {tool.name}: {reason}", *tool.path)
-        warning = f"the arguments of {tool.name} are any object, for its schema: {reason}"
+        warning = f"the schema of {tool.name} is not enforced, its arguments may be any object: {reason}"
         warnings.add(warning, *tool.path, names=request.names)
         indexes.add(index)
     return indexes
 
 
 def _refused(error: ValueError, has_content: bool) -> APIError:
-    """The engine's reason, with the field that it is about. `has_content`: the request has structured outputs."""
+    """Convert the engine's error, naming the field at fault. `has_content`: the request has structured outputs."""
     match = _REFUSAL.match(str(error))
     if match is None:
         return APIError(400, str(error), lead=None)

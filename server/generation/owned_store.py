@@ -1,4 +1,4 @@
-"""What a server keeps in memory for its callers, bounded in number and in bytes."""
+"""An in-memory store of callers' values, bounded in number and in bytes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Owned(Generic[T]):
-    """What one caller has, the least recently used first."""
+    """One caller's values, least recently used first."""
 
     values: OrderedDict[str, tuple[T, int]] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class OwnedStore(Generic[T]):
-    """Values of callers by id. Each caller sees only its own.
+    """Values by caller and id. Each caller sees only its own values.
 
-    What is too much is taken from the caller who holds the most, the least recently used first.
+    When the store is full, the caller who holds the most loses its least recently used values.
     """
 
     def __init__(self, max_values: int, max_bytes: int) -> None:
@@ -32,7 +32,7 @@ class OwnedStore(Generic[T]):
         return sum(owned.num_bytes for owned in self._owners.values())
 
     def put(self, owner: str, key: str, value: T, num_bytes: int) -> None:
-        """An older one of this owner and key is replaced."""
+        """Store a value, replacing the owner's value of the same key. Evicts values when the store is full."""
         self.remove(owner, key)
         owned = self._owners.setdefault(owner, _Owned())
         owned.values[key] = value, num_bytes
@@ -49,7 +49,7 @@ class OwnedStore(Generic[T]):
         return owned.values[key][0]
 
     def remove(self, owner: str, key: str) -> bool:
-        """Whether there was one."""
+        """Remove a value; return whether it existed."""
         owned = self._owners.get(owner)
         if owned is None or key not in owned.values:
             return False
@@ -63,5 +63,5 @@ class OwnedStore(Generic[T]):
         return sum(len(owned.values) for owned in self._owners.values())
 
     def _fraction(self, owned: _Owned[T]) -> float:
-        """How much of what there may be an owner holds."""
+        """Return the fraction of the store's limits that an owner uses."""
         return max(len(owned.values) / max(self._max_values, 1), owned.num_bytes / self._max_bytes)

@@ -1,4 +1,4 @@
-"""The sampling parameters as fields of JSON bodies: what `SamplingParams` declares, for every API."""
+"""The parameters that `SamplingParams` and `PoolingParams` declare, as fields of JSON bodies."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from engine.core.sampling_params import SamplingParams
 from server.http.bodies import one_message
 from server.http.errors import APIError
 
-LogitBias = Annotated[dict[str, float], one_message("an object of token ids, each with a number")]
-Stop = Annotated[str | list[str], one_message("a text or a list of texts")]
+LogitBias = Annotated[dict[str, float], one_message("an object that maps token ids to numbers")]
+Stop = Annotated[str | list[str], one_message("a string or a list of strings")]
 PARAMETERS = parameters_of(SamplingParams)
 _POOLING = parameters_of(PoolingParams)
-_JSON_TYPES: dict[str, Any] = {  # where JSON or the check of the request has another type
+_JSON_TYPES: dict[str, Any] = {  # where the type in JSON differs from the field's
     "stop": Stop,
     "logit_bias": LogitBias,
     "bad_words": list[str],
     "pooling": Literal[POOLINGS],
 }
-LEFT_OUT = " Left out: "  # in descriptions: what follows is the default
+LEFT_OUT = " Default: "  # in descriptions, before the default in words
 _UNSET = {"max_tokens": "chat: as many as fit; completions: 16"}
 
 
 def parameter_fields(names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """Fields for `pydantic.create_model`, as `SamplingParams` declares them. It checks the ranges, too."""
+    """Return fields for `pydantic.create_model` as `SamplingParams` declares them; that class also checks the ranges."""
     return {name: _field(PARAMETERS[name]) for name in names}
 
 
 def pooling_fields() -> dict[str, Any]:
-    """The same for `PoolingParams`."""
+    """Return the fields of `PoolingParams` for `pydantic.create_model`."""
     return {name: _field(parameter) for name, parameter in _POOLING.items()}
 
 
 def limits(name: str) -> dict[str, Any]:
-    """The range of a sampling parameter, for the JSON schema of a field by another name."""
+    """Return the range of a sampling parameter, for the JSON schema of a field with another name."""
     return _limits(PARAMETERS[name].declaration)
 
 
@@ -47,8 +47,8 @@ def _limits(declared: Declaration) -> dict[str, Any]:
         "minimum": declared.at_least,
         "exclusiveMinimum": declared.above,
         "maximum": declared.at_most,
-        "maxItems": declared.max_length,  # says nothing of an object
-        "maxProperties": declared.max_length,  # nor this of a list
+        "maxItems": declared.max_length,  # applies only to lists
+        "maxProperties": declared.max_length,  # applies only to objects
     }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -65,7 +65,7 @@ def _field(parameter: Parameter) -> Any:
 
 
 def given_sampling(body: Any, names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """The sampling parameters that a request gives, as fields of `SamplingParams`."""
+    """Return the sampling parameters that a request sets, as fields of `SamplingParams`."""
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if bias := given.get("logit_bias"):
         try:

@@ -1,4 +1,4 @@
-"""How many requests are taken at a time, so that those that wait are bounded, and none of their owners has it all."""
+"""Back-pressure: bounds the number of waiting requests, and keeps any one owner from filling the queue."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from contextlib import contextmanager
 from engine.outstanding import Outstanding
 from server.http.errors import APIError
 
-UNKNOWN_SECONDS = 5  # for Retry-After, before the first request has ended
+UNKNOWN_SECONDS = 5  # Retry-After before the first request has finished
 MAX_SECONDS = 600
 
 
 class RequestQueue:
-    """At most `max_num_seqs` requests run and `max_num_queued` wait: a server takes that many together, and refuses more.
+    """Accepts up to `max_num_seqs` running plus `max_num_queued` waiting requests, and rejects the rest.
 
-    A request for several answers counts as that many. When the queue is full, an owner that has less than its fair part
-    of it is still served, so one client cannot lock out the others: with k owners there may be 1 + 1/2 + … + 1/k times
-    as many requests.
+    A request for several answers counts as that many. An owner is the API key, user or client address that a request
+    is accounted to. When the queue is full, an owner below its equal part of it is still accepted, so one client cannot
+    lock out the others. With k owners the total can reach 1 + 1/2 + … + 1/k times the limit.
     """
 
     def __init__(
         self, outstanding: Outstanding, max_num_seqs: int, max_num_queued: int, refused: Callable[[str], None]
     ) -> None:
-        """`refused`: to be told of each refusal, with a word for its reason."""
+        """`refused` is called for each rejected request, with a one-word reason."""
         self._outstanding, self._refused = outstanding, refused
         self._max_num_seqs, self._most = max_num_seqs, max_num_seqs + max_num_queued
         self._preparing: Counter[str] = Counter()  # requests on their way to the engine, by owner
 
     @contextmanager
     def entering(self, num_new: int, owner: str) -> Iterator[None]:
-        """Counts `num_new` requests until they are sent to the engine, which then counts them, or refused.
+        """Count `num_new` requests while they are prepared; the engine counts them once they are sent to it.
 
-        `APIError`: 503 with Retry-After while there are too many, 400 when so many are never taken.
+        Raises `APIError`: 503 with Retry-After while the queue is full, 400 when `num_new` exceeds the total limit.
         """
         self._check(num_new, owner)
         self._preparing[owner] += num_new
@@ -47,7 +47,7 @@ class RequestQueue:
 
     def _check(self, num_new: int, owner: str) -> None:
         if num_new > self._most:
-            reason = f"it asks for {num_new} answers, and at most {self._most} are taken at a time"
+            reason = f"the request asks for {num_new} answers, and this server accepts at most {self._most} at a time"
             raise APIError(400, reason)
         sent, preparing = self._outstanding, self._preparing
         total, own = len(sent) + preparing.total(), sent.of(owner) + preparing[owner]
@@ -61,7 +61,7 @@ class RequestQueue:
         seconds = sent.seconds_until(max(num_waiting, 1))
         retry_after = UNKNOWN_SECONDS if seconds is None else min(max(math.ceil(seconds), 1), MAX_SECONDS)
         reason = (
-            f"{num_waiting} requests are waiting, and at most {self._most - self._max_num_seqs} may: "
+            f"the queue is full ({num_waiting} requests are waiting, at most {self._most - self._max_num_seqs} may): "
             f"try again in {retry_after} seconds"
         )
         raise APIError(503, reason, headers={"Retry-After": str(retry_after)})

@@ -1,4 +1,4 @@
-"""What clients ask for, in no API's spelling. Each API converts its requests to these."""
+"""API-neutral requests. Each API converts its request bodies to these classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUNCTION_NAME = r'^[^\s"\\<>{}\[\]]{1,256}$'
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 ToolMode = Literal["none", "auto", "required"]
-MAX_PLAIN_VARIABLES = 8  # of a chat template that works on the event loop
+MAX_PLAIN_VARIABLES = 8  # most template variables for rendering on the event loop
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 # Arguments of `ChatTemplate.render` that are fields of a conversation.
 RESERVED_TEMPLATE_VARIABLES = frozenset(
@@ -24,18 +24,18 @@ RESERVED_TEMPLATE_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that the model made."""
+    """A tool call made by the model."""
 
     id: str | None
     name: str
-    arguments: Any  # a JSON object, or its text
+    arguments: Any  # a JSON object, or one as a string
 
 
 @dataclass(slots=True, kw_only=True)
 class Message:
     """One message of a conversation."""
 
-    role: str  # "system", "developer", "user", "assistant", "tool", or another that the chat template has
+    role: str  # "system", "developer", "user", "assistant", "tool", or another role of the chat template
     content: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -48,27 +48,27 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Any] | None  # a JSON schema; None: there are no arguments
-    strict: bool  # refuse a schema that cannot be enforced
-    definition: dict[str, Any]  # what chat templates show: {"type": "function", "function": {…}}
-    path: tuple[str | int, ...]  # where the request has it
+    parameters: dict[str, Any] | None  # a JSON schema; None: the function has no arguments
+    strict: bool  # reject the request if the schema cannot be enforced
+    definition: dict[str, Any]  # passed to the chat template: {"type": "function", "function": {…}}
+    path: tuple[str | int, ...]  # path of the tool in the request
     grammar: tuple[str, str] | None = (
-        None  # of the text that is its only argument: the argument's name, Lark's notation
+        None  # for a tool with one text argument: the argument's name and its Lark grammar
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether and which tools the answer calls."""
+    """Whether the answer calls tools, and which ones."""
 
     mode: ToolMode = "auto"
     names: list[str] = field(default_factory=list)  # the tools that may be called; empty: all
-    several: bool = True  # false: at most one call
+    several: bool = True  # allow several calls; False: at most one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What the chat template makes a prompt of."""
+    """The input of the chat template."""
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list)
@@ -78,11 +78,11 @@ class Conversation:
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
     verbosity: Verbosity | None = None
-    may_be_merged: bool = False  # where the chat template refuses the order of the messages; see `merged`
-    template_variables: Mapping[str, Any] = field(default_factory=dict)  # further ones
+    may_be_merged: bool = False  # retry with `merged` if the template rejects the order
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # additional variables
 
     def merged(self) -> Conversation:
-        """The same for templates that take one system message, at the beginning, and then the roles alternately."""
+        """Return the conversation for templates that accept one leading system message and alternating roles."""
         messages: list[Message] = []
         texts: list[list[str]] = []  # of each message
         for message in self.messages:
@@ -100,7 +100,7 @@ class Conversation:
 
     @property
     def thinking_variables(self) -> dict[str, Any]:
-        """Variables for the chat template, by the names that different model families have for the same."""
+        """Return template variables for thinking, under the names that different model families use."""
         variables: dict[str, Any] = {}
         thinks = self.enable_thinking
         if self.reasoning_effort is not None:
@@ -111,7 +111,7 @@ class Conversation:
         return variables
 
     def template_options(self) -> dict[str, Any]:
-        """Arguments for `ChatTemplate.render` beside the messages."""
+        """Return the arguments of `ChatTemplate.render` except the messages."""
         verbosity = {"verbosity": self.verbosity} if self.verbosity is not None else {}
         return {
             **self.thinking_variables,
@@ -125,7 +125,7 @@ class Conversation:
 
     @property
     def num_chars(self) -> int | None:
-        """About how much text it is; None: much depends on the template."""
+        """Approximate length in characters; None if it depends much on the template."""
         variables = self.template_variables.values()
         is_plain = len(variables) <= MAX_PLAIN_VARIABLES and all(
             isinstance(each, bool | int | float) for each in variables
@@ -135,45 +135,45 @@ class Conversation:
         return sum(100 + len(message.content or "") + len(message.reasoning or "") for message in self.messages)
 
     def check(self) -> None:
-        """`APIError` names what cannot be rendered."""
+        """Raise `APIError` if a template variable is reserved or two tools have the same name."""
         if reserved := RESERVED_TEMPLATE_VARIABLES & self.template_variables.keys():
-            raise APIError(400, f"must not hold {min(reserved)}, which has its own field", "template_variables")
+            raise APIError(400, f"must not contain {min(reserved)}, which has its own field", "template_variables")
         names: set[str] = set()
         for tool in self.tools:
             if tool.name in names:
-                raise APIError(400, f"there are two tools of the name {tool.name!r}", *tool.path, "name")
+                raise APIError(400, f"two tools are named {tool.name!r}: names must be unique", *tool.path, "name")
             names.add(tool.name)
 
 
-TextPrompts = list[str] | list[list[int]] | list[tuple[str, str]]  # texts, token ids, or pairs of texts to be compared
+TextPrompts = list[str] | list[list[int]] | list[tuple[str, str]]  # texts, token ids, or pairs to compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest:
-    """What every request to the engine says. `names` is how the API that it came by calls fields, as of `field_name`."""
+    """Fields of every request to the engine. `names`: the API's own field names, as of `field_name`."""
 
     prompt: Conversation | TextPrompts
-    id_prefix: str  # how the id of the answer begins
+    id_prefix: str  # prefix of the response id
     names: Names = field(default_factory=dict)
-    model: str | None = None  # None: the one served
-    request_id: str | None = None  # how the id of the answer ends; None: a new one
+    model: str | None = None  # None: the served model
+    request_id: str | None = None  # the rest of the response id; None: a random one
     add_special_tokens: bool = False
     truncate_prompt_tokens: int | None = None  # keep this many tokens of the prompt; -1: as many as fit
     keep_first_tokens: bool = False  # truncate at the end instead of at the beginning
     cache_salt: str = ""
     priority: int = 0
-    user: str = ""  # who asks, as the client says
-    owner: str = ""  # requests of different owners get fair parts of the server; see `of`
-    timeout_ms: int | None = None  # milliseconds that the answer may take; None: any time
+    user: str = ""  # end user, as named by the client
+    owner: str = ""  # API key, user or client address, for fair scheduling; see `of`
+    timeout_ms: int | None = None  # milliseconds from arrival to the end of the answer; None: no limit
     arrival: float = field(default_factory=monotonic)  # monotonic seconds
 
     def of(self, caller: Caller) -> Self:
-        """The same with its owner."""
+        """Return the request with its owner set from the caller."""
         return replace(self, owner=caller.owner(self.user))
 
     @property
     def deadline(self) -> float:
-        """Monotonic seconds; 0: none."""
+        """Deadline in monotonic seconds; 0: none."""
         return self.arrival + self.timeout_ms / 1000 if self.timeout_ms is not None else 0.0
 
     @property
@@ -187,14 +187,14 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest(PromptRequest):
-    """Answers to be generated: `n` to each prompt."""
+    """A request to generate `n` answers to each prompt."""
 
-    sampling: dict[str, Any]  # fields of `SamplingParams` that the client gave
-    default_max_tokens: int | None = None  # where neither client nor model says; None: as many as fit
+    sampling: dict[str, Any]  # fields of `SamplingParams` set by the client
+    default_max_tokens: int | None = None  # if neither client nor model sets it; None: as many as fit
     structured_outputs: dict[str, Any] = field(default_factory=dict)  # fields of `StructuredOutputs`; empty: free text
     tool_choice: ToolChoice = ToolChoice()
     include_reasoning: bool = True
-    length_penalty: float | None = None  # of a beam search, whose `n` best answers are given; None: answers are sampled
+    length_penalty: float | None = None  # of a beam search for the `n` best answers; None: sample the answers
 
     @property
     def tool_mode(self) -> ToolMode:
@@ -214,6 +214,6 @@ class GenerationRequest(PromptRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest(PromptRequest):
-    """Embeddings to be computed: one of each prompt."""
+    """A request to compute one embedding for each prompt."""
 
-    pooling: dict[str, Any]  # fields of `PoolingParams` that the client gave
+    pooling: dict[str, Any]  # fields of `PoolingParams` set by the client

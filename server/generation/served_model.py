@@ -40,13 +40,13 @@ from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
-_SHORT_TEXT = 2000  # characters: less than a millisecond's work
+_SHORT_TEXT = 2000  # characters, tokenized in less than a millisecond
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
 class EngineClient(Protocol):
-    """The engine as the server sees it: `engine.AsyncEngine`."""
+    """The engine interface that the server uses; `engine.AsyncEngine` implements it."""
 
     outstanding: Outstanding
     max_model_len: int
@@ -85,7 +85,7 @@ class EngineClient(Protocol):
 
 
 class ServedModel:
-    """A model being served, for all endpoints."""
+    """A served model, used by all endpoints."""
 
     def __init__(
         self,
@@ -96,20 +96,20 @@ class ServedModel:
         workers: Workers,
         readiness: Readiness,
     ) -> None:
-        """`ConfigError` when the chat template given in `settings` cannot be compiled, or its trace cannot be written."""
+        """Raises `ConfigError` if the configured chat template does not compile or the trace cannot be written."""
         self.engine, self.settings, self.metrics, self._workers = engine, settings, metrics, workers
         self.names = list(served_model_names)
         self.readiness = readiness
         self.started = int(time.time())
         self.template, self._no_template = self._load_template()
-        # Of pairs to be compared: only one that was given for it, since rerankers inherit chats' from what they are made of.
+        # For text pairs only a configured template is used: rerankers inherit the chat template of their base model.
         self._pair_template = self.template if settings.chat_template is not None else None
         source = self.template.source if self.template is not None else ""
         self.tool_format = find_tool_format(settings.tool_call_parser, source)
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         if self.tool_format is not None and self.tool_format.name == "openai":
-            self.reasoning_format = HARMONY  # its calls cannot be told from the rest without
-        # Whether an answer is at most one call: then the template refuses several in one message.
+            self.reasoning_format = HARMONY  # tool calls can be told apart only with this format
+        # At most one call in each answer, because the template rejects several calls in one message.
         self._takes_single_calls = "single tool-calls" in source or self.writes_harmony
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
         self.requests = RequestLog()
@@ -123,11 +123,11 @@ class ServedModel:
             self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), engine.block_size)
 
     def _load_template(self) -> tuple[ChatTemplate | None, str]:
-        """The chat template, or why there is none. One that comes with the model need not work to serve completions."""
+        """Return the chat template, or why there is none. A broken template in the model folder is not an error."""
         tokenizer = self.engine.tokenizer
         special = tokenizer.special_tokens_map if tokenizer is not None else {}
         if reserved := RESERVED_TEMPLATE_VARIABLES & self.settings.default_chat_template_kwargs.keys():
-            raise ConfigError(f"default_chat_template_kwargs must not hold {min(reserved)}")
+            raise ConfigError(f"default_chat_template_kwargs must not contain {min(reserved)}")
         own = self.settings.read_chat_template()
         if own is not None:
             try:
@@ -148,14 +148,14 @@ class ServedModel:
             self.recorder.close()
 
     def check_name(self, name: str | None) -> None:
-        """404 for a model that is not the one served. No name means it."""
+        """Raise `APIError` 404 if `name` is not a served name. None stands for the served model."""
         if name is not None and name not in self.names:
             reason = f"The model `{name}` does not exist. Served here: {', '.join(self.names)}."
             raise APIError(404, reason, "model", lead=None)
 
     @property
     def writes_harmony(self) -> bool:
-        """Answers are in gpt-oss's format."""
+        """Whether answers are in gpt-oss's harmony format."""
         return self.reasoning_format is HARMONY
 
     def takes_several_calls(self, request: GenerationRequest) -> bool:
@@ -167,14 +167,14 @@ class ServedModel:
     @property
     def tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
-            raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): give the prompt as token ids")
+            raise APIError(400, "the server has no tokenizer (--skip-tokenizer-init): send the prompt as token ids")
         return self.engine.tokenizer
 
     async def in_thread(self, function: Callable[..., T], *args: Any, owner: str, num_chars: int | None = None) -> T:
-        """Text work beside the event loop: long prompts and slow templates do not hold up other requests.
+        """Run text processing in a worker thread, so that long prompts and slow templates do not delay other requests.
 
-        `owner`: of the request, among which the threads are fair. `num_chars`: how much text it is, where that is known; a
-        short one is done sooner than it gets there and back.
+        The threads are divided fairly between owners. `num_chars`: length of the text, if known. Short text is
+        processed on the event loop, which is faster than switching threads. Raises `APIError` 400 on `TokenizerError`.
         """
         try:
             if num_chars is not None and num_chars <= _SHORT_TEXT:
@@ -186,7 +186,7 @@ class ServedModel:
     async def read(
         self, request: Request, body: B, convert: Callable[[B], T], *, is_long: bool = False
     ) -> tuple[Warnings, T]:
-        """`convert(body)`, and the warnings that `body` gives reason to; in a thread if the body is large, or `is_long`."""
+        """Return the warnings about `body`, and `convert(body)`. Large bodies, or `is_long`, run in a thread."""
 
         def work() -> tuple[Warnings, T]:
             return Warnings(self.settings.strict).add_fields(body), convert(body)
@@ -195,9 +195,9 @@ class ServedModel:
         return await self._workers.run(work, owner=owner) if is_long or is_large(request) else work()
 
     async def encode(self, request: PromptRequest, *, is_to_fit: bool = False) -> list[Prompt]:
-        """The request's prompts, not truncated.
+        """Return the tokenized prompts, not truncated.
 
-        `is_to_fit`: prompts that have too many characters for the context are refused before they are encoded.
+        `is_to_fit`: reject prompts with too many characters for the context before tokenizing them.
         """
         given = request.prompt
         check = self._check_length if is_to_fit and request.truncate_prompt_tokens is None else None
@@ -241,7 +241,7 @@ class ServedModel:
         return [Prompt(self._encode_text(each, add_special_tokens)) for each in prompts]
 
     def _rendered(self, pair: tuple[str, str]) -> str | tuple[str, str]:
-        """What the template makes of two texts that are to be compared."""
+        """Render a pair of texts for a reranker with the configured template, if there is one."""
         if self._pair_template is None:
             return pair
         messages = [{"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
@@ -249,7 +249,7 @@ class ServedModel:
         try:
             return self._pair_template.render(messages, add_generation_prompt=False, **variables)
         except ChatTemplateError as error:
-            raise APIError(400, f"the chat template refuses the texts: {error}", lead=None) from None
+            raise APIError(400, f"the chat template rejected the texts: {error}", lead=None) from None
 
     def _encode_text(self, given: str | list[int] | tuple[str, str], add_special_tokens: bool) -> list[int]:
         if isinstance(given, list):
@@ -263,12 +263,12 @@ class ServedModel:
         if len(text) > most and (per_token := self.tokenizer.max_chars_per_token) and len(text) > most * per_token:
             reason = (
                 f"This model's maximum context length is {most} tokens. "
-                f"However, your prompt has {len(text)} characters, which are more tokens than that. Please shorten it."
+                f"However, your prompt has {len(text)} characters, which need more tokens. Please shorten it."
             )
             raise APIError(400, reason, "prompt", lead=None)
 
     def truncated(self, prompt: Prompt, request: PromptRequest, num_reserved: int) -> list[int]:
-        """The prompt's tokens as far as the request wants them. `num_reserved`: those that the answer may have."""
+        """Return the prompt's tokens, truncated if requested. `num_reserved`: tokens to leave for the answer."""
         token_ids, most = prompt.token_ids, request.truncate_prompt_tokens
         if most is None:
             return token_ids
@@ -279,7 +279,7 @@ class ServedModel:
     # ---- all requests ----
 
     def load(self) -> dict[str, Any]:
-        """How busy the server is; what the engine has not said yet is 0."""
+        """Return the server's load. Values not yet reported by the engine are 0."""
         stats = self.engine.stats
         return {
             "server_load": len(self.running),
@@ -291,9 +291,9 @@ class ServedModel:
         }
 
     async def abort(self, request_id: str, caller: Caller) -> None:
-        """End a request of `caller`: its client gets what there is. 404 when that has none of this id."""
+        """Abort a request of `caller`; its client gets the partial answer. Raises `APIError` 404 for an unknown id."""
         generation = self.running.get((caller.name, request_id))
         if generation is None:
-            raise APIError(404, f"no request {request_id!r} is being answered", "request_id", lead=None)
+            raise APIError(404, f"no running request has the id {request_id!r}", "request_id", lead=None)
         for sample in generation.samples:
             await self.engine.abort(sample.request_id)

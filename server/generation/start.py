@@ -1,4 +1,4 @@
-"""From a client's request to the engine's: checks, sampling parameters, prompts, and the samples that answer it."""
+"""Turns API requests into engine requests: checks, sampling parameters, prompts and samples."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from server.parsing.tools import ToolReader
 _log = logging.getLogger(__name__)
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000  # characters
-_BEGUN_AT_ONCE = 8  # samples: about a millisecond
-# What the engine's errors may begin with, and the field of the request that it is.
+_BEGUN_AT_ONCE = 8  # samples started before yielding to the event loop: about a millisecond
+# Parameter names that an engine error may begin with, each with its path in the request.
 _FIELDS = {
     name: (name,)
     for name in (
@@ -49,9 +49,10 @@ _FIELDS = {
 
 
 async def generate(model: ServedModel, request: GenerationRequest, warnings: Warnings, caller: Caller) -> Generation:
-    """Check everything and start the answers. `APIError` calls fields as the request's API does.
+    """Check a request and start its answers. Raises `APIError`, which uses the field names of the request's API.
 
-    400 for what the model cannot do, 404 for another model, 503 when the engine takes no more requests.
+    Status 400: invalid or unsupported; 403: priority not permitted; 404: unknown model; 503: the queue is full or the
+    engine is not running.
     """
     with spelled(request.names):
         model.check_name(request.model)
@@ -74,14 +75,14 @@ async def _generate(
     prompts = await model.encode(request, is_to_fit=True)
     if prompts[0].is_merged:
         warnings.add(
-            "the chat template refuses their order: those of the system are merged", "messages", names=request.names
+            "the chat template rejected their order: adjacent messages are merged", "messages", names=request.names
         )
     sampling = _with_budget(model, request, prompts[0], _with_marks(model, request, sampling), warnings)
     sampling = await _prepared(model, request, sampling)
     sampling = await guided(model, request, prompts[0], sampling, warnings)
     if not model.engine.generates:
         kind, path = ("embeddings", "embeddings") if model.engine.classifier is None else ("classification", "classify")
-        reason = f"The model `{model.names[0]}` is published for {kind} and generates nothing. Use /v1/{path}."
+        reason = f"The model `{model.names[0]}` is published for {kind} and generates no text. Use /v1/{path}."
         raise APIError(400, reason, "model", lead=None)
     token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
     _check_prompts(model, token_ids, 1)
@@ -95,7 +96,7 @@ async def _generate(
 
 
 async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -> Generation:
-    """The same for embeddings: each is one update of its prompt's only sample."""
+    """Check a request and start its embeddings. Each prompt has one sample with one update."""
     with spelled(request.names):
         model.check_name(request.model)
         _check_priority(request, caller)
@@ -118,21 +119,21 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
 
 def _check_priority(request: PromptRequest, caller: Caller) -> None:
     if request.priority < 0 and not caller.may_prioritise:
-        raise APIError(403, "below 0 goes before others' requests, which this key may not", "priority")
+        raise APIError(403, "values below 0 require a key with `priority: true` in the key file", "priority")
 
 
 def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
     choice, names = request.tool_choice, {tool.name for tool in request.tools}
     if not names and (choice.names or choice.mode == "required"):
-        raise APIError(400, "needs tools", "tool_choice")
+        raise APIError(400, "requires tools", "tool_choice")
     if unknown := [name for name in choice.names if name not in names]:
-        raise APIError(400, f"there is no tool of the name {unknown[0]!r}", "tool_choice")
+        raise APIError(400, f"names the tool {unknown[0]!r}, which is not in tools", "tool_choice")
     if request.tool_mode == "none":
         return
     if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
-        raise APIError(400, '"auto" is turned off here (--no-enable-auto-tool-choice)', "tool_choice")
+        raise APIError(400, '"auto" is disabled on this server (--no-enable-auto-tool-choice)', "tool_choice")
     if model.tool_format is None and model.template is not None:
-        reason = "the model's chat template has no known form of tool calls; --tool-call-parser of the server names one"
+        reason = "the chat template has no known tool call format: start the server with --tool-call-parser NAME"
         raise APIError(400, reason, "tools")
 
 
@@ -140,12 +141,12 @@ def _check_stop(request: GenerationRequest) -> None:
     stop = request.sampling.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
-        reason = f"must be at most {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters"
+        reason = f"must be at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters each"
         raise APIError(400, reason, "stop")
 
 
 def _check_num_answers(request: PromptRequest, n: int) -> None:
-    """Each answer is a request to the engine, and work before it gets there."""
+    """Bound the number of answers: each is an engine request, and needs preparation first."""
     num_prompts = request.num_prompts
     if num_prompts * n > MAX_ANSWERS:
         each = f" with n={n}" if n > 1 else ""
@@ -160,13 +161,13 @@ def _warn_of_unused_variables(model: ServedModel, request: GenerationRequest, wa
         if getattr(conversation, name) is not None and not any(
             variable in source for variable in conversation.thinking_variables
         ):
-            warnings.add("the chat template does not ask for it", name, names=request.names)
+            warnings.add("has no effect: the chat template does not use it", name, names=request.names)
     if model.writes_harmony and (nearest := EFFORTS.get(conversation.reasoning_effort or "")) is not None:
         warnings.add(
-            f"the model knows low, medium and high: taken as {nearest}", "reasoning_effort", names=request.names
+            f"the model supports low, medium and high: treated as {nearest}", "reasoning_effort", names=request.names
         )
     if conversation.verbosity not in (None, "medium") and "verbosity" not in source:
-        warnings.add("the chat template does not ask for it", "verbosity", names=request.names)
+        warnings.add("has no effect: the chat template does not use it", "verbosity", names=request.names)
 
 
 def _warn_of_short_answers(
@@ -174,11 +175,11 @@ def _warn_of_short_answers(
 ) -> None:
     left = model.engine.max_model_len - max(map(len, prompts))
     if (request.sampling.get("max_tokens") or 0) > left:
-        warnings.add(f"the context has room for {left} tokens of the answer", "max_tokens", names=request.names)
+        warnings.add(f"the context has room for only {left} tokens of the answer", "max_tokens", names=request.names)
 
 
 def _check_prompts(model: ServedModel, prompts: list[list[int]], num_reserved: int) -> None:
-    """`num_reserved`: tokens of the context that the prompt must leave."""
+    """Check the prompts' lengths. `num_reserved`: tokens of the context to leave for the answer."""
     most = model.engine.max_model_len
     for prompt in prompts:
         if not prompt:
@@ -196,7 +197,7 @@ def _check_prompts(model: ServedModel, prompts: list[list[int]], num_reserved: i
 
 
 def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
-    """The request's values, else the model's defaults, else those of `SamplingParams`."""
+    """Return the request's values; unset ones take the model's defaults, then those of `SamplingParams`."""
     defaults = {"max_tokens": request.default_max_tokens, **model.engine.default_sampling}
     try:
         return SamplingParams(**{**defaults, **request.sampling})
@@ -205,7 +206,7 @@ def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
 
 
 async def _prepared(model: ServedModel, request: PromptRequest, sampling: SamplingParams) -> SamplingParams:
-    """Checked once for all answers."""
+    """Let the engine check the parameters, once for all answers."""
     try:
         return await model.engine.prepare(sampling, request.owner)
     except ValueError as error:
@@ -213,7 +214,7 @@ async def _prepared(model: ServedModel, request: PromptRequest, sampling: Sampli
 
 
 def _with_marks(model: ServedModel, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
-    """Marks of reasoning and calls that are special tokens must be in the text to be read."""
+    """Keep special tokens in the text if they mark reasoning or tool calls, so that the parsers see them."""
     if request.conversation is None:
         return sampling
     marks = [model.reasoning_format.end] if model.reasoning_format is not None else []
@@ -230,20 +231,20 @@ def _with_marks(model: ServedModel, request: GenerationRequest, sampling: Sampli
 def _with_budget(
     model: ServedModel, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
 ) -> SamplingParams:
-    """With the tokens around the reasoning, where a budget is given for that; without the budget where there are none."""
+    """Add the tokens that delimit the reasoning, for its token budget; without such tokens drop the budget."""
     if sampling.thinking_token_budget is None:
         return sampling
     if request.conversation is not None and (marks := model.reasoning_format) is not None:
         begin, end = model.tokenizer.token_to_id(marks.begin), model.tokenizer.token_to_id(marks.end)
         if end is not None and (begin is not None or prompt.in_reasoning):
             return sampling.clone(thinking_marks=(-1 if prompt.in_reasoning or begin is None else begin, end))
-    reason = "has no effect here: the marks of this model's reasoning are no single tokens"
+    reason = "has no effect here: the reasoning is not delimited by single tokens"
     warnings.add(reason, "thinking_token_budget", names=request.names)
     return sampling.clone(thinking_token_budget=None)
 
 
 def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) -> SamplingParams:
-    """With `max_tokens` at most what the context has left."""
+    """Limit `max_tokens` to the remaining context."""
     left = model.engine.max_model_len - len(prompt)
     max_tokens = left if sampling.max_tokens is None else min(left, sampling.max_tokens)
     if max_tokens == sampling.max_tokens:
@@ -268,10 +269,9 @@ async def _begin(
     pooling: PoolingParams | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Generation:
-    """Begin the samples, of which `asked` has the same number for each prompt: each by `begin_one`; `new_reader` makes what
-    reads one.
+    """Start the samples with `begin_one`. `asked` has the same number for each prompt; `new_reader` creates a parser.
 
-    Other requests are served in between. What has begun ends with the task that this is cancelled in, or with an error.
+    Yields to the event loop in between. On an error or cancellation, the samples already started end.
     """
     unique = uuid.uuid4().hex
     public_id = f"{request.id_prefix}{request.request_id or unique}"
@@ -317,7 +317,7 @@ async def _begin(
 
 
 def _at_the_end(model: ServedModel, caller: Caller, usage: Usage, recorded: Ended) -> list[Callable[[], None]]:
-    """What is to be done when a request has ended. The prompt's tokens count against the caller's limit at once."""
+    """Return the callbacks for the end of a request. The prompt's tokens count against the rate limit immediately."""
     ended: list[Callable[[], None]] = []
     if model.recorder is not None:
         ended.append(partial(model.recorder.add, recorded))
@@ -328,7 +328,7 @@ def _at_the_end(model: ServedModel, caller: Caller, usage: Usage, recorded: Ende
 
 
 def _numbers(params: SamplingParams | PoolingParams) -> str:
-    """The parameters that are given and are no text, nor tokens, which are as good as text."""
+    """Format the numeric parameters that differ from the defaults. Logs contain no text and no token ids."""
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     defaults = {field.name: field.default for field in dataclasses.fields(params)}
     shown = [
@@ -338,7 +338,7 @@ def _numbers(params: SamplingParams | PoolingParams) -> str:
 
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
-    """What reads one answer to a conversation."""
+    """Return a new parser for one answer to a conversation."""
     names: list[str] = []
     if model.tool_format is not None and request.tool_mode != "none":
         names = request.tool_choice.names or [tool.name for tool in request.tools]

@@ -1,4 +1,4 @@
-"""How many tokens a request has used, and how long it took."""
+"""Token counts of a request."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a response so far."""
+    """Token counts of a response so far."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
-    reasoning_tokens: int | None = None  # of the completion; None: they are not counted
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    reasoning_tokens: int | None = None  # completion tokens spent on reasoning; None: not counted
 
     @property
     def total_tokens(self) -> int:

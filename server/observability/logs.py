@@ -14,9 +14,10 @@ class RequestFields(logging.Filter):
     """Gives each record the id of its request and its key's name; takes uvicorn's access lines apart and their queries away."""
 
     def __init__(self, quiet_paths: Collection[str] = ()) -> None:
-        """`quiet_paths`: those whose access lines are left out."""
+        """`quiet_paths`: paths whose access lines are dropped; a path that ends with "/" covers everything below it."""
         super().__init__()
         self._quiet_paths = frozenset(quiet_paths)
+        self._quiet_folders = tuple(path for path in quiet_paths if path.endswith("/"))
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields: dict[str, Any] = {}
@@ -32,5 +33,5 @@ class RequestFields(logging.Filter):
             path = str(path).partition("?")[0]  # a query may hold secrets
             record.args = (client, method, path, version, status)
             record.details = {"client": client, "method": method, "path": path, "status": status}
-            return path not in self._quiet_paths
+            return path not in self._quiet_paths and not path.startswith(self._quiet_folders)
         return True

@@ -1,4 +1,4 @@
-"""What the API reference says of Ollama's API."""
+"""The API reference of Ollama's API."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ENDPOINTS = (
         "POST",
         "/api/chat",
         TAG,
-        "Continue a conversation, in Ollama's words",
-        "For Ollama's clients, with `http://HOST:PORT` as its address. The answer comes as lines of JSON, unless "
+        "Continue a conversation (Ollama's API)",
+        "For Ollama's clients, with `http://HOST:PORT` as the host. The answer is streamed as lines of JSON unless "
         "`stream` is false.",
         {
             "An answer": {"model": MODEL, "messages": HELLO, "stream": False, "options": {"num_predict": 20}},
@@ -46,7 +46,7 @@ ENDPOINTS = (
                 "stream": False,
                 "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
             },
-            "By a schema": {"model": MODEL, "messages": HELLO, "stream": False, "format": WEATHER},
+            "A JSON schema": {"model": MODEL, "messages": HELLO, "stream": False, "format": WEATHER},
         },
         {"model": MODEL, "created_at": _TIME, "message": {"role": "assistant", "content": "Hi!"}, **_COUNTS},
         lines=f'{{"model":"MODEL","created_at":"{_TIME}","message":{{"role":"assistant","content":"Hi!"}},"done":false}}\n'
@@ -58,8 +58,8 @@ ENDPOINTS = (
         "POST",
         "/api/generate",
         TAG,
-        "Answer a prompt, in Ollama's words",
-        "As a conversation of one message; with `raw` the text is continued.",
+        "Answer a prompt (Ollama's API)",
+        "The prompt is sent as a conversation of one message. With `raw`, the text itself is continued.",
         {
             "An answer": {"model": MODEL, "prompt": "Hello!", "stream": False},
             "A text continued": {"model": MODEL, "prompt": "Once upon a time", "raw": True, "stream": False},
@@ -74,7 +74,7 @@ ENDPOINTS = (
         "POST",
         "/api/embed",
         TAG,
-        "Texts to vectors of length 1",
+        "Compute embeddings of length 1",
         requests={"Several texts": {"model": MODEL, "input": ["One", "Two"]}},
         answer={
             "model": MODEL,
@@ -89,7 +89,7 @@ ENDPOINTS = (
         "POST",
         "/api/embeddings",
         TAG,
-        "A text to a vector, by the older endpoint",
+        "Compute an embedding (older endpoint)",
         requests={"A text": {"model": MODEL, "prompt": "One"}},
         answer={"embedding": [1.2, -1.6]},
         statuses=(404, 409),
@@ -98,14 +98,14 @@ ENDPOINTS = (
         "GET",
         "/api/tags",
         TAG,
-        "The served names",
+        "List the served names",
         answer={"models": [{**_CARD, "modified_at": _TIME}]},
     ),
     Endpoint(
         "POST",
         "/api/show",
         TAG,
-        "What the model is and can do",
+        "Describe the model and its capabilities",
         requests={"The model": {"model": MODEL}},
         answer={
             "modelfile": "",
@@ -122,15 +122,15 @@ ENDPOINTS = (
         "GET",
         "/api/ps",
         TAG,
-        "The models in memory: those that are served",
+        "List the models in memory: the served names",
         answer={"models": [{**_CARD, "expires_at": _TIME, "size_vram": 0, "context_length": 4096}]},
     ),
     Endpoint(
         "GET",
         "/api/version",
         TAG,
-        "The version of Ollama whose API this is",
-        "Clients ask for it to see what they may use.",
+        "The Ollama version that this API follows",
+        "Clients use it to detect supported features.",
         answer={"version": "0.13.0", "quire": quire.__version__},
     ),
 )

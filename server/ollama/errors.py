@@ -1,4 +1,4 @@
-"""Errors as Ollama's clients read them: as a body, and as the last line of a stream."""
+"""Errors in Ollama's format: as a response body, and as the last line of a stream."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error":
 
 
 def error_body(error: APIError) -> bytes:
-    """The JSON object of an error."""
+    """Return the error as a JSON object."""
     return msgspec.json.encode({"error": error.message})
 
 
 def failure(error: APIError) -> bytes:
-    """The line of an error."""
+    """Return the error as a line of JSON."""
     return error_body(error) + b"\n"

@@ -1,4 +1,4 @@
-"""Ollama's API: answers as lines of JSON, embeddings, and what is served."""
+"""Ollama's API: answers as lines of JSON, embeddings, and model information."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from server.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest,
 from server.openai.logprobs import logprobs_content
 from server.parsing.pieces import Block, Blocks, CallStart, Content, Piece, Reasoning, json_object
 
-API_VERSION = "0.13.0"  # of Ollama: clients ask for it to see what there is
+API_VERSION = "0.13.0"  # Ollama's version: clients use it to detect features
 LATEST = ":latest"
-NOT_HERE = ("pull", "push", "create", "copy", "delete")  # what manages models
+NOT_HERE = ("pull", "push", "create", "copy", "delete")  # endpoints that manage models
 PATHS = tuple(f"/api/{name}" for name in
               ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version", "blobs", *NOT_HERE))  # fmt: skip
-_FOREVER = "2318-01-01T00:00:00Z"  # when Ollama says a model is unloaded that stays
+_FOREVER = "2318-01-01T00:00:00Z"  # Ollama's expiry time of a model that is never unloaded
 _encode = msgspec.json.encode
 
 
@@ -93,7 +93,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def add_model_routes(app: FastAPI, model: ServedModel) -> None:
-    """What is served, and the refusal of what would change that."""
+    """Add the endpoints that describe the models, and reject those that manage them."""
 
     @app.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
         return json_response(_description(model), Warnings(model.settings.strict).add_fields(body))
 
     async def not_here() -> None:
-        raise APIError(501, "models are not managed here: `quire serve MODEL` says which one is served")
+        raise APIError(501, "this server does not manage models: choose the model with `quire serve MODEL`")
 
     for name in NOT_HERE:
         app.add_api_route(f"/api/{name}", not_here, methods=["POST", "DELETE"], include_in_schema=False)
@@ -126,7 +126,7 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def served_name(model: ServedModel, name: str) -> str:
-    """The name as the server knows it."""
+    """Return the served name for a client's model name, which may end with `:latest`."""
     return name if name in model.names else name.removesuffix(LATEST)
 
 
@@ -161,7 +161,7 @@ def _description(model: ServedModel) -> dict[str, Any]:
         "completion": model.engine.generates,
         "tools": model.engine.generates and model.tool_format is not None,
         "thinking": model.engine.generates and model.reasoning_format is not None,
-        "embedding": not model.engine.generates,  # clients do not offer such a model for chats
+        "embedding": not model.engine.generates,  # clients do not offer embedding models for chats
     }
     return {
         "modelfile": "",
@@ -178,7 +178,7 @@ def _description(model: ServedModel) -> dict[str, Any]:
 
 
 def _message(blocks: Blocks) -> dict[str, Any]:
-    """In a chat."""
+    """Return the `message` of a chat line."""
     message: dict[str, Any] = {"role": "assistant", "content": blocks.text(Content)}
     if thinking := blocks.text(Reasoning):
         message["thinking"] = thinking
@@ -188,13 +188,13 @@ def _message(blocks: Blocks) -> dict[str, Any]:
 
 
 def _response(blocks: Blocks) -> dict[str, Any]:
-    """In an answer to a prompt."""
+    """Return the `response` of a generate line."""
     thinking = blocks.text(Reasoning)
     return {"response": blocks.text(Content), **({"thinking": thinking} if thinking else {})}
 
 
 def _call(block: Block) -> dict[str, Any] | None:
-    """None for a call that was cut: there is no object of arguments."""
+    """Return a tool call; None if it was cut off, since Ollama's arguments are a JSON object."""
     if (arguments := json_object(block.text or "{}")) is None:
         return None
     return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
@@ -202,10 +202,10 @@ def _call(block: Block) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the lines of an endpoint look like."""
+    """The line format of an endpoint."""
 
-    members: Callable[[Blocks], dict[str, Any]]  # what a line says
-    text: bytes  # from `created_at` on, where it says nothing but a text and is not the last
+    members: Callable[[Blocks], dict[str, Any]]  # the members with the answer
+    text: bytes  # template of a text-only line, from `created_at` on
 
 
 _CHAT = _Shape(_message, b'"created_at":"%b","message":{"role":"assistant","content":%b},"done":false}\n')
@@ -227,7 +227,7 @@ class _Writer:
         self._generation, self._warnings = generation, warnings
 
     async def whole(self) -> bytes:
-        """The answer as one object."""
+        """Return the answer as one JSON object."""
         blocks, logprobs, last = Blocks(), list[dict[str, Any]](), {}
         async with aclosing(self._generation.events()) as events:
             async for sample, update, pieces in events:
@@ -237,7 +237,7 @@ class _Writer:
         return self._line(blocks, logprobs, last)
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. Calls come whole."""
+        """Yield the answer's lines as they arrive. A tool call is sent once it is complete."""
         open_call, head, text = Blocks(), _encode({"model": self._body.model})[:-1] + b",", self._shape.text
         async with aclosing(self._generation.events()) as events:
             async for sample, update, pieces in events:
@@ -247,7 +247,7 @@ class _Writer:
                     and update.finish_reason is None
                     and update.logprobs is None
                     and not open_call.all
-                ):  # nearly all are such: the same bytes as `_line` makes
+                ):  # fast path for most lines: the same bytes as from `_line`
                     yield head + text % (_now().encode(), _encode(pieces[0].text))
                     continue
                 blocks, open_call = open_call, Blocks()
@@ -262,7 +262,7 @@ class _Writer:
                     yield self._line(Blocks(), [], self._end(sample, update)) + b"\n"
 
     def _line(self, blocks: Blocks, logprobs: list[dict[str, Any]], last: dict[str, Any]) -> bytes:
-        """`last`: what only the last line has."""
+        """Return one line. `last`: members of the last line only."""
         line = {
             "model": self._body.model,
             "created_at": _now(),
@@ -294,7 +294,7 @@ class _Writer:
 
 
 def _pieces(sample: Sample, update: RequestUpdate, pieces: list[Piece]) -> list[Piece]:
-    """A text that is continued has none of its own."""
+    """Return the pieces of an update. Without a reader (`raw`), the text is the content."""
     return pieces if sample.reader is not None else [Content(update.text)] if update.text else []
 
 
@@ -311,7 +311,7 @@ def _total(generation: Generation) -> int:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """At least one: clients divide by them."""
+    """Convert to nanoseconds; at least 1, because clients divide by durations."""
     return max(round(1e9 * seconds), 1)
 
 
@@ -320,6 +320,6 @@ def _now() -> str:
 
 
 def _time(moment: datetime | float) -> str:
-    """As RFC 3339 has it."""
+    """Format a time as in RFC 3339."""
     moment = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""The fields of Ollama's requests, and the neutral requests that they make."""
+"""The request fields of Ollama's API, and their conversion to neutral requests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from server.openai.conversation import ROLE, ToolFields, neutral_tool
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty")
 _OTHER_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-# How a model is loaded: said when the server is started.
+# Options for loading a model. Quire takes them from its command line instead.
 _LOADING = ("num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
             "use_mlock", "embedding_only", "num_thread", "numa")  # fmt: skip
-# What this API calls fields of a neutral request.
+# Field names of the neutral request in this API.
 NAMES = {
     **{name: f"options.{name}" for name in (*_SAME, "stop")},
     **{name: f"options.{own}" for own, name in _OTHER_NAMES.items()},
@@ -45,26 +45,26 @@ _OptionsBase: Any = create_model("OllamaOptionsBase", __base__=Body, **parameter
 _refused: dict[str, Any] = unsupported_fields(NOT_YET)
 _GenerateBase: Any = create_model("OllamaGenerateBase", __base__=Body, **_refused)
 _Images = Annotated[
-    Annotated[list[Any], Field(max_length=0)] | None, one_message("left out: the model reads nothing but text")
+    Annotated[list[Any], Field(max_length=0)] | None, one_message("omitted: the model accepts text only")
 ]
 
 
 class Options(_OptionsBase):  # type: ignore[misc]
-    """How to sample. What is left out is the model's default, not Ollama's."""
+    """Sampling options. Defaults are the model's, not Ollama's."""
 
-    num_predict: int | None = optional("Most tokens of the answer; 0 and below: as many as fit.")
+    num_predict: int | None = optional("Maximum tokens of the answer; 0 and below: as many as fit.")
     repeat_penalty: float | None = optional(
-        "Divides the logits of tokens that the prompt or the answer has; multiplies negative ones.",
+        "Penalty on tokens of the prompt and the answer: divides positive logits, multiplies negative ones.",
         json_schema_extra=limits("repetition_penalty"),
     )
-    stop: Stop | None = optional("A text, or a list of texts, that ends the answer.")
-    num_ctx: int | None = optional("Accepted; the context is the server's `--max-model-len`.")
+    stop: Stop | None = optional("A string, or a list of strings, that ends the answer.")
+    num_ctx: int | None = optional("Accepted; the context length is the server's `--max-model-len`.")
 
-    # The penalty is of the whole context.
+    # The repetition penalty always covers the whole context.
     NO_EFFECT: ClassVar[Any] = {"mirostat": (0,), "tfs_z": (1,), "repeat_last_n": (-1, 64)}
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`."""
+        """Return fields of `SamplingParams`."""
         found = given_sampling(self, _SAME)
         if self.stop:
             found["stop"] = self.stop
@@ -76,29 +76,29 @@ class Options(_OptionsBase):  # type: ignore[misc]
 
 
 class _Loading(Body):
-    """What every request may say."""
+    """Fields of every request."""
 
     model: str = Field(description="One of the names that `/api/tags` lists, with or without `:latest`.")
-    options: Options | None = optional("How to sample.")
+    options: Options | None = optional("Sampling options.")
     keep_alive: float | str | None = optional("Accepted; the model stays loaded.")
 
 
 class _Answering(_Loading):
-    """What requests for an answer say besides the prompt."""
+    """Fields of generation requests besides the prompt."""
 
-    stream: bool | None = optional("Send the answer as it comes, a JSON object in each line.", True)
+    stream: bool | None = optional("Stream the answer, one JSON object per line.", True)
     format: Annotated[Literal["", "json"] | dict[str, Any] | None, one_message('"json" or a JSON schema')] = optional(
-        "What the answer has to be: `json`, or a JSON schema."
+        "The required format of the answer: `json` or a JSON schema."
     )
-    think: Annotated[bool | ReasoningEffort | None, one_message("true, false or how much: low, medium, high")] = (
-        optional("Whether to reason first, or how much: `low`, `medium`, `high`.")
+    think: Annotated[bool | ReasoningEffort | None, one_message("true, false or an effort: low, medium, high")] = (
+        optional("Whether to reason before answering, or the effort: `low`, `medium`, `high`.")
     )
-    logprobs: bool | None = optional("Give the log-probabilities of the sampled tokens.", False)
+    logprobs: bool | None = optional("Return the log probabilities of the sampled tokens.", False)
     top_logprobs: int | None = optional(
-        "With `logprobs`: also those of this many likeliest tokens.", 0, json_schema_extra=limits("logprobs")
+        "With `logprobs`: also return those of this many most likely tokens.", 0, json_schema_extra=limits("logprobs")
     )
-    truncate: bool | None = optional("Accepted; a prompt that is too long is refused.")
-    shift: bool | None = optional("Accepted; an answer ends where the context does.")
+    truncate: bool | None = optional("Accepted; a prompt that is too long is rejected.")
+    shift: bool | None = optional("Accepted; the answer ends when the context is full.")
 
     NO_EFFECT: ClassVar[Any] = {"truncate": (False,), "shift": (False,)}
 
@@ -155,20 +155,20 @@ class ChatMessage(Body):
 
 
 class GenerateRequest(_Answering, _GenerateBase):  # type: ignore[misc]
-    """A prompt to be answered, or with `raw` a text to be continued."""
+    """A prompt to answer, or with `raw` a text to continue."""
 
-    prompt: str | None = optional("What to answer; empty: nothing, as the model is loaded.")
+    prompt: str | None = optional("The prompt. Empty: only report that the model is loaded.")
     system: str | None = optional("The system prompt.")
-    raw: bool | None = optional("Continue the prompt as it is, without the chat template.", False)
+    raw: bool | None = optional("Continue the prompt without applying the chat template.", False)
     images: _Images = None
 
     @property
     def is_empty(self) -> bool:
-        """Only the model is to be loaded."""
+        """Whether the request only asks to load the model."""
         return not self.prompt
 
     def neutral(self, model: str, has_template: bool) -> GenerationRequest:
-        """`has_template`: the model has a chat template; without one texts are continued."""
+        """Convert the request. Without `has_template` (a chat template) the text is continued."""
         prompt = self.prompt or ""
         if self.raw or not has_template:
             text = prompt if self.raw or not self.system else f"{self.system}\n\n{prompt}"
@@ -179,14 +179,14 @@ class GenerateRequest(_Answering, _GenerateBase):  # type: ignore[misc]
 
 
 class ChatRequest(_Answering):
-    """A conversation to be continued."""
+    """A conversation to continue."""
 
-    messages: list[ChatMessage] | None = optional("The conversation; empty: nothing, as the model is loaded.")
+    messages: list[ChatMessage] | None = optional("The conversation. Empty: only report that the model is loaded.")
     tools: list[ToolFields] | None = optional("Functions that the model may call.")
 
     @property
     def is_empty(self) -> bool:
-        """Only the model is to be loaded."""
+        """Whether the request only asks to load the model."""
         return not self.messages
 
     def neutral(self, model: str, has_template: bool) -> GenerationRequest:
@@ -196,9 +196,9 @@ class ChatRequest(_Answering):
 
 
 def _messages(given: list[ChatMessage]) -> list[Message]:
-    """Results of tools answer the calls before them in their order, where clients give no ids."""
+    """Convert messages. Tool results without ids are matched to the preceding calls in order."""
     messages: list[Message] = []
-    open_calls: dict[str, deque[str]] = {}  # the ids of a function's calls that have no result yet
+    open_calls: dict[str, deque[str]] = {}  # ids of calls without a result, by function
     for index, each in enumerate(given):
         calls = [
             ToolCall(
@@ -230,13 +230,13 @@ def _messages(given: list[ChatMessage]) -> list[Message]:
 
 
 class EmbedRequest(_Loading):
-    """Texts to be embedded, as vectors of length 1."""
+    """Texts to embed as vectors of length 1."""
 
-    input: Annotated[str | list[str], one_message("a text or a list of texts")] = Field(
-        description="A text or a list of texts."
+    input: Annotated[str | list[str], one_message("a string or a list of strings")] = Field(
+        description="A string or a list of strings."
     )
-    truncate: bool | None = optional("False: refuse texts that are longer than the context.", True)
-    dimensions: int | None = optional("Leave out the rest of the vector.")
+    truncate: bool | None = optional("False: reject texts that exceed the context.", True)
+    dimensions: int | None = optional("Return only this many first values of the vector.")
 
     def neutral(self, model: str) -> EmbeddingRequest:
         texts = [self.input] if isinstance(self.input, str) else self.input
@@ -254,9 +254,9 @@ class EmbedRequest(_Loading):
 
 
 class EmbeddingsRequest(_Loading):
-    """A text to be embedded, by the older endpoint: the vector as it is."""
+    """A text to embed with the older endpoint, without normalisation."""
 
-    prompt: str = Field(description="A text.")
+    prompt: str = Field(description="The text to embed.")
 
     def neutral(self, model: str) -> EmbeddingRequest:
         return EmbeddingRequest(
@@ -271,8 +271,8 @@ class EmbeddingsRequest(_Loading):
 
 
 class ShowRequest(Body):
-    """A model to be described."""
+    """A model to describe."""
 
-    model: str | None = optional("One of the names that `/api/tags` lists; left out: the one that is served.")
-    name: str | None = optional("The older name of `model`.")
+    model: str | None = optional("One of the names that `/api/tags` lists. Default: the served model.")
+    name: str | None = optional("Older name for `model`.")
     verbose: bool | None = optional("Accepted; has no effect.")

@@ -1,4 +1,4 @@
-"""A conversation and its tools as OpenAI's chat spells them, and what they are in a neutral request."""
+"""Messages and tools of OpenAI's chat API, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool
 from server.http.bodies import Body, one_message, optional, wrong
 
 ROLE = r"^[\w .-]{1,64}$"
-# What OpenAI's chat calls fields of a neutral conversation.
+# Field names of the neutral conversation in OpenAI's chat API.
 NAMES = {
     "prompt": "messages",
     "tools[].name": "tools[].function.name",
@@ -26,7 +26,7 @@ class TextPart(Body):
 
 class FunctionCall(Body):
     name: str
-    arguments: Any = None  # a JSON object as text, as the API has it, or the object itself
+    arguments: Any = None  # a JSON object as a string, as in OpenAI's API, or the object itself
 
 
 class ToolCallFields(Body):
@@ -37,13 +37,13 @@ class ToolCallFields(Body):
 
 
 class MessageFields(Body):
-    """One message. Fields that the answer's message has and that say nothing may come back as they are."""
+    """One message. Accepts the empty fields of an answer's message, so that clients can send it back unchanged."""
 
     role: str = Field(
-        pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or what else the chat template has."
+        pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or another role of the chat template."
     )
     content: Annotated[
-        str | list[TextPart] | None, one_message("a text or a list of text parts; other parts are not supported")
+        str | list[TextPart] | None, one_message("a string or a list of text parts; other parts are not supported")
     ] = None
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None
@@ -59,16 +59,16 @@ class MessageFields(Body):
 
 
 class Function(Body):
-    """What a tool is, for the model; further fields go to the chat template."""
+    """The function of a tool. Additional fields are passed to the chat template."""
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema; none: there are no arguments.")
-    strict: bool | None = optional("True: refuse a schema that cannot be enforced, not just say so.")
+    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments. Default: no arguments.")
+    strict: bool | None = optional("Refuse a schema that cannot be enforced, instead of returning a warning.")
 
 
 class ToolFields(Body):
-    """Something that the model may call; further fields go to the chat template."""
+    """A tool that the model may call. Additional fields are passed to the chat template."""
 
     type: Literal["function"]
     function: Function
@@ -105,18 +105,20 @@ ToolChoiceField = Annotated[
 
 
 class ConversationFields(Body):
-    """What goes into a chat template."""
+    """The fields that the chat template renders."""
 
     messages: list[MessageFields] = Field(
-        min_length=1, description="The conversation; `content` is a text or a list of text parts."
+        min_length=1, description="The conversation; `content` is a string or a list of text parts."
     )
     tools: list[ToolFields] | None = optional(
-        "Functions that the model may call, each with a name, a description and a JSON schema of its parameters."
+        "Functions that the model may call, each with a name, a description and a JSON schema of its arguments."
     )
-    add_generation_prompt: bool | None = optional("Let the chat template open an answer.", True)
-    continue_final_message: bool | None = optional("Continue the last message instead of beginning one.", False)
-    chat_template_kwargs: dict[str, Any] | None = optional("Further variables for the chat template.")
-    documents: list[dict[str, Any]] | None = optional("For chat templates that show documents.")
+    add_generation_prompt: bool | None = optional(
+        "Let the chat template add the opening of the assistant's message.", True
+    )
+    continue_final_message: bool | None = optional("Continue the last message instead of starting a new one.", False)
+    chat_template_kwargs: dict[str, Any] | None = optional("Additional variables for the chat template.")
+    documents: list[dict[str, Any]] | None = optional("Documents, for chat templates that include them.")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationFields:
@@ -128,7 +130,7 @@ class ConversationFields(Body):
         return self
 
     def conversation(self, **more: Any) -> Conversation:
-        """The neutral conversation. `more`: other fields of it."""
+        """Return the neutral conversation. `more`: additional fields of `Conversation`."""
         adds = self.add_generation_prompt
         fields: dict[str, Any] = {
             "messages": [_message(each) for each in self.messages],
@@ -172,7 +174,7 @@ def neutral_tool(given: ToolFields, index: int) -> Tool:
 
 
 def tool_choice(given: Any, parallel: bool | None) -> ToolChoice:
-    """`given`: of the type `ToolChoiceField` or None. `parallel`: whether there may be several calls."""
+    """Convert `tool_choice`. `given`: a `ToolChoiceField` or None. `parallel`: whether several calls are allowed."""
     several = parallel is not False
     match given:
         case NamedTool(function=tool):

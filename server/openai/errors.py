@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: as a body, and as the last event of a stream."""
+"""Errors in OpenAI's format: as a response body, and as the last event of a stream."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 from server.http.errors import APIError
 from server.http.sse import event
 
-DONE = b"data: [DONE]\n\n"  # how streams end, but for those of /v1/responses
+DONE = b"data: [DONE]\n\n"  # ends every stream except those of /v1/responses
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
     429: "RateLimitError",
     422: "UnprocessableEntityError",
-    499: "ClientClosedRequestError",  # unread, but for logs
+    499: "ClientClosedRequestError",  # the client is gone; appears only in logs
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
@@ -27,7 +27,7 @@ ERROR_SCHEMA = {
     "required": ["error"],
     "properties": {
         "error": {
-            "description": "Where a key is missing, only a text.",
+            "description": "A plain string if the API key is missing.",
             "anyOf": [
                 {
                     "type": "object",
@@ -35,10 +35,10 @@ ERROR_SCHEMA = {
                     "properties": {
                         "message": {"type": "string"},
                         "type": {"type": "string"},
-                        "param": {"type": ["string", "null"], "description": "the field that is to blame"},
+                        "param": {"type": ["string", "null"], "description": "the request field at fault"},
                         "code": {
                             "type": ["integer", "string"],
-                            "description": "the HTTP status; `rate_limit_exceeded` instead of 429",
+                            "description": "the HTTP status, but `rate_limit_exceeded` instead of 429",
                         },
                     },
                 },
@@ -50,15 +50,15 @@ ERROR_SCHEMA = {
 
 
 def error_body(error: APIError) -> bytes:
-    """The JSON object of an error."""
+    """Return the error as a JSON object."""
     status = error.status
     name = _TYPES.get(status)
     if name is None:
         name = "InternalServerError" if status >= 500 else HTTPStatus(status).phrase.replace(" ", "") + "Error"
-    code = "rate_limit_exceeded" if status == 429 else status  # what OpenAI's clients ask for
+    code = "rate_limit_exceeded" if status == 429 else status  # the code that OpenAI's clients check for
     return msgspec.json.encode({"error": {"message": error.message, "type": name, "param": error.param, "code": code}})
 
 
 def failure(error: APIError) -> bytes:
-    """The event of an error."""
+    """Return the error as a server-sent event."""
     return event(error_body(error))

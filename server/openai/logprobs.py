@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, and in vLLM's for prompts."""
+"""Log probabilities in OpenAI's two formats, and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from engine.core.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
-LOWEST_LOGPROB = -9999.0  # JSON knows no infinity
+LOWEST_LOGPROB = -9999.0  # JSON cannot represent infinity
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """The token's text, or with `as_id` its id as vLLM writes it."""
+    """Return the token's text, or with `as_id` its id in vLLM's notation."""
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
 def logprobs_content(
     tokenizer: Tokenizer, token_ids: Sequence[int], found: Sequence[TokenLogprobs], as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Chat's shape: one object for each token, with the likeliest tokens at its position."""
+    """Return the chat format: one object per token, with the most likely tokens at its position."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -40,7 +40,7 @@ def logprobs_content(
 def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: Sequence[int], found: Sequence[TokenLogprobs]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's shape: for each prompt token, id → log-probability, rank and text; null for the first, which none precedes."""
+    """Return vLLM's format: for each prompt token, id → log probability, rank and text; null for the first token."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.token_text(token_id) if tokenizer is not None else None
@@ -57,7 +57,7 @@ def prompt_logprobs(
 
 @dataclass(slots=True)
 class LegacyLogprobs:
-    """The completions' shape: parallel lists, and where in the text each token begins."""
+    """Collects log probabilities in the completions format: parallel lists, with each token's text offset."""
 
     tokenizer: Tokenizer
     skip_special_tokens: bool
@@ -70,7 +70,7 @@ class LegacyLogprobs:
     _offsets: list[int] = field(default_factory=list)
 
     def add_prompt(self, prompt: Sequence[int], found: Sequence[TokenLogprobs]) -> None:
-        """A prompt that the text begins with; nothing comes before its first token."""
+        """Add the echoed prompt. Its first token has no log probability."""
         self._append(prompt[0], None, None, self.tokenizer.first_token_bytes(prompt[0]))
         self.add(prompt[1:], found)
 
@@ -90,7 +90,7 @@ class LegacyLogprobs:
             self._length += len(self._utf8.decode(data))
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last time."""
+        """Return and clear the entries added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,
@@ -101,7 +101,7 @@ class LegacyLogprobs:
         return taken
 
     def _name(self, token_id: int) -> str:
-        """The token's text; a part of a character has none, and is written in hexadecimal as OpenAI does."""
+        """Return the token's text; a token that is part of a character is written in hexadecimal, as OpenAI does."""
         text = token_name(self.tokenizer, token_id, self.as_ids)
         if "\ufffd" not in text:
             return text

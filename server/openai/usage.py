@@ -1,4 +1,4 @@
-"""Token counts and timings as OpenAI's completions and vLLM's metrics name them."""
+"""Token counts and timings, named as in OpenAI's completions and vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def metrics_object(times: RequestMetrics | None) -> dict[str, float]:
-    """How long an answer took; empty before it has begun."""
+    """Return the timings of an answer; empty before its first token."""
     if times is None or not times.first_token_ts:
         return {}
     first, num_more = times.first_token_ts, times.num_generation_tokens - 1

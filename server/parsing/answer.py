@@ -1,4 +1,4 @@
-"""One sample's text, read as it is generated: reasoning, then content and tool calls."""
+"""Incremental parsers of one sample's text: reasoning, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from server.parsing.tools import ToolReader
 
 
 class AnswerReader(Protocol):
-    """Divides one answer into pieces, which are the same, joined, however the text is cut."""
+    """Divides one answer into pieces. The joined pieces do not depend on how the text is split into updates."""
 
     @property
     def has_calls(self) -> bool: ...
     @property
     def is_cut(self) -> bool:
-        """It ended within a call."""
+        """Whether the answer ended inside a tool call."""
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its marks included."""
+        """Tokens of the reasoning so far, including its markers."""
 
     def push(self, text: str, token_ids: Iterable[int], finished: bool, cut: bool = False) -> list[Piece]:
-        """The pieces that are certain now. `finished`: no more will come; `cut`: not because the model ended."""
+        """Return the pieces now certain. `finished`: no text follows; `cut`: the answer was cut off, not ended."""
 
 
 class MarkedReader:
-    """Reads reasoning, content and calls with marks around them."""
+    """Parses answers in which markers delimit reasoning and tool calls."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class MarkedReader:
         counter: TokenCounter | None = None,
         shows_reasoning: bool = True,
     ) -> None:
-        """`counter`: counts the tokens of the reasoning. Without readers the answer is plain content."""
+        """`counter`: counts reasoning tokens. Without readers the whole answer is content."""
         self._reasoning, self._tools, self._counter = reasoning, tools, counter
         self._shows_reasoning = shows_reasoning
 
@@ -74,11 +74,11 @@ class MarkedReader:
 
 
 class TokenCounter:
-    """Counts tokens until a mark is complete."""
+    """Counts tokens until the text contains a marker."""
 
     def __init__(self, mark: str, token_text: Callable[[int], str]) -> None:
         self._mark, self._token_text = mark, token_text
-        self._tail: str | None = ""  # of the text so far; None: the mark is complete
+        self._tail: str | None = ""  # end of the text so far; None: the marker was found
         self.num_tokens = 0
 
     def add(self, token_ids: Iterable[int]) -> None:

@@ -1,9 +1,9 @@
-"""gpt-oss's harmony format: an answer is messages, each with a channel and perhaps a recipient in its header.
+"""gpt-oss's harmony format: an answer is a series of messages with a channel and an optional recipient in the header.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}
 
-The prompt ends with `<|start|>assistant`, and a token of its own ends the answer.
+The prompt ends with `<|start|>assistant`. A special token ends the answer.
 https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
@@ -20,23 +20,23 @@ from server.parsing.tools import TOOL_FORMATS
 
 ENDS = ("<|return|>", "<|call|>")  # tokens that end an answer
 _FORMAT = TOOL_FORMATS["openai"]
-_NEXT = "<|end|><|start|>assistant"  # between messages
-_MESSAGE = "<|message|>"  # after a header
+_NEXT = "<|end|><|start|>assistant"  # separates messages
+_MESSAGE = "<|message|>"  # ends a header
 _RECIPIENT = re.compile(r" to=(\S+?)(?=<\||\s|$)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
-_MAX_HEADER = 1000  # characters; what is longer is none
-_BEGINNINGS = ("<|channel|>", "<|start|>", _FORMAT.begin)  # of a header
+_MAX_HEADER = 1000  # characters; longer text is not a header
+_BEGINNINGS = ("<|channel|>", "<|start|>", _FORMAT.begin)  # a header starts with one of these
 
 
-# Efforts that the format does not know, and the nearest that it does.
+# Reasoning efforts that the format does not support, and the nearest supported ones.
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as the format's chat templates take it.
+    """Convert a conversation to the form that harmony chat templates require.
 
-    They know one call in a message, whose result is the next message, and call reasoning `thinking`; beside a call there
-    may be that or content, not both.
+    They accept one call per message, followed by its result, and name reasoning `thinking`. A message with a call may
+    have `thinking` or content, not both.
     """
     turns: list[dict[str, Any]] = []
     rest = list(reversed(messages))
@@ -51,7 +51,7 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if not calls:
             turns.append(message)
             continue
-        results: dict[str | None, list[dict[str, Any]]] = {}  # by the ids of their calls
+        results: dict[str | None, list[dict[str, Any]]] = {}  # results by call id
         while rest and rest[-1]["role"] == "tool":
             result = rest.pop()
             results.setdefault(result.get("tool_call_id"), []).append(result)
@@ -63,9 +63,9 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class HarmonyReader:
-    """Divides one answer into pieces: analysis is reasoning, messages to functions are calls, all else is content.
+    """Divides one answer into pieces: analysis is reasoning, messages to functions are calls, the rest is content.
 
-    A message to a tool that is none of the client's is reasoning.
+    A message to a recipient that is not one of the client's tools is reasoning.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class HarmonyReader:
         continued: bool = False,
         shows_reasoning: bool = True,
     ) -> None:
-        """`names`: the tools that there are. `continued`: the prompt ends within the content."""
+        """`names`: the client's tools. `continued`: the prompt ends inside the content."""
         self._names, self._shows_reasoning = names, shows_reasoning
-        self._held = ""  # text that is not read yet
+        self._held = ""  # text not parsed yet
         self._kind: type[Content] | type[Reasoning] | type[CallStart] | None = Content if continued else None
         self._is_first = True
-        self._arguments: list[str] = []  # of the call that is being read
+        self._arguments: list[str] = []  # of the current call
         self._counter = _Counter(token_text, not continued)
         self.num_calls = 0
-        self.is_cut = False  # the answer ended within a call
+        self.is_cut = False  # the answer ended inside a call
 
     @property
     def has_calls(self) -> bool:
@@ -92,11 +92,11 @@ class HarmonyReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the analysis so far, with their headers."""
+        """Tokens of the analysis messages so far, including their headers."""
         return self._counter.num_tokens
 
     def push(self, text: str, token_ids: Iterable[int], finished: bool, cut: bool = False) -> list[Piece]:
-        """The pieces that are certain now. `finished`: no more will come; `cut`: not because the model ended."""
+        """Return the pieces now certain. `finished`: no text follows; `cut`: the answer was cut off, not ended."""
         self._held += text
         self._counter.add(token_ids)
         pieces: list[Piece] = []
@@ -107,9 +107,9 @@ class HarmonyReader:
         return pieces
 
     def _read_header(self, pieces: list[Piece], finished: bool) -> bool:
-        """Reads on; false when more text is needed first."""
+        """Parse a header; return False if more text is needed."""
         if self._is_first and self._held and not any(map(self._may_begin_with, _BEGINNINGS)):
-            self._kind = Content  # the model does not write the format
+            self._kind = Content  # the model did not write harmony format
             return True
         header, mark, rest = self._held.partition(_MESSAGE)
         if not mark:
@@ -155,14 +155,14 @@ class HarmonyReader:
 
 
 class _Counter:
-    """Counts the tokens of the analysis."""
+    """Counts the tokens of analysis messages."""
 
     def __init__(self, token_text: Callable[[int], str], in_header: bool) -> None:
         self._token_text = token_text
         self._in_header = in_header
-        self._text = ""  # of the header so far, or the end of the body's
+        self._text = ""  # the header so far, or the end of the body
         self._num_header = 0
-        self._counts = False  # in analysis
+        self._counts = False  # inside an analysis message
         self.num_tokens = 0
 
     def add(self, token_ids: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""What an answer consists of: content, reasoning and tool calls, in the pieces in which they arrive."""
+"""The pieces of an answer as they arrive: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Visible answer text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model wrote for itself."""
+    """Reasoning text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; `index` counts the calls of the answer from 0."""
+    """The start of a tool call. `index` counts the answer's calls from 0."""
 
     index: int
     id: str
@@ -34,7 +34,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the call that began last: JSON, as the model wrote it."""
+    """A part of the arguments of the last call: JSON text as the model wrote it."""
 
     index: int
     text: str
@@ -45,7 +45,7 @@ Piece = Content | Reasoning | CallStart | CallArguments
 
 @dataclass(slots=True)
 class Block:
-    """A run of pieces that belong together: `kind` is `Content`, `Reasoning`, or `CallStart` for a whole call."""
+    """Consecutive pieces of one kind: `Content`, `Reasoning`, or `CallStart` for a whole call."""
 
     kind: type[Content] | type[Reasoning] | type[CallStart]
     id: str = ""
@@ -59,13 +59,13 @@ class Block:
 
 
 class Blocks:
-    """An answer's blocks, in the order in which the model wrote them."""
+    """The blocks of an answer, in order."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
 
     def add(self, piece: Piece) -> bool:
-        """Append a piece; true when a new block begins with it."""
+        """Append a piece; return whether it starts a new block."""
         match piece:
             case CallStart(_, call_id, name):
                 self.all.append(Block(CallStart, call_id, name))
@@ -84,7 +84,7 @@ class Blocks:
             self.add(piece)
 
     def text(self, kind: type[Content] | type[Reasoning]) -> str:
-        """All text of one kind."""
+        """Return the joined text of all blocks of one kind."""
         return "".join(block.text for block in self.all if block.kind is kind)
 
     @property
@@ -93,7 +93,7 @@ class Blocks:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a model wrote as the arguments of a call; None: it is none, or no JSON that an answer could hold."""
+    """Parse a call's arguments; None if they are not a valid JSON object."""
     try:
         found = msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -102,7 +102,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def begun(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """Return how many characters at the end of `text` may be the start of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Separates a model's reasoning from its answer by the marks around it."""
+"""Separates a model's reasoning from its answer by the markers around it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from server.parsing.pieces import begun
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around the reasoning, which stands at the beginning of an answer."""
+    """The markers around the reasoning, which starts an answer."""
 
     begin: str
     end: str
-    label: str = ""  # what is written after `begin`, before the reasoning itself
-    is_harmony: bool = False  # the answer is messages, of which some are reasoning: see harmony.py
+    label: str = ""  # text between `begin` and the reasoning
+    is_harmony: bool = False  # the answer is a series of messages: see harmony.py
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
-        """Whether the prompt ends inside reasoning, so that the answer goes on with it.
+        """Whether the prompt ends inside the reasoning, so that the answer continues it.
 
-        `continued`: the beginning of the answer, where it is given.
+        `continued`: the start of the answer, if the prompt contains it (`continue_final_message`).
         """
         before = prompt.rstrip().removesuffix(self.label.rstrip())
         return before.endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end)
 
     def closed_by(self, prompt: str, continued: str = "") -> bool:
-        """Whether no reasoning may come, for it was in the prompt, or the answer has begun without."""
+        """Whether no reasoning follows: it is in the prompt, or the answer began without reasoning."""
         if self.is_harmony:
             return bool(continued)
         return not self.opened_by(prompt, continued) and (bool(continued) or prompt.rstrip().endswith(self.end))
@@ -45,7 +45,7 @@ REASONING_FORMATS = {
 
 
 def find_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """The format of this name; for "auto" the one whose marks the chat template has. None: answers hold no reasoning."""
+    """Return the format with this name; for "auto", the one whose markers the chat template contains, or None."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     for each in REASONING_FORMATS.values():
@@ -55,19 +55,19 @@ def find_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
 
 
 class ReasoningReader:
-    """Splits one answer while it arrives. White space around the reasoning belongs to the marks."""
+    """Splits one answer as it arrives. White space around the reasoning is dropped with the markers."""
 
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
-        """`opened`: the prompt ends inside reasoning."""
+        """`opened`: the prompt ends inside the reasoning."""
         self._format, self._opened = format, opened
-        self._label = "" if opened else format.label  # that may still come
+        self._label = "" if opened else format.label  # expected before the reasoning
         self._held = ""
         self._read = self._read_start
-        self.found = opened  # there is reasoning
-        self.over = False  # all further text is content
+        self.found = opened  # the answer has reasoning
+        self.over = False  # all remaining text is content
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
-        """(reasoning, content) that the text so far makes certain. `finished`: no more will come."""
+        """Return the new (reasoning, content) that is certain. `finished`: no more text follows."""
         self._held += text
         return self._read(finished)
 

@@ -1,11 +1,11 @@
-"""Tool calls: how model families write them, and a reader of what a model writes.
+"""Tool call formats of model families, and an incremental parser for them.
 
-A call has the tool's name and its arguments, a JSON object; what stands around them differs:
+A call consists of the tool's name and a JSON object of arguments. The text around them differs:
 
     hermes       <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>           Hermes, Qwen
     llama3_json  {"name": "f", "parameters": {…}}, perhaps after <|python_tag|>        Llama 3.1, 3.2, 3.3
     mistral      [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                      Mistral
-    mistral_args [TOOL_CALLS]f[ARGS]{…}                                               newer ones
+    mistral_args [TOOL_CALLS]f[ARGS]{…}                                               newer Mistral
     openai       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}  gpt-oss: see harmony.py
 """
 
@@ -27,21 +27,21 @@ from server.parsing.pieces import CallArguments, CallStart, Content, Piece, begu
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes its calls."""
+    """How a model family writes tool calls."""
 
     name: str
-    signs: tuple[str, ...]  # one of them is in the chat templates of this family
-    foreign: tuple[str, ...]  # none of these is
-    begin: str  # a mark before one call, or before several
-    end: str = ""  # a mark after each call
-    written: tuple[str, str, str] = ("", "", "")  # a call, before its name, between that and the arguments, after them
-    opening: str = ""  # what else is written before the first call, after the mark
-    separator: str = ""  # what is written between calls
-    closing: str = ""  # what is written after the last one
-    bare: bool = False  # an answer that is nothing but the object is a call, without a mark
-    between: str = ""  # characters that may stand between calls, besides white space
-    headed: bool = False  # newer models write the name before the object, which is the arguments
-    short_ids: bool = False  # the chat template wants ids of nine letters and digits
+    signs: tuple[str, ...]  # the family's chat templates contain one of these
+    foreign: tuple[str, ...]  # and none of these
+    begin: str  # marker before one call, or before several calls
+    end: str = ""  # marker after each call
+    written: tuple[str, str, str] = ("", "", "")  # text before a call's name, before its arguments, and after them
+    opening: str = ""  # text between the marker and the first call
+    separator: str = ""  # text between calls
+    closing: str = ""  # text after the last call
+    bare: bool = False  # an answer that is only the JSON object is a call, without a marker
+    between: str = ""  # characters allowed between calls, besides white space
+    headed: bool = False  # the name may precede the object, which then holds the arguments
+    short_ids: bool = False  # the chat template requires ids of nine letters and digits
 
     def new_id(self) -> str:
         if self.short_ids:
@@ -98,7 +98,7 @@ TOOL_FORMATS = {
 
 
 def find_tool_format(name: str, template: str) -> ToolFormat | None:
-    """The format of this name; for "auto" the one that the chat template writes. None: calls cannot be read."""
+    """Return the format with this name; for "auto", the one that the chat template uses, or None."""
     if name != "auto":
         return TOOL_FORMATS.get(name)
     for each in TOOL_FORMATS.values():
@@ -110,7 +110,7 @@ def find_tool_format(name: str, template: str) -> ToolFormat | None:
 def call_tags(
     format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, several: bool
 ) -> Tags:
-    """What guides the answer, so that every call is one of `tools` with arguments by its JSON schema."""
+    """Return tags that guide the answer: every call names one of `tools` and follows its JSON schema."""
     before, between, after = format.written
     return Tags(
         trigger=format.begin,
@@ -132,30 +132,30 @@ def call_tags(
 
 
 class ToolReader:
-    """Splits one answer into content and calls while it arrives.
+    """Splits one answer into content and calls as it arrives.
 
-    What begins like a call and turns out to be none stays content. White space around calls belongs to them. A call that is
-    cut is given as far as it goes, and what is written around calls is never content.
+    Text that starts like a call but is not one remains content. White space around calls is dropped. A call that is
+    cut off is returned as far as it goes. Text around calls is never content.
     """
 
     def __init__(
         self, format: ToolFormat, names: Collection[str], max_calls: int | None, *, required: bool = False
     ) -> None:
-        """`names`: the tools that there are. Calls beyond the first `max_calls` are dropped. `required`: the answer is
-        guided to be calls.
+        """`names`: the available tools. Calls beyond the first `max_calls` are dropped. `required`: a grammar guides
+        the answer to consist of calls.
         """
         self._format, self._names, self._max_calls = format, names, max_calls
-        self._least_mark = 1 if required else 2  # characters; fewer, at the end of a cut answer, are content
-        self._held = ""  # text that is not read yet
-        self._raw = ""  # text that was read and is content if it turns out to be no call
-        self._object: _CallObject | None = None  # the call that is being read
-        self._in_calls = False  # a mark has been read: a call is expected
+        self._least_mark = 1 if required else 2  # characters; a shorter marker that ends a cut answer is content
+        self._held = ""  # text not parsed yet
+        self._raw = ""  # parsed text that becomes content if it is not a call
+        self._object: _CallObject | None = None  # the current call
+        self._in_calls = False  # after a marker: a call is expected
         self._may_be_bare = format.bare
         self.num_calls = 0
-        self.is_cut = False  # the answer ended within a call
+        self.is_cut = False  # the answer ended inside a call
 
     def push(self, text: str, finished: bool, cut: bool = False) -> list[Piece]:
-        """The pieces that the text so far makes certain. `finished`: no more will come; `cut`: not because the model ended."""
+        """Return the pieces now certain. `finished`: no text follows; `cut`: the answer was cut off, not ended."""
         self._held += text
         pieces: list[Piece] = []
         while self._step(pieces):
@@ -165,7 +165,7 @@ class ToolReader:
         return [piece for piece in pieces if self._counts(piece)]
 
     def _finish(self, pieces: list[Piece], cut: bool) -> None:
-        """What is held back is content, unless it is the beginning of a call."""
+        """Release held text as content, unless it is the start of a call."""
         call, marked, rest = self._object, bool(self._raw), self._raw + self._held
         self._raw = self._held = ""
         if call is not None:
@@ -186,7 +186,7 @@ class ToolReader:
         return self._max_calls is None or piece.index < self._max_calls  # type: ignore[union-attr]
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Reads on a little; false when more text is needed first."""
+        """Parse one step; return False if more text is needed."""
         if not self._held:
             return False
         if self._object is not None:
@@ -265,7 +265,7 @@ class ToolReader:
         return CallStart(self.num_calls - 1, self._format.new_id(), name)
 
     def _give_up(self, pieces: list[Piece]) -> None:
-        """It was no call: what was read is content, and what follows most probably too."""
+        """It was not a call: the parsed text is content, and so, most probably, is the rest."""
         pieces.append(Content(self._raw))
         self._raw, self._object, self._in_calls = "", None, False
 
@@ -275,7 +275,7 @@ _STRING = r'[^"\\]*'
 
 
 def _head(name: str) -> str:
-    """A regular expression: a call's object up to the colon before its arguments. `name`: one for its name."""
+    """Return a regular expression for a call's object up to its arguments. `name`: one for the tool's name."""
     other = f'(?:"(?:id|type)"{_SPACE}:{_SPACE}"{_STRING}"{_SPACE},{_SPACE})*'
     key = f'"(?:arguments|parameters)"{_SPACE}:'
     return rf'\{{{_SPACE}{other}"name"{_SPACE}:{_SPACE}"{name}"{_SPACE},{_SPACE}{other}{key}'
@@ -283,31 +283,31 @@ def _head(name: str) -> str:
 
 _HEADER = re.compile(r"([\w.:/-]+)(?:\[[\w\[\]]*)?")  # name[ARGS] or name[CALL_ID]id[ARGS]
 _HEAD = re.compile(_head(f"({_STRING})") + _SPACE)
-_MAX_HEAD = 2000  # characters before the arguments: what is longer would be looked at again and again
+_MAX_HEAD = 2000  # characters before the arguments; bounds repeated matching
 _FIRST_KEYS = ('"name"', '"id"', '"type"', '"arguments"', '"parameters"')
 
 
 class _CallObject:
-    """Reads `{"name": …, "arguments": {…}}` and gives out the arguments as they come, if the name stands before them.
+    """Parses `{"name": …, "arguments": {…}}` and returns the arguments as they arrive, if the name precedes them.
 
-    With `whole`, an object in another order is given out when it is complete. With a name given, the object is the
-    arguments alone.
+    With `whole`, an object in another order is returned once it is complete. With `name`, the object consists of the
+    arguments only.
     """
 
     def __init__(self, name: str | None = None, whole: bool = True) -> None:
         self._given, self._whole = name, whole
-        self.name: str | None = None  # None: not known yet
-        self.begun = False  # set by the reader once it has given out the start of this call
-        self.over = False  # the object is complete, or it is no call
+        self.name: str | None = None  # None: not parsed yet
+        self.begun = False  # set by the reader after emitting `CallStart`
+        self.over = False  # the object is complete, or is not a call
         self._chars: list[str] = []
         self._depth = 0
         self._in_string = self._escaped = False
-        self._start: int | None = None  # where the arguments begin
-        self._stop: int | None = None  # where they end
+        self._start: int | None = None  # index of the arguments' start
+        self._stop: int | None = None  # index of their end
         self._num_taken = 0
 
     def feed(self, text: str) -> int:
-        """Reads to the object's end, or to that of `text`; how many characters that is."""
+        """Parse `text` up to the object's end; return the number of characters consumed."""
         num_before = len(self._chars)
         for char in text:
             self._read(char)
@@ -321,7 +321,7 @@ class _CallObject:
         return num_read
 
     def take_arguments(self) -> str:
-        """What is new of the arguments."""
+        """Return the new part of the arguments."""
         if self._start is None:
             return ""
         taken = "".join(self._chars[self._start + self._num_taken : self._stop])
@@ -330,7 +330,7 @@ class _CallObject:
 
     @property
     def partial_name(self) -> str:
-        """The tool's name, where the text that is read so far has all of it; else empty."""
+        """The tool's name if the text so far contains it whole, otherwise empty."""
         if self.name is not None:
             return self.name
         try:
@@ -360,7 +360,7 @@ class _CallObject:
         self._chars.append(char)
 
     def _find_arguments(self) -> None:
-        """The opening bracket that comes now may be that of the arguments."""
+        """Check whether the current opening bracket starts the arguments."""
         if self._given is not None:
             self.name, self._start = self._given, len(self._chars)
         elif self._depth != 2 or len(self._chars) > _MAX_HEAD:
@@ -375,7 +375,7 @@ class _CallObject:
     def _read_whole(self) -> None:
         try:
             call = json.loads("".join(self._chars), strict=False)
-            json.dumps(call, ensure_ascii=False).encode()  # no answer can hold half of a surrogate pair
+            json.dumps(call, ensure_ascii=False).encode()  # JSON responses cannot contain a lone surrogate
         except (ValueError, RecursionError):
             return
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

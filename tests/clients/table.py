@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
-HEAD = "| client | version | what was tried |\n|---|---|---|\n"
+HEAD = "| client | version | tested |\n|---|---|---|\n"
 
 
 @dataclass(frozen=True)

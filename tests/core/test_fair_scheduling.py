@@ -12,7 +12,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.request_queues import FAVOURED_REQUESTS, FAVOURED_STEPS
 from engine.core.sampling_params import SamplingParams
-from engine.core.scheduler import COMING_STEPS, PAUSED_STEPS, SHARED_STEPS, Scheduler
+from engine.core.scheduler import EXPECTED_STEPS, PAUSED_STEPS, SHARED_STEPS, Scheduler
 from engine.core.visits import AWAY_SECONDS
 
 
@@ -283,7 +283,7 @@ def test_steps_are_shorter_while_one_that_has_left_may_come() -> None:
     alone_since = clock.now
     while clock.now < alone_since + AWAY_SECONDS - 1:
         seconds = 4e-3 + 1e-3 * clock.step(s)
-        assert COMING_STEPS / 2 < seconds / 4e-3 < COMING_STEPS * 1.5
+        assert EXPECTED_STEPS / 2 < seconds / 4e-3 < EXPECTED_STEPS * 1.5
     while clock.now < alone_since + AWAY_SECONDS + 1:
         num_tokens = clock.step(s)
     assert num_tokens == 1024

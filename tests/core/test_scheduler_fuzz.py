@@ -6,7 +6,7 @@ A failure names its seed; `run_workload(seed)` repeats it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 from string import ascii_letters
@@ -64,6 +64,7 @@ EXPECTED_EVENTS = [
     "paused for favoured owners",
     "shorter for owners that may come",
     "batches that take turns",
+    "more than two steps at a time",
 ]
 
 
@@ -115,7 +116,7 @@ class Workload:
                 self.max_model_len
             )
             self.num_blocks = max(int(needed * Random(seed).choice([0.8, 1, 1.3, 2])), 1)
-        self.num_batches = Random(seed).choice([1, 1, 1, 2, 3])
+        self.num_batches = Random(seed).choice([1, 1, 1, 2, 4])
         self.scheduler = Scheduler(
             self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
             clock=lambda: self.now, num_batches=self.num_batches,
@@ -137,7 +138,7 @@ class Workload:
         self.requests: list[Request] = []
         self.published: dict[Name, int] = {}
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
-        self.in_flight: Launched | None = None
+        self.in_flight: deque[Launched] = deque()  # the oldest step first
         self.now = 0.0  # the time: a step takes one, and more for each token
         self.token_time = self.owners.choice([0, 0, 0.1, 1])
         self.events: Counter[str] = Counter()
@@ -179,6 +180,7 @@ class Workload:
         scheduler.check()
         if self.num_batches > 1:
             self.events["batches that take turns"] += bool(output and self.in_flight)
+            self.events["more than two steps at a time"] += bool(output and len(self.in_flight) > 1)
             for request in scheduler.queues.running:
                 assert request.num_tokens <= len(request.token_ids) + 1, (
                     "a step needs what another one in flight samples"
@@ -190,14 +192,15 @@ class Workload:
         for given in scheduler.expire():
             self._time_out(given)
         scheduler.check()
-        if not self.one_ahead:
-            self.in_flight, launched = launched, None
+        if not self.one_ahead and launched:
+            self.in_flight.append(launched)
+            launched = None
         preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
         if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.owners.random() < 0.3):
             self._abort()
-        if self.in_flight:
+        if self.in_flight and (launched is None or len(self.in_flight) >= self.num_batches - 1):
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
-            for given in scheduler.update(*self.in_flight.read()):
+            for given in scheduler.update(*self.in_flight.popleft().read()):
                 self._deliver(given)
                 self.events["extra tokens to be dropped"] += (
                     given.finish_reason == "stop" and given.request_id in launched_ids
@@ -207,7 +210,8 @@ class Workload:
             launched = self._defer(launched)
         scheduler.check()
         self._check_published()
-        self.in_flight = launched
+        if launched:
+            self.in_flight.append(launched)
         self.runner.poison(scheduler.blocks.pool.free_and_empty())
 
     def _schedule(self) -> SchedulerOutput:
@@ -347,7 +351,7 @@ class Workload:
         else:
             client = Client(request, ([], "stop", None), single_embedding(prompt, pooling, salt))
         self.clients[request_id] = client
-        in_flight = self.in_flight.output.batch.request_ids if self.in_flight else []
+        in_flight = [each for step in self.in_flight for each in step.output.batch.request_ids]
         self.events["ids used again while in flight"] += request_id in in_flight
 
     def _time_out(self, output: EngineOutput) -> None:
@@ -382,7 +386,7 @@ class Workload:
         scheduler = self.scheduler
         stats = scheduler.stats()
         scheduler.check()
-        assert self.in_flight is None
+        assert not self.in_flight
         assert not self.clients, "a request got no end"
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks, "blocks are lost"

@@ -41,7 +41,14 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 3}, {"num_gpu_blocks_override": 24}]
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"max_num_seqs": 3},
+        {"num_gpu_blocks_override": 24},
+        {"pipeline_parallel_size": 4},
+    ],
 )
 def test_every_request_gets_its_tokens(tiny_model: Path, settings: dict[str, Any]) -> None:
     engine = make_engine(tiny_model, max_model_len=256, **settings)
@@ -70,12 +77,24 @@ def test_one_step_ahead(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
     engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
     assert not engine.step()
-    assert engine.in_flight is not None
+    assert len(engine.in_flight) == 1
     assert [output.new_token_ids for output in engine.step().outputs] == [[next_token([1, 2, 3], 3)]]
     (last,) = engine.step().outputs
     assert last.finish_reason == "length"
-    assert engine.in_flight is None
+    assert not engine.in_flight
     assert not engine.has_work()
+
+
+def test_a_pipeline_has_a_step_for_each_stage(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model, pipeline_parallel_size=4)
+    for request_id in "abcdefgh":
+        engine.add_request(EngineRequest(request_id, [1, 2, 3], SamplingParams(max_tokens=12)))
+    depths = []
+    while engine.has_work():
+        engine.step()
+        depths.append(len(engine.in_flight))
+    assert max(depths) == 3, "three, and the one that is read"
+    assert depths.count(3) > len(depths) / 2
 
 
 def test_a_step_that_ends_as_it_is_launched_is_read_at_once(tiny_model: Path) -> None:
@@ -90,7 +109,7 @@ def test_a_step_that_ends_as_it_is_launched_is_read_at_once(tiny_model: Path) ->
     engine.runner.launch = launched  # type: ignore[method-assign]
     engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
     assert [output.new_token_ids for output in engine.step().outputs] == [[next_token([1, 2, 3], 3)]]
-    assert engine.in_flight is None
+    assert not engine.in_flight
     (last,) = engine.step().outputs
     assert last.finish_reason == "length"
     assert not engine.has_work()

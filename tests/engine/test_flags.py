@@ -79,7 +79,7 @@ def test_misspelt_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     found = settings(environ={"QUIRE_COUNTS": "3", "QUIRE_NOTHING_LIKE_IT": "3"})
     assert found == Kinds()
     assert [record.getMessage() for record in caplog.records] == [
-        "QUIRE_COUNTS is no setting and has no effect (did you mean QUIRE_COUNT?)"
+        "QUIRE_COUNTS is not a setting and has no effect (did you mean QUIRE_COUNT?)"
     ]
 
 

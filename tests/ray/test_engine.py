@@ -21,12 +21,13 @@ from tests.support.served import metric, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPT = "Once upon a time"
+LONG_PROMPT = "A small cat lived in a house by the sea, and every morning it looked for fish. " * 4
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "64")
 
 
-def streamed(url: str, max_tokens: int = 24) -> Iterator[str]:
+def streamed(url: str, max_tokens: int = 24, prompt: str = PROMPT) -> Iterator[str]:
     """The server-sent events of an answer."""
-    body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
         assert response.status_code == 200
         yield from (line for line in response.iter_lines() if line.startswith("data: "))
@@ -76,6 +77,19 @@ def test_ranks_on_two_nodes_and_a_lost_one(cluster: Any, demo_model: Path, size:
             time.sleep(0.5)
         assert text_of(streamed(url)) == expected, "after the restart"
     wait_for_their_end()
+
+
+def test_prefix_cache_files_of_two_nodes(cluster: Any, demo_model: Path, tmp_path: Path) -> None:
+    ranks = "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"
+    texts, hits = [], []
+    for _ in range(2):
+        with serve(demo_model, *FLAGS, *ranks, "--prefix-cache-file", str(tmp_path / "cache")) as url:
+            texts.append(text_of(streamed(url, prompt=LONG_PROMPT)))
+            hits.append(metric(url, "vllm:prefix_cache_hits_total"))
+        wait_for_their_end()
+    assert texts[0] == texts[1]
+    assert hits[0] == 0 < hits[1]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.rank0", "cache.rank1"]
 
 
 def test_a_cluster_without_a_gpu(cluster: Any, tiny_model: Path) -> None:

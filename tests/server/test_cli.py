@@ -196,7 +196,7 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["sreve"], 2, "unknown command 'sreve' (did you mean serve?); there are serve, chat, generate"),
+        (["sreve"], 2, "unknown command 'sreve' (did you mean serve?); choose from serve, chat, generate"),
         (
             ["serve", "m", "--trust_remote_code"],
             2,
@@ -207,7 +207,7 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
             2,
             "unknown option --max-model-length (did you mean --max-model-len?)",
         ),
-        (["bench", "nothing"], 2, "unknown benchmark 'nothing'; there are serve, throughput"),
+        (["bench", "nothing"], 2, "unknown benchmark 'nothing'; choose from serve, throughput"),
         (["serve", "m", "--port", "70000"], 1, "--port must be an integer at least 0 and at most 65535, got '70000'"),
         (["serve", "m", "--model", "n"], 1, "the model is named twice: 'm' and --model 'n'"),
         (["serve", "m", "--config", "/nowhere.yaml"], 1, "/nowhere.yaml: No such file or directory"),
@@ -279,7 +279,7 @@ def test_port_in_use_is_seen_before_the_model_is(server: Server) -> None:
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr == (
-        f"quire serve: error: port {port} is in use: stop what listens on 127.0.0.1:{port}, or choose another --port\n"
+        f"quire serve: error: port {port} is in use: stop the program on 127.0.0.1:{port}, or choose another --port\n"
     )
 
 
@@ -491,7 +491,7 @@ def test_chat_goes_on_after_a_refusal(server: Server) -> None:
     result = quire("chat", "--url", server.url, "--max-tokens", "4", stdin=f"{'x' * 5000}\nHi\n")
     assert result.returncode == 0
     assert "maximum context length is 4096" in result.stdout
-    assert "/new begins a new conversation" in result.stdout
+    assert "/new starts a new conversation" in result.stdout
 
 
 def test_chat_in_process(model: Path, server: Server) -> None:

@@ -198,11 +198,11 @@ def test_broken_templates(template: str) -> None:
 
 
 def test_continue_needs_text_at_the_end() -> None:
-    with pytest.raises(ChatTemplateError, match="needs a last message"):
+    with pytest.raises(ChatTemplateError, match="requires text content"):
         ChatTemplate(LLAMA3).render([], continue_final_message=True)
-    with pytest.raises(ChatTemplateError, match="needs a last message"):
+    with pytest.raises(ChatTemplateError, match="requires text content"):
         ChatTemplate(LLAMA3).render([{"role": "assistant", "content": None}], continue_final_message=True)
-    with pytest.raises(ChatTemplateError, match="leaves out the end"):
+    with pytest.raises(ChatTemplateError, match="omits the end"):
         ChatTemplate("fixed").render(CHATS["answer"], continue_final_message=True)
 
 

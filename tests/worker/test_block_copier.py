@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from engine.models.shard import Stage
 from engine.worker.block_copier import BlockCopier
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
@@ -21,9 +22,16 @@ class Accelerator(CpuDevice):
 
 @pytest.mark.parametrize("device", [CpuDevice(), Accelerator()], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("windows", [[0], [0, 0, 0], [0, 64, 0, 64]], ids=["one layer", "full", "groups"])
-def test_blocks_come_back_in_other_blocks(device: CpuDevice, dtype: torch.dtype, windows: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("windows", "stage"),
+    [([0], Stage()), ([0] * 3, Stage()), ([0] * 3, Stage(0, 2)), ([0, 64] * 2, Stage()), ([0, 64] * 2, Stage(1, 2))],
+    ids=["one layer", "full", "first stage", "groups", "last stage of groups"],
+)
+def test_blocks_come_back_in_other_blocks(
+    device: CpuDevice, dtype: torch.dtype, windows: list[int], stage: Stage
+) -> None:
     layout = KVCacheLayout.of(windows, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
+    layout = replace(layout, own_layers=stage.layers(len(windows)))
     generator = torch.Generator().manual_seed(0)
     kv_cache = layout.allocate(7, device)
     for kv in kv_cache:

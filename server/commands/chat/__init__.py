@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal, with a server or with a model of its own."""
+"""`quire chat`: a conversation in the terminal, with a running server or a model loaded in this process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from server.commands.common import SAMPLING_FLAGS, load_with_model, model_argume
 EPILOG = f"""examples:
   quire chat                                       with the bundled demo model
   quire chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
-  quire chat --url http://127.0.0.1:8000           with a running server of the OpenAI API
+  quire chat --url http://127.0.0.1:8000           with a running OpenAI-compatible server
 
-Enter sends, Alt-Enter begins a new line, pasted text keeps its lines. In the chat:
+Enter sends the message, Alt-Enter starts a new line, pasted text keeps its lines. Commands in the chat:
 {HELP}
 """
 
@@ -30,11 +30,13 @@ class ChatFlags:
     """Chat."""
 
     url: str | None = flag(
-        None, "server to chat with, such as http://127.0.0.1:8000 (else a model is loaded here)", metavar="URL"
+        None,
+        "server to chat with, such as http://127.0.0.1:8000 (default: load a model in this process)",
+        metavar="URL",
     )
-    api_key: str | None = flag(None, "key that the server asks for", metavar="KEY", secret=True)
+    api_key: str | None = flag(None, "API key for the server", metavar="KEY", secret=True)
     system: str | None = flag(None, "system prompt")
-    markdown: bool = flag(True, "show Markdown as what it means; off: as it is written")
+    markdown: bool = flag(True, "render Markdown")
 
     def __post_init__(self) -> None:
         check(self)
@@ -46,7 +48,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="chat in the terminal",
-        description="Chat in the terminal, with a running server or with a model loaded for the purpose.",
+        description="Chat in the terminal, with a running server or with a model loaded in this process.",
         epilog=EPILOG,
     )
     model_argument(parser)
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             terminal = open_terminal(NAMES, markdown=chat.markdown)
             if isinstance(terminal, RichTerminal):
-                terminal.say(f"Chatting with {model.name}. /help lists commands, Alt-Enter begins a new line.")
+                terminal.say(f"Chatting with {model.name}. /help lists commands, Alt-Enter starts a new line.")
             Chat(model, terminal, sampling, chat.system, runner).run()
         finally:
             runner.run(model.close())

@@ -1,4 +1,4 @@
-"""What answers in a chat: a model loaded for the purpose, or one behind an OpenAI-compatible HTTP API."""
+"""The models of a chat: one loaded in this process, or one behind an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Message = dict[str, str]
 
 
 class RefusedError(Exception):
-    """This message could not be answered; the conversation can go on."""
+    """The model rejected a message; the conversation can continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. A server counts tokens once, with the last piece."""
+    """A part of an answer. A server reports the token counts once, with the last piece."""
 
     text: str = ""
     reasoning: str = ""
@@ -34,7 +34,7 @@ class Piece:
 
 
 class Model(Protocol):
-    """What answers: a server or a model of its own."""
+    """A model that answers conversations."""
 
     name: str
 
@@ -43,7 +43,7 @@ class Model(Protocol):
 
 
 class OwnModel:
-    """A model in an engine process of this program's own."""
+    """A model in an engine process that this program starts."""
 
     def __init__(self, engine: Any, template: Any) -> None:
         self._engine, self._template = engine, template
@@ -93,7 +93,7 @@ class ServedModel:
 
     @classmethod
     async def connect(cls, url: str, api_key: str | None, name: str | None) -> ServedModel:
-        """`name`: of the model; None: the first that the server lists."""
+        """Connect to a server. `name`: the model; None: the first one that the server lists."""
         import httpx
 
         url = url.rstrip("/").removesuffix("/v1")
@@ -110,7 +110,9 @@ class ServedModel:
             raise EngineError(f"no server answers at {url} ({error}): start one with quire serve") from None
         except (ValueError, LookupError, TypeError):
             await client.aclose()
-            raise EngineError(f"{url}/v1/models does not list models: this is no OpenAI-compatible server") from None
+            raise EngineError(
+                f"{url}/v1/models does not list models: this is not an OpenAI-compatible server"
+            ) from None
         except BaseException:
             await client.aclose()
             raise
@@ -133,14 +135,14 @@ class ServedModel:
                         raise RefusedError(event["error"]["message"])
                     yield _piece(event)
         except httpx.HTTPError as error:
-            raise RefusedError(f"the server is gone ({type(error).__name__}: {error})") from None
+            raise RefusedError(f"the connection to the server was lost ({type(error).__name__}: {error})") from None
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
 def _piece(event: dict[str, Any]) -> Piece:
-    """What an event of the stream says."""
+    """Return the content of a stream event."""
     delta: dict[str, Any] = event["choices"][0]["delta"] if event["choices"] else {}
     usage: dict[str, Any] = event.get("usage") or {}
     return Piece(

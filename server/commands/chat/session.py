@@ -1,4 +1,4 @@
-"""A chat: the conversation so far, its commands, and how long answers took. Prints by a terminal, asks a model."""
+"""A chat session: the conversation, the chat commands and the timings of answers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from server.commands.chat.terminal import Terminal
 from server.commands.common import SAMPLING_FLAGS, SamplingFlags
 
 COMMANDS = {
-    "/new": "begin anew",
-    "/system [TEXT]": "set or remove the system prompt, and begin anew",
+    "/new": "start a new conversation",
+    "/system [TEXT]": "set or remove the system prompt, and start a new conversation",
     "/regen": "answer the last question again",
-    "/undo": "forget the last question and its answer",
-    "/set [NAME [VALUE]]": "show or change a sampling parameter; without a value: the model's own",
-    "/stats": "how long the last answer took",
+    "/undo": "remove the last question and its answer",
+    "/set [NAME [VALUE]]": "show all sampling parameters, or set one; without a value: reset it to the model's default",
+    "/stats": "show the timings of the last answer",
     "/save FILE": "write the conversation to a file",
-    "/load FILE": "go on with a conversation from a file",
-    "/help": "this",
-    "/quit": "leave, as Ctrl-D does",
+    "/load FILE": "load a conversation from a file",
+    "/help": "show this list",
+    "/quit": "quit, like Ctrl-D",
 }
 NAMES = [command.split()[0] for command in COMMANDS]
-HELP = "\n".join([*(f"{name:<20} {what}" for name, what in COMMANDS.items()), "Ctrl-C stops an answer, not the chat."])
+HELP = "\n".join([*(f"{name:<20} {what}" for name, what in COMMANDS.items()), "Ctrl-C stops the answer, not the chat."])
 
 
 @dataclass
@@ -62,7 +62,7 @@ class AnswerStats:
 
 
 class Chat:
-    """One chat. `answer_in`: runs a coroutine, so that Ctrl-C stops it."""
+    """A chat with a model. `answer_in`: runs the coroutine of an answer, so that Ctrl-C stops only the answer."""
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class Chat:
     ) -> None:
         self._model, self._terminal, self._sampling, self._system = model, terminal, sampling, system
         self._runner = answer_in
-        self._messages: list[Message] = []  # questions and answers by turns, without the system prompt
+        self._messages: list[Message] = []  # questions and answers alternately, without the system prompt
         self._stats: AnswerStats | None = None
 
     def run(self) -> None:
-        """Read, answer, print, until the user leaves."""
+        """Read questions and commands, and answer them, until the user quits."""
         while True:
             try:
                 line = self._terminal.read().strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
-                self._terminal.say("\n(/quit or Ctrl-D leaves)")
+                self._terminal.say("\n(/quit or Ctrl-D quits)")
                 continue
             if line == "/quit":
                 return
@@ -120,7 +120,7 @@ class Chat:
                 self._terminal.say(f"There is no command {name}{nearest(name, NAMES)}; /help lists them.")
 
     def ask(self, question: str) -> None:
-        """Answer, and keep both; a question that is refused is forgotten."""
+        """Answer a question and keep both; drop the question if the model rejects it."""
         head = [{"role": "system", "content": self._system}] if self._system else []
         self._messages.append({"role": "user", "content": question})
         answer: list[str] = []
@@ -129,7 +129,7 @@ class Chat:
         except KeyboardInterrupt:
             self._terminal.say(" [stopped]")
         except RefusedError as error:
-            self._terminal.say(f"{error}\n(/new begins a new conversation)")
+            self._terminal.say(f"{error}\n(/new starts a new conversation)")
             self._messages.pop()
             return
         self._messages.append({"role": "assistant", "content": "".join(answer)})
@@ -161,7 +161,8 @@ class Chat:
         if not name:
             given = self._sampling.given()
             self._terminal.say(
-                "\n".join(f"{key} {value}" for key, value in given.items()) or "All as the model has it."
+                "\n".join(f"{key} {value}" for key, value in given.items())
+                or "All parameters have the model's defaults."
             )
         elif name not in settings:
             self._terminal.say(f"There is no parameter {name}{nearest(name, settings)}.")
@@ -169,7 +170,7 @@ class Chat:
             try:
                 changed = settings[name].convert(value.strip(), name) if value.strip() else None
                 self._sampling = dataclasses.replace(self._sampling, **{name: changed})  # type: ignore[type-var]
-                self._terminal.say(f"{name} {changed if value.strip() else 'as the model has it'}")
+                self._terminal.say(f"{name} {changed if value.strip() else 'is reset to the default of the model'}")
             except ConfigError as error:
                 self._terminal.say(str(error))
 
@@ -187,7 +188,7 @@ class Chat:
         except OSError as error:
             self._terminal.say(f"{file}: {error.strerror or error}")
         except ValueError as error:
-            self._terminal.say(f"{file} is no saved conversation: {error}")
+            self._terminal.say(f"{file} is not a saved conversation: {error}")
 
 
 def num_answers(messages: list[Message]) -> str:
@@ -196,7 +197,7 @@ def num_answers(messages: list[Message]) -> str:
 
 
 def read_conversation(path: Path) -> tuple[str | None, list[Message]]:
-    """System prompt and messages of a saved conversation. `ValueError` when it is something else."""
+    """Return the system prompt and the messages of a saved conversation. `ValueError` when the file is not one."""
     read = json.loads(path.read_text(encoding="utf-8"))
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list):

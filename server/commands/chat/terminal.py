@@ -1,4 +1,4 @@
-"""How a chat reads and prints: plainly for pipes, with editing, history and Markdown for people."""
+"""Input and output of a chat: plain for pipes; with editing, history and Markdown for terminals."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 Show = Callable[[Piece], None]
-# Control characters but tab and newline: what a model writes must not move the cursor, or change the window's title.
+# Control characters except tab and newline: text of a model must not move the cursor or change the window's title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Terminal(Protocol):
     def read(self) -> str:
-        """What the user writes. `EOFError`: they leave; `KeyboardInterrupt`: Ctrl-C."""
+        """Return the user's input. `EOFError`: the user quits; `KeyboardInterrupt`: Ctrl-C."""
 
     def say(self, text: str) -> None:
-        """A line of our own."""
+        """Print a message of the program."""
 
     def printing(self) -> AbstractContextManager[Show]:
-        """Shows the pieces of one answer, and ends its last line."""
+        """Return a context that prints the pieces of one answer and ends its last line."""
 
 
 class PlainTerminal:
-    """Lines in, text out as it comes."""
+    """Reads lines and prints text as it arrives."""
 
     def read(self) -> str:
         return input()
@@ -48,7 +48,7 @@ class PlainTerminal:
 
 
 class RichTerminal:
-    """For people: several lines at once (Alt-Enter, or pasted), history, completion, Markdown."""
+    """A terminal with multi-line input (Alt-Enter or pasted), history, completion and Markdown."""
 
     def __init__(self, commands: Sequence[str], *, markdown: bool) -> None:
         from prompt_toolkit import PromptSession
@@ -97,7 +97,7 @@ class RichTerminal:
 
 
 def history_file() -> Path:
-    """What was asked before; its folder exists."""
+    """Return the path of the file with earlier questions, after creating its folder."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "quire"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -105,12 +105,12 @@ def history_file() -> Path:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters."""
+    """Return `text` without control characters."""
     return _CONTROLS.sub("", text)
 
 
 class MarkdownPrinter:
-    """Prints Markdown as it comes: finished blocks once, the one that grows again and again."""
+    """Prints Markdown as it arrives: finished blocks once, and the unfinished last block again after each change."""
 
     def __init__(self, console: Console) -> None:
         from markdown_it import MarkdownIt
@@ -118,7 +118,7 @@ class MarkdownPrinter:
 
         self._console = console
         self._parse = MarkdownIt("commonmark").enable("table").parse
-        self._rest = ""  # Markdown that is not printed for good yet
+        self._rest = ""  # Markdown of the unfinished block
         self._thoughts = ""
         self._live = Live(console=console, refresh_per_second=10, transient=True, get_renderable=self._newest)
 
@@ -147,7 +147,7 @@ class MarkdownPrinter:
             self._console.print(thoughts, "", style="dim", markup=False, sep="\n")
 
     def _print_finished(self) -> None:
-        """A block is finished once another one begins after it."""
+        """Print the finished blocks: all blocks except the last."""
         blocks = [token.map[0] for token in self._parse(self._rest) if token.level == 0 and token.map]
         if blocks and blocks[-1] > 0:
             lines = self._rest.splitlines(keepends=True)
@@ -166,7 +166,7 @@ class MarkdownPrinter:
 
 
 class _Newest:
-    """The block that grows, as much of its end as the screen can show: what is above could not be taken back."""
+    """The unfinished block, cut to the last lines that fit the screen: lines that scroll away cannot be redrawn."""
 
     def __init__(self, markdown: str, thoughts: str) -> None:
         self._markdown, self._thoughts = markdown, thoughts
@@ -184,7 +184,7 @@ class _Newest:
 
 
 def open_terminal(commands: Sequence[str], *, markdown: bool) -> Terminal:
-    """For people when both sides are a terminal, else plain."""
+    """Return a `RichTerminal` if input and output are a terminal, else a `PlainTerminal`."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return RichTerminal(commands, markdown=markdown)
     return PlainTerminal()

@@ -1,4 +1,4 @@
-"""What the API reference says of /v1/chat/completions."""
+"""The API reference of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ENDPOINTS = (
         "/v1/chat/completions",
         TAG,
         "Continue a conversation",
-        "The prompt is made by the model's chat template. With `stream` the answer comes as server-sent events, the last "
-        "of which is `[DONE]`. Tool calls and reasoning are told apart from the content. `response_format` and the schemas "
-        "of tools are kept to by a grammar.",
+        "The model's chat template renders the prompt. With `stream`, the answer arrives as server-sent events ending "
+        "with `[DONE]`. Tool calls and reasoning are separated from the content. A grammar enforces `response_format` "
+        "and the schemas of tools.",
         {
             "An answer": {"model": MODEL, "messages": HELLO, "max_tokens": 50},
             "A stream": {
@@ -25,7 +25,7 @@ ENDPOINTS = (
                 "stream_options": {"include_usage": True},
             },
             "Sampling": {"model": MODEL, "messages": HELLO, "temperature": 0.7, "top_p": 0.9, "seed": 1, "n": 2},
-            "An answer by a JSON schema": {
+            "A JSON schema": {
                 "model": MODEL,
                 "messages": HELLO,
                 "response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}},

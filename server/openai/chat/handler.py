@@ -48,7 +48,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
-    """The response's JSON."""
+    """Return the response's JSON."""
     choices = [_Choice(model, body, generation.role) for _ in generation.samples]
     scores: list[TokenLogprobs] | None = None
     async with aclosing(generation.events()) as events:
@@ -69,7 +69,7 @@ def _encoded(
     choices: list[_Choice],
     scores: list[TokenLogprobs] | None,
 ) -> bytes:
-    """`scores`: of the prompt's tokens."""
+    """Encode the response. `scores`: log probabilities of the prompt's tokens."""
     prompt = generation.prompts[0]
     answer = {
         "id": generation.id,
@@ -86,7 +86,7 @@ def _encoded(
 
 
 class _Choice:
-    """One answer of a response that is not streamed."""
+    """Collects one answer of a non-streamed response."""
 
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, role: str) -> None:
         self._model, self._body, self._role = model, body, role
@@ -138,7 +138,7 @@ def _call(call: Block) -> dict[str, Any]:
 async def _events(
     model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings
 ) -> AsyncGenerator[bytes, None]:
-    """The response's events. Only what changes is encoded for each: a server streams to hundreds of clients at once."""
+    """Yield the response's events. Constant parts are encoded once, because hundreds of streams run at a time."""
     stream = _Stream(model, body, generation, warnings)
     text_begins = stream.text_begins
     async with aclosing(generation.events()) as events:
@@ -149,7 +149,7 @@ async def _events(
                 and update.finish_reason is None
                 and update.logprobs is None
                 and (begin := text_begins.get(sample.index)) is not None
-            ):  # nearly all are such: the same bytes as `stream.write` makes
+            ):  # fast path for most events: the same bytes as from `stream.write`
                 yield begin + _encode(pieces[0].text) + _TEXT_END
             elif data := stream.write(sample, update, pieces):
                 yield data
@@ -176,11 +176,11 @@ class _Stream:
         self._head = _encode(head)[:-1]
         self._only_text = not (self._usage_always or body.return_token_ids)
         self._begun: set[int] = set()
-        # By index of the choice: how events begin that hold nothing but text. Empty if every event holds more.
+        # By choice index: the start of events that contain only text. Empty if every event contains more.
         self.text_begins: dict[int, bytes] = {}
 
     def write(self, sample: Sample, update: RequestUpdate, pieces: list[Piece]) -> bytes:
-        """The events of one update; none when there is nothing to say yet."""
+        """Return the events of one update; empty if the update adds nothing."""
         body, index = self._body, sample.index
         data = b"" if index in self._begun else self._begin(index)
         logprobs = b"null"
@@ -204,7 +204,7 @@ class _Stream:
         return data
 
     def _begin(self, index: int) -> bytes:
-        """The first event of a choice; that of the first choice tells what holds for the whole response."""
+        """Return the first event of a choice. The first choice's event also carries the response-wide members."""
         more = b""
         if not self._begun:
             more = self._warnings.member

@@ -1,4 +1,4 @@
-"""The fields of /v1/chat/completions, and the neutral request that they make."""
+"""The request fields of /v1/chat/completions, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _ChatBase: Any = body_class("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
 
 
 class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # type: ignore[misc]
-    """A conversation to be continued."""
+    """A conversation to continue."""
 
     max_completion_tokens: int | None = optional(
-        "The newer name of `max_tokens`.", json_schema_extra=limits("max_tokens")
+        "The newer name for `max_tokens`.", json_schema_extra=limits("max_tokens")
     )
-    logprobs: bool | None = optional("Give the log-probabilities of the sampled tokens.", False)
+    logprobs: bool | None = optional("Return the log probabilities of the sampled tokens.", False)
     top_logprobs: int | None = optional(
-        "With `logprobs`: also those of this many likeliest tokens.", 0, json_schema_extra=limits("logprobs")
+        "With `logprobs`: also return those of this many most likely tokens.", 0, json_schema_extra=limits("logprobs")
     )
     tool_choice: ToolChoiceField | None = optional(
-        '`"auto"`, `"none"`, `"required"`, a function by its name, or `allowed_tools` with some of them and a mode.',
+        '`"auto"`, `"none"`, `"required"`, a named function, or `allowed_tools` with a mode and a subset of the tools.',
         "auto",
     )
-    parallel_tool_calls: bool | None = optional("False: at most one tool call.", True)
+    parallel_tool_calls: bool | None = optional("Whether the answer may have several tool calls.", True)
     reasoning_effort: ReasoningEffort | None = optional(
-        "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`, for the chat template; `none` turns reasoning off."
+        "Passed to the chat template: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`; `none` turns reasoning off."
     )
-    verbosity: Verbosity | None = optional("How long to answer, for the chat template.")
-    enable_thinking: bool | None = optional("For the chat template: whether to reason first.")
-    include_reasoning: bool | None = optional("False: leave the reasoning out of the answer.", True)
+    verbosity: Verbosity | None = optional("Passed to the chat template: how long the answer should be.")
+    enable_thinking: bool | None = optional("Passed to the chat template: whether to reason before the answer.")
+    include_reasoning: bool | None = optional("Whether to return the reasoning.", True)
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("needs logprobs=true", "top_logprobs")
+            raise wrong("requires logprobs=true", "top_logprobs")
         return self
 
     def neutral(self) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""What the API reference says of /v1/completions."""
+"""The API reference of /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDPOINTS = (
         "/v1/completions",
         TAG,
         "Continue a text",
-        "`prompt` is a text, token ids, or a list of either; each gets `n` answers.",
+        "`prompt` is a string, token ids, or a list of either. Each prompt gets `n` answers.",
         {
             "An answer": {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 20},
             "Several prompts": {"model": MODEL, "prompt": ["One", "Two"], "n": 2, "stop": ["\n"]},

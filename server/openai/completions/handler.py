@@ -1,4 +1,4 @@
-"""/v1/completions: texts or token ids continued, whole or streamed."""
+"""/v1/completions: continues texts or token ids, whole or streamed."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _echoes(model: ServedModel, body: CompletionRequest, generation: Generation) -> list[str]:
-    """What stands before the answer to each prompt."""
+    """Return the echo before the answers to each prompt."""
     if not body.echo:
         return [""] * len(generation.prompts)
     skip, is_whole = body.skip_special_tokens is not False, body.truncate_prompt_tokens is None
     return [
         text
         if isinstance(text, str) and is_whole
-        else model.tokenizer.decode(ids, skip and isinstance(text, str))  # of ids, all are asked for
+        else model.tokenizer.decode(ids, skip and isinstance(text, str))  # token ids: keep all
         for text, ids in zip(prompts_of(body.prompt), generation.prompts, strict=True)
     ]
 
 
 class _Choice:
-    """One answer while it is generated."""
+    """Collects one answer while it is generated."""
 
     def __init__(self, model: ServedModel, body: CompletionRequest, prompt: list[int]) -> None:
         self._body, self._prompt = body, prompt
@@ -71,7 +71,7 @@ class _Choice:
         self._stop_reason: int | str | None = None
 
     def begin(self, echo: str, scores: list[TokenLogprobs] | None) -> None:
-        """The prompt's text, and the log-probabilities of its tokens."""
+        """Add the prompt's echo and the log probabilities of its tokens."""
         self._text.append(echo)
         if scores is not None and self._logprobs is not None and self._body.echo:
             self._logprobs.add_prompt(self._prompt, scores)
@@ -88,7 +88,7 @@ class _Choice:
             self._logprobs.add(update.token_ids, update.logprobs)
 
     def take(self, index: int) -> dict[str, Any] | None:
-        """What is new, as an object of `choices`; None when there is nothing to say yet."""
+        """Return what is new as an object of `choices`; None if nothing is."""
         text, self._text = "".join(self._text), []
         logprobs = self._logprobs.take() if self._logprobs is not None else None
         if not text and self._finish_reason is None and not (logprobs and logprobs["tokens"]):
@@ -106,7 +106,7 @@ class _Choice:
 
 
 async def _answer(model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
-    """The response's JSON."""
+    """Return the response's JSON."""
     updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
     async with aclosing(generation.events()) as events:
         async for sample, update, _ in events:
@@ -124,7 +124,7 @@ def _encoded(
     warnings: Warnings,
     updates: list[list[RequestUpdate]],
 ) -> bytes:
-    """`updates`: all of each sample."""
+    """Encode the response. `updates`: all updates of each sample."""
     if body.only_echoes:
         generation.usage.completion_tokens = 0
     scores = [updates[sample.index][0].prompt_logprobs for sample in generation.samples[:: generation.n]]
@@ -157,7 +157,7 @@ def _encoded(
 async def _events(
     model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings
 ) -> AsyncGenerator[bytes, None]:
-    """The response's events; the echo of a prompt comes first."""
+    """Yield the response's events. A prompt's echo comes first."""
     owner, num_tokens = generation.owner, generation.usage.prompt_tokens if body.echo else 0
     echoes = await model.in_thread(_echoes, model, body, generation, owner=owner, num_chars=num_tokens)
     stream = _Stream(model, body, generation, warnings, echoes)
@@ -165,7 +165,7 @@ async def _events(
     async with aclosing(generation.events()) as events:
         async for sample, update, _ in events:
             if sample.index in begun and update.finish_reason is None:
-                if update.text:  # nearly all are such: the same bytes as `stream.write` makes
+                if update.text:  # fast path for most events: the same bytes as from `stream.write`
                     yield _TEXT_EVENT % (head, sample.index, _encode(update.text))
             elif update.prompt_logprobs is not None:
                 yield await model.in_thread(stream.write, sample, update, owner=owner)
@@ -186,7 +186,7 @@ class _Stream:
         warnings: Warnings,
         echoes: list[str],
     ) -> None:
-        """`echoes`: what stands before the answer to each prompt."""
+        """`echoes`: the echo before the answers to each prompt."""
         self._model, self._body, self._generation, self._echoes = model, body, generation, echoes
         options = body.stream_options
         self.with_usage = options is not None and bool(options.include_usage)
@@ -199,15 +199,15 @@ class _Stream:
         }
         self.head = _encode(head)[:-1]
         self._choices: dict[int, _Choice] = {}
-        self._warnings = warnings.member  # until an event has carried them
+        self._warnings = warnings.member  # cleared once an event has carried them
         self._only_text = not (
             self._usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
         )
-        # Indexes of choices whose events hold nothing but text until the last.
+        # Indexes of choices with text-only events until their last event.
         self.only_text_from_here: set[int] = set()
 
     def write(self, sample: Sample, update: RequestUpdate) -> bytes:
-        """The event of one update; none when there is nothing to say yet."""
+        """Return the event of one update; empty if the update adds nothing."""
         body, index, at = self._body, sample.index, sample.prompt_index
         prompt = self._generation.prompts[at]
         is_first = index not in self._choices
@@ -218,7 +218,7 @@ class _Stream:
         if body.only_echoes:
             self._generation.usage.completion_tokens = 0
         taken = self._choices[index].take(index)
-        if taken is None:  # held back: it may begin a stop string
+        if taken is None:  # the text is held back: it may be the start of a stop string
             return b""
         if is_first and body.return_token_ids:
             taken["prompt_token_ids"] = prompt

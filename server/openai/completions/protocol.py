@@ -1,4 +1,4 @@
-"""The fields of /v1/completions, and the neutral request that they make."""
+"""The request fields of /v1/completions, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CompletionBase: Any = body_class("CompletionBase", NOT_YET_IN_BOTH, NOT_YET_IN_
 
 
 class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
-    """Text to be continued."""
+    """A text to continue."""
 
-    prompt: Prompt = Field(description="A text, token ids, or a list of either.")
+    prompt: Prompt = Field(description="A string, a list of token ids, or a list of either.")
     logprobs: int | None = optional(
-        "Log-probabilities of the sampled tokens and of this many likeliest ones; with `echo` of the prompt's too.",
+        "Return log probabilities of the sampled tokens and of this many most likely tokens; with `echo`, also for the prompt.",
         json_schema_extra=limits("logprobs"),
     )
-    echo: bool | None = optional("Begin the answer with the prompt; then `max_tokens` may be 0.", False)
+    echo: bool | None = optional("Start the answer with the prompt; `max_tokens` may then be 0.", False)
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
@@ -42,23 +42,23 @@ class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
         if not given or (isinstance(given, list) and not isinstance(given[0], int) and not all(given)):
             raise wrong("must not be empty", "prompt")
         if self.scores_prompts and self.stream and (self.n or 1) > 1:
-            raise wrong("with logprobs and several answers is not possible in a stream", "echo")
+            raise wrong("together with logprobs and n above 1 is not supported with stream=true", "echo")
         return self
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the log-probabilities are those of the prompt too."""
+        """Whether log probabilities of the prompt are requested."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing is to be generated."""
+        """Whether only the prompt is returned and nothing is generated."""
         return bool(self.echo) and self.max_tokens == 0
 
     def neutral(self) -> GenerationRequest:
         sampling = given_sampling(self)
         if self.only_echoes:
-            sampling["max_tokens"] = 1  # the least that there is; it is left out of the answer
+            sampling["max_tokens"] = 1  # the engine's minimum; this token is not returned
         if self.scores_prompts and self.prompt_logprobs is None:
             sampling["prompt_logprobs"] = self.logprobs
         structured, names = self.structured_fields()

@@ -1,4 +1,4 @@
-"""What the API reference says of /v1/embeddings."""
+"""The API reference of /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ENDPOINTS = (
         "POST",
         "/v1/embeddings",
         TAG,
-        "Texts to vectors",
-        "Of the served model's final hidden states: of the last token, or the mean of all (`pooling`). `input` is a text, "
-        "token ids, or a list of either. Any model gives vectors; those of models trained for embeddings are good ones.",
+        "Compute embeddings",
+        "An embedding is the final hidden state of the last token, or the mean of all tokens (`pooling`). `input` is "
+        "a string, token ids, or a list of either. Models that were not trained for embeddings give poor vectors.",
         {
             "A text": {"model": MODEL, "input": "Once upon a time"},
             "Several texts": {"model": MODEL, "input": ["One", "Two"], "encoding_format": "base64"},

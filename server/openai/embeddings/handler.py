@@ -1,4 +1,4 @@
-"""/v1/embeddings: vectors of texts, token ids or a conversation."""
+"""/v1/embeddings: embeddings of texts, token ids or a conversation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 async def _answer(model: ServedModel, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:
-    """The response's JSON."""
+    """Return the response's JSON."""
     found = await generation.embeddings()
     end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]
     data = await model.in_thread(_data, found, as_base64, owner=generation.owner)
@@ -40,7 +40,7 @@ async def _answer(model: ServedModel, generation: Generation, warnings: Warnings
 
 
 def _data(embeddings: list[bytes], as_base64: bool) -> bytes:
-    """One by one, so that a long list does not hold up other requests."""
+    """Encode the embeddings one at a time, so that a long list does not delay other requests."""
     return b",".join(
         _encode(
             {

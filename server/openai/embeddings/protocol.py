@@ -1,4 +1,4 @@
-"""The fields of /v1/embeddings, and the neutral request that they make."""
+"""The request fields of /v1/embeddings, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _PoolingBase: Any = create_model("PoolingBase", __base__=Body, **pooling_fields(
 
 
 class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[misc]
-    """What a request for embeddings says besides its text."""
+    """The fields of an embeddings request except its input."""
 
     encoding_format: Literal["float", "base64"] | None = optional(
-        "`base64`: of little-endian float32 values; a fifth of the bytes, and what OpenAI's clients ask for.", "float"
+        "`base64`: little-endian float32 values in base64; a fifth of the bytes, and what OpenAI's clients request.",
+        "float",
     )
-    use_activation: bool | None = optional("vLLM's newer name of `normalize`.")
+    use_activation: bool | None = optional("vLLM's newer name for `normalize`.")
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
 
     @model_validator(mode="after")
     def _check_names(self) -> _Embedding:
         if self.normalize is not None and self.use_activation not in (None, self.normalize):
-            raise wrong("is another name of normalize, and differs from it", "use_activation")
+            raise wrong("is another name for normalize and must have the same value", "use_activation")
         return self
 
     def _neutral(self, **prompt: Any) -> EmbeddingRequest:
@@ -52,9 +53,9 @@ class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[mi
 
 
 class EmbeddingTextRequest(_Embedding):
-    """Texts to be embedded."""
+    """Texts to embed."""
 
-    input: Prompt = Field(description="A text, token ids, or a list of either.")
+    input: Prompt = Field(description="A string, a list of token ids, or a list of either.")
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingTextRequest:
@@ -68,12 +69,12 @@ class EmbeddingTextRequest(_Embedding):
 
 
 class EmbeddingChatRequest(ConversationFields, _Embedding):
-    """A conversation to be embedded."""
+    """A conversation to embed."""
 
-    input: Annotated[None, one_message("left out where there are messages")] = None
+    input: Annotated[None, one_message("omitted when messages is given")] = None
 
     def neutral(self) -> EmbeddingRequest:
-        conversation = self.conversation(add_generation_prompt=bool(self.add_generation_prompt))  # there is no answer
+        conversation = self.conversation(add_generation_prompt=bool(self.add_generation_prompt))  # no answer follows
         return self._neutral(prompt=conversation, add_special_tokens=bool(self.add_special_tokens), names=NAMES)
 
 

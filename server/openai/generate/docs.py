@@ -1,4 +1,4 @@
-"""What the API reference says of /inference/v1/generate."""
+"""The API reference of /inference/v1/generate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ENDPOINTS = (
         "POST",
         "/inference/v1/generate",
         TAG,
-        "Continue token ids by token ids",
-        "As vLLM has it, for clients with a tokenizer of their own, such as trainers. `sampling_params` has the "
-        "sampling parameters of completions; `max_tokens`, left out, is as many as fit.",
+        "Continue token ids",
+        "vLLM's endpoint for clients with their own tokenizer, such as trainers. `sampling_params` has the sampling "
+        "parameters of completions. `max_tokens` defaults to as many as fit.",
         {
             "An answer": {"model": MODEL, "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}},
-            "With log-probabilities": {
+            "With log probabilities": {
                 "model": MODEL,
                 "token_ids": [1, 2, 3],
                 "sampling_params": {"max_tokens": 8, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1},

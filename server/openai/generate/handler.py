@@ -1,4 +1,4 @@
-"""/inference/v1/generate: token ids continued by token ids, whole or streamed."""
+"""/inference/v1/generate: continues token ids with token ids, whole or streamed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 async def _answer(model: ServedModel, generation: Generation, warnings: Warnings) -> bytes:
-    """The response's JSON."""
+    """Return the response's JSON."""
     updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
     async with aclosing(generation.events()) as events:
         async for sample, update, _ in events:
@@ -56,7 +56,7 @@ async def _answer(model: ServedModel, generation: Generation, warnings: Warnings
 def _encoded(
     model: ServedModel, generation: Generation, warnings: Warnings, updates: list[list[RequestUpdate]]
 ) -> bytes:
-    """`updates`: all of each sample."""
+    """Encode the response. `updates`: all updates of each sample."""
     scores: list[Any] | None = None
     if (found := updates[0][0].prompt_logprobs) is not None:
         scores = prompt_logprobs(model.engine.tokenizer, generation.prompts[0], found)
@@ -73,7 +73,7 @@ def _encoded(
 
 
 async def _events(body: TokensRequest, generation: Generation, warnings: Warnings) -> AsyncGenerator[bytes, None]:
-    """The response's events; the first one carries the warnings."""
+    """Yield the response's events. The first event carries the warnings."""
     head, member = _encode({"request_id": generation.id})[:-1], warnings.member
     async with aclosing(generation.events()) as events:
         async for sample, update, _ in events:
@@ -84,7 +84,7 @@ async def _events(body: TokensRequest, generation: Generation, warnings: Warning
 
 
 def _choice(sample: Sample, updates: list[RequestUpdate]) -> dict[str, Any]:
-    """What these updates say of an answer."""
+    """Return an object of `choices` from updates of an answer."""
     found = [_logprobs(update.token_ids, update.logprobs) for update in updates if update.logprobs is not None]
     return {
         "index": sample.index,
@@ -95,7 +95,7 @@ def _choice(sample: Sample, updates: list[RequestUpdate]) -> dict[str, Any]:
 
 
 def _logprobs(token_ids: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:
-    """Of each token, named by its id."""
+    """Return each token's log probabilities, with tokens named by their ids."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": f"token_id:{token_id}", "logprob": max(logprob, LOWEST_LOGPROB), "bytes": None}

@@ -1,4 +1,4 @@
-"""The fields of /inference/v1/generate, and the neutral request that they make."""
+"""The request fields of /inference/v1/generate, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.http.bodies import Body, fields_without_effect, optional, unsupporte
 from server.openai.fields import EngineFields, StreamOptions, StructuredOutputsFields
 
 NOT_YET: dict[str, tuple[Any, ...]] = {"features": (), "kv_transfer_params": (), "ec_transfer_params": ()}
-# What the prompt was made from; vLLM's render endpoints hand it on.
+# Fields that vLLM's render endpoints return with the prompt.
 _NO_EFFECT: dict[str, tuple[Any, ...] | None] = {"assistant_tokens_mask": None, "token_offsets": None}
 _SamplingBase: Any = create_model("TokenSamplingBase", __base__=Body, **parameter_fields())
 _fields: dict[str, Any] = unsupported_fields(NOT_YET) | fields_without_effect(_NO_EFFECT)
@@ -21,31 +21,31 @@ _NAMES = {"prompt": "token_ids"} | {name: f"sampling_params.{name}" for name in 
 
 
 class TokenSampling(_SamplingBase):  # type: ignore[misc]
-    """How to sample: the parameters of completions."""
+    """The sampling parameters of completions."""
 
-    structured_outputs: StructuredOutputsFields | None = optional("What the answer has to be.")
-    detokenize: bool | None = optional("Accepted; text is made only to look for `stop`.")
+    structured_outputs: StructuredOutputsFields | None = optional("The required format of the answer.")
+    detokenize: bool | None = optional("Accepted; tokens are detokenized only to find `stop` strings.")
     output_kind: int | None = optional("Accepted; has no effect.")
 
     NO_EFFECT: ClassVar[Any] = {"detokenize": None, "output_kind": None}
 
 
 class TokensRequest(EngineFields, _TokensBase):  # type: ignore[misc]
-    """Token ids to be continued."""
+    """Token ids to continue."""
 
-    token_ids: list[int] = Field(min_length=1, description="The prompt.")
-    sampling_params: TokenSampling = Field(description="How to sample.")
-    stream: bool | None = optional("Send the answer as it is generated.", False)
-    stream_options: StreamOptions | None = optional("`include_usage`: one more event with the token counts.")
+    token_ids: list[int] = Field(min_length=1, description="The prompt's token ids.")
+    sampling_params: TokenSampling = Field(description="The sampling parameters.")
+    stream: bool | None = optional("Stream the answer as server-sent events.", False)
+    stream_options: StreamOptions | None = optional("`include_usage`: a final event with the token counts.")
 
     NO_EFFECT: ClassVar[Any] = _NO_EFFECT
 
     @model_validator(mode="after")
     def _check_together(self) -> TokensRequest:
         if self.stream_options is not None and not self.stream:
-            raise wrong("needs stream=true", "stream_options")
+            raise wrong("requires stream=true", "stream_options")
         if self.sampling_params.prompt_logprobs is not None and self.stream:
-            raise wrong("is not given in streams", "sampling_params", "prompt_logprobs")
+            raise wrong("is not supported with stream=true", "sampling_params", "prompt_logprobs")
         return self
 
     def neutral(self) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""What the API reference says of /v1/models, /tokenize and /detokenize."""
+"""The API reference of /v1/models, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDPOINTS = (
         "/v1/models",
         TAG,
         "The models",
-        "Every name that the model is served by is one; `max_model_len` is the most tokens of prompt and answer.",
+        "One entry for each served name. `max_model_len` limits the tokens of prompt and answer together.",
         answer={"object": "list", "data": [_CARD]},
     ),
     Endpoint("GET", "/v1/models/{name}", TAG, "One model", answer=_CARD, statuses=(404,)),
@@ -30,7 +30,7 @@ ENDPOINTS = (
         "POST",
         "/tokenize",
         TAG,
-        "Text or a conversation to token ids",
+        "Convert a text or a conversation to token ids",
         requests={
             "A text": {"model": MODEL, "prompt": "Hello!", "return_token_strs": True},
             "A conversation": {"model": MODEL, "messages": HELLO},
@@ -42,8 +42,8 @@ ENDPOINTS = (
         "GET",
         "/tokenizer_info",
         TAG,
-        "What the tokenizer is",
-        "Its special tokens, each by its name, and the chat template.",
+        "Describe the tokenizer",
+        "The special tokens by name, and the chat template.",
         answer={
             "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": 151936,
@@ -55,7 +55,7 @@ ENDPOINTS = (
         "POST",
         "/detokenize",
         TAG,
-        "Token ids to text",
+        "Convert token ids to text",
         requests={"Token ids": {"model": MODEL, "tokens": [1, 2]}},
         answer={"prompt": "Hello!"},
         statuses=(404,),

@@ -1,4 +1,4 @@
-"""/v1/models, /tokenize and /detokenize: what is served, and how it reads text."""
+"""/v1/models, /tokenize and /detokenize: the served model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _cards(model: ServedModel) -> list[dict[str, Any]]:
-    """One card for each name of the model; `max_model_len` is what clients read."""
+    """Return one card for each served name. Clients read `max_model_len`."""
     return [
         {
             "id": name,
@@ -93,7 +93,7 @@ def _cards(model: ServedModel) -> list[dict[str, Any]]:
 
 
 def _card(model: ServedModel, name: str) -> dict[str, Any]:
-    """404 when there is none of this name."""
+    """Return the card of a served name. Raises `APIError` 404 for other names."""
     model.check_name(name)
     return _cards(model)[model.names.index(name)]
 

@@ -1,4 +1,4 @@
-"""The fields of /tokenize and /detokenize, and the neutral request that they make."""
+"""The request fields of /tokenize and /detokenize, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from server.openai.conversation import NAMES, ConversationFields
 
 
 class TokenizeTextRequest(Body):
-    """A text to be turned into token ids."""
+    """A text to tokenize."""
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool | None = optional("Begin the prompt with the tokenizer's special tokens.")
-    return_token_strs: bool | None = optional("Give the vocabulary's spelling of each token too.")
+    add_special_tokens: bool | None = optional("Add the tokenizer's special tokens to the prompt.")
+    return_token_strs: bool | None = optional("Also return each token as the vocabulary spells it.")
 
     def neutral(self) -> PromptRequest:
         special = self.add_special_tokens is not False
@@ -25,12 +25,12 @@ class TokenizeTextRequest(Body):
 
 
 class TokenizeChatRequest(ConversationFields):
-    """A conversation to be turned into token ids."""
+    """A conversation to tokenize."""
 
     model: str | None = None
-    add_special_tokens: bool | None = optional("Begin the prompt with the tokenizer's special tokens.")
-    return_token_strs: bool | None = optional("Give the vocabulary's spelling of each token too.")
-    prompt: Annotated[None, one_message("left out where there are messages")] = None
+    add_special_tokens: bool | None = optional("Add the tokenizer's special tokens to the prompt.")
+    return_token_strs: bool | None = optional("Also return each token as the vocabulary spells it.")
+    prompt: Annotated[None, one_message("omitted when messages is given")] = None
 
     def neutral(self) -> PromptRequest:
         special = bool(self.add_special_tokens)
@@ -46,7 +46,7 @@ TokenizeRequest = Annotated[
 
 
 class DetokenizeRequest(Body):
-    """Token ids to be turned into text."""
+    """Token ids to convert to text."""
 
     model: str | None = None
     tokens: list[int]

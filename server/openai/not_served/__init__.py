@@ -1,4 +1,4 @@
-"""What OpenAI's API has for other kinds of models: refused in words, where a bare 404 would leave its clients guessing."""
+"""OpenAI endpoints for other kinds of models: answered with an explanation instead of a bare 404."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from server.api import API
 from server.generation.served_model import ServedModel
 from server.http.errors import APIError
 
-_KINDS = {"audio": "it neither hears nor speaks", "images": "it makes no images", "videos": "it makes no videos"}
+_KINDS = {"audio": "it supports no audio", "images": "it makes no images", "videos": "it makes no videos"}
 
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
@@ -16,8 +16,8 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         kind = request.scope["route"].path.split("/")[2]
         raise APIError(
             501,
-            f"The model `{model.names[0]}` reads and writes text: {_KINDS[kind]}. /v1/{kind} needs another server.",
-            headers={"x-should-retry": "false"},  # OpenAI's clients try again otherwise
+            f"The model `{model.names[0]}` reads and writes text: {_KINDS[kind]}. Use another server for /v1/{kind}.",
+            headers={"x-should-retry": "false"},  # otherwise OpenAI's clients retry
         )
 
     for kind in _KINDS:

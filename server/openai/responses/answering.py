@@ -1,4 +1,4 @@
-"""How a response is generated: its object, its events, and what is kept of it."""
+"""Generates a response: its object, its events, and the stored copy."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from server.openai.responses.items import messages_of
 from server.openai.responses.protocol import LOGPROBS, REASONING, ResponsesRequest
 from server.openai.responses.store import StoredResponse, Turn, encoded
 
-# The engine's reasons to end: the response's status and, if it is not complete, why.
+# By the engine's finish reason: the response's status and the reason why it is incomplete.
 _ENDS = {"length": ("incomplete", "max_output_tokens"), "abort": ("incomplete", "aborted")}
 
 
 @dataclass(slots=True)
 class Working:
-    """A response that is being generated."""
+    """A response in progress."""
 
     model: ServedModel
     kept: Kept
     asked: Asked
     generation: Generation
     builder: ResponseBuilder
-    background: BackgroundResponse | None  # None: it ends with its client's connection
-    is_large: bool  # the request, which the response repeats
+    background: BackgroundResponse | None  # None: the response is aborted when its client disconnects
+    is_large: bool  # the request is large, and so is the response, which repeats it
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response's events, the last of which has all of it. An error becomes `response.failed`."""
+        """Yield the response's events. The last event has the whole response; an error becomes `response.failed`."""
         yield self.builder.start()
         try:
             async with aclosing(self._fill()) as filling:
@@ -60,7 +60,7 @@ class Working:
             yield last
 
     async def answer(self) -> bytes:
-        """The response's JSON."""
+        """Return the response's JSON."""
         async with aclosing(self._fill()) as filling:
             async for _ in filling:
                 pass
@@ -104,7 +104,7 @@ class Working:
 async def begin(
     model: ServedModel, kept: Kept, body: ResponsesRequest, asked: Asked, warnings: Warnings, request: Request
 ) -> Working:
-    """Check everything and start the answer; in the background, its events are those of the background response."""
+    """Check the request and start the response. A background response collects its own events."""
     for name in (body.include or ())[:MAX_WARNINGS]:
         if name not in (LOGPROBS, REASONING):
             warnings.add(f"{name[:100]!r} has no effect here", "include")
@@ -123,7 +123,7 @@ async def begin(
 
 
 def _response(body: ResponsesRequest, generation: Generation, warnings: Warnings) -> dict[str, Any]:
-    """The object as it is before there is any output."""
+    """Return the response object without output."""
     sampling = generation.samples[0].sampling
     reasoning, text = body.reasoning, body.text
     format = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}

@@ -1,4 +1,4 @@
-"""A request of /v1/responses with all that it refers to: earlier responses, conversations, items."""
+"""A request to /v1/responses, resolved: earlier responses, conversations and items that it refers to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _items: TypeAdapter[Any] = TypeAdapter(list[Item])
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the server keeps of earlier requests."""
+    """The server's stores for earlier requests."""
 
     responses: ResponseStore
     conversations: ConversationStore
@@ -32,22 +32,22 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request says, converted."""
+    """A converted request."""
 
     request: GenerationRequest
-    previous: Turn | None  # what it goes on from
-    conversation: str | None  # the id of that which it adds to
-    messages: list[Message]  # what is new in the request, without instructions
-    input_items: Items  # the same
+    previous: Turn | None  # the turn that the request continues
+    conversation: str | None  # id of the conversation that the response is appended to
+    messages: list[Message]  # the request's new messages, without instructions
+    input_items: Items  # the request's new items
     tools: list[CallableTool]
-    left_out: list[tuple[tuple[str | int, ...], str]]  # what the model does not see: where it is, and why
+    left_out: list[tuple[tuple[str | int, ...], str]]  # paths of what the model does not see, with reasons
 
 
 class Converter:
-    """Converts a request, in any thread."""
+    """Converts a request. May be called in any thread."""
 
     def __init__(self, kept: Kept, caller: Caller, body: ResponsesRequest) -> None:
-        """`APIError` 404 when what the request goes on from is not there."""
+        """Raises `APIError` 404 if the response or conversation to continue does not exist."""
         references = [item.id for item in body.items if isinstance(item, ItemReference)]
         self._referred = {item_id: kept.responses.item(caller.name, item_id) for item_id in references}
         self._previous = _previous(kept, caller, body.previous_response_id)
@@ -59,7 +59,7 @@ class Converter:
 
     @property
     def num_bytes(self) -> int:
-        """What is to be read besides the request."""
+        """Size of the stored data to read besides the request."""
         num_bytes, turn = sum(map(len, self._before)), self._previous
         num_bytes += sum(len(item or b"") for item in self._referred.values())
         while turn is not None:
@@ -79,15 +79,15 @@ class Converter:
     def _resolved(self, item: Any, index: int) -> Any:
         if not isinstance(item, ItemReference):
             return item
-        if item.id not in self._referred:  # it has been taken: a few words could ask for gigabytes
-            raise APIError(400, f"the item {item.id[:100]!r} is there twice", "input", index, "id")
+        if item.id not in self._referred:  # a repeated reference: a short request could expand to gigabytes
+            raise APIError(400, f"the item {item.id[:100]!r} is referred to twice", "input", index, "id")
         if (found := self._referred.pop(item.id)) is None:
-            raise APIError(404, f"there is no item {item.id[:100]!r}", "input", index, "id")
+            raise APIError(404, f"no stored item has the id {item.id[:100]!r}", "input", index, "id")
         return items_of([msgspec.json.decode(found)])[0]
 
 
 def items_of(objects: list[dict[str, Any]]) -> list[Any]:
-    """Items from the objects that they are in JSON."""
+    """Convert JSON objects to items."""
     return list(_items.validate_python(objects))
 
 
@@ -98,6 +98,6 @@ def _previous(kept: Kept, caller: Caller, response_id: str | None) -> Turn | Non
     if stored is not None:
         return stored.turn
     if kept.background.get(caller.name, response_id) is not None:
-        raise APIError(400, f"{response_id!r} is still being generated", "previous_response_id")
-    reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
+        raise APIError(400, f"{response_id!r} is still being generated: retry later", "previous_response_id")
+    reason = f"no stored response has the id {response_id[:100]!r}: not stored, deleted or evicted"
     raise APIError(404, reason, "previous_response_id")

@@ -1,4 +1,4 @@
-"""Responses that are generated whether a client listens or not, and the events that clients may ask for again."""
+"""Responses generated independently of client connections, with events that clients can replay."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from server.http.errors import APIError
 from server.openai.responses.store import EVENT_BYTES
 
-MAX_BYTES = 256 << 20  # of the events of all responses that are being generated
+MAX_BYTES = 256 << 20  # of the events of all running responses
 
 
 class BackgroundResponse:
-    """One response. An event's index is its `sequence_number`."""
+    """One background response. An event's index in `events` is its `sequence_number`."""
 
     def __init__(self, response: dict[str, Any], events: list[bytes]) -> None:
-        """`response`, `events`: what the builder fills."""
+        """`response`, `events`: filled by the response builder."""
         self.response, self.events = response, events
         self.is_cancelled = False
-        self.is_kept = True  # its events; false: there were too many
+        self.is_kept = True  # false: its events were dropped to save memory
         self.num_bytes = 0
         self._num_seen = 0
         self._over = False
         self._changed = asyncio.Event()
 
     def see(self) -> int:
-        """Tell those who follow of new events; the bytes of these."""
+        """Notify followers of new events; return their size in bytes."""
         new = sum(len(event) + EVENT_BYTES for event in self.events[self._num_seen :])
         self._num_seen = len(self.events)
         self.num_bytes += new
@@ -35,7 +35,7 @@ class BackgroundResponse:
         return new
 
     def drop_events(self) -> None:
-        """Those who follow get an error."""
+        """Drop the events. Followers get an error."""
         self.is_kept = False
         self.events.clear()
         self._notify()
@@ -49,12 +49,12 @@ class BackgroundResponse:
         changed.set()
 
     async def over(self) -> None:
-        """Until it has ended."""
+        """Wait until the response has ended."""
         while not self._over:
             await self._changed.wait()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events after that of this number, until the last. `APIError` when they are no longer kept."""
+        """Yield the events after number `after` until the end. Raises `APIError` if events were dropped."""
         at = after + 1
         while True:
             if not self.is_kept:
@@ -69,7 +69,7 @@ class BackgroundResponse:
 
 
 class Background:
-    """All responses that are being generated in the background, by their owners' names and their ids."""
+    """All running background responses, by owner and id."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -80,7 +80,7 @@ class Background:
         return self._running.get((owner, response_id))
 
     def start(self, owner: str, running: BackgroundResponse, events: AsyncGenerator[bytes, None]) -> None:
-        """`events` fills the response and its events, and stores them before it ends."""
+        """Consume `events` in a task. The generator fills the response and stores it before it ends."""
         self._running[owner, running.response["id"]] = running
         task = asyncio.create_task(self._run(owner, running, events))
         self._tasks.add(task)
@@ -108,10 +108,10 @@ class Background:
 
 
 async def replayed(events: Sequence[bytes], after: int) -> AsyncGenerator[bytes, None]:
-    """The events of a response that has ended, after that of this number."""
+    """Yield the events of a finished response after number `after`."""
     yield b"".join(events[after + 1 :])
 
 
 def events_not_kept() -> APIError:
-    reason = "events are kept of responses with background=true, as long as there are not too many: ask without stream"
+    reason = "no events are stored for this response (only for background=true, up to a limit): use stream=false"
     return APIError(400, reason, "stream")

@@ -1,4 +1,4 @@
-"""/v1/responses/compact: a conversation's user messages, and a summary of all of it that the model writes."""
+"""/v1/responses/compact: replaces a conversation by its user messages and a summary written by the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REQUEST = (
 
 
 async def compacted(model: ServedModel, asked: Asked, warnings: Warnings, caller: Caller) -> dict[str, Any]:
-    """The answer to a request that is to be compacted."""
+    """Return the compacted conversation."""
     conversation = asked.request.conversation
     assert conversation is not None
     messages = [*conversation.messages, Message(role="user", content=_REQUEST)]

@@ -1,4 +1,4 @@
-"""/v1/conversations: lists of items that responses go on from and add to. In memory, bounded."""
+"""/v1/conversations: lists of items that responses continue and extend. In memory, bounded."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from server.openai.responses.store import Items, encoded, items_bytes
 
 MAX_BYTES = 128 << 20
 MAX_ITEMS = 20  # in one request
-CONVERSATION_BYTES = 1000  # besides what is written in it
+CONVERSATION_BYTES = 1000  # overhead of objects besides the content
 
 
 @dataclass(slots=True)
 class StoredConversation:
-    """Items, and what the caller wants to remember of them."""
+    """The items and metadata of one conversation."""
 
     id: str
     created_at: int
     metadata: dict[str, Any]
     items: Items = field(default_factory=dict)
-    _items_bytes: int = 0  # there may be very many
+    _items_bytes: int = 0  # kept up to date, since there may be very many items
 
     @property
     def num_bytes(self) -> int:
         return CONVERSATION_BYTES + len(msgspec.json.encode(self.metadata)) + self._items_bytes
 
     def add(self, items: Items) -> None:
-        """Those of the same ids are replaced."""
+        """Add items, replacing those with the same ids."""
         replaced = {item_id: self.items[item_id] for item_id in items if item_id in self.items}
         self._items_bytes += items_bytes(items) - items_bytes(replaced)
         self.items |= items
@@ -60,25 +60,25 @@ class StoredConversation:
 
 
 class ConversationStore:
-    """The conversations of all callers."""
+    """The stored conversations of all callers."""
 
     def __init__(self, max_conversations: int, max_bytes: int = MAX_BYTES) -> None:
         self._store = OwnedStore[StoredConversation](max_conversations, max_bytes)
 
     def get(self, owner: str, conversation_id: str, *path: str) -> StoredConversation:
-        """`APIError` 404 when the caller has none of this id. `path`: of the field that names it."""
+        """Return a conversation. Raises `APIError` 404 for an unknown id. `path`: the field that contains the id."""
         found = self._store.get(owner, conversation_id)
         if found is None:
-            reason = f"there is no conversation {conversation_id[:100]!r}: deleted, or too old"
+            reason = f"no stored conversation has the id {conversation_id[:100]!r}: deleted or evicted"
             raise APIError(404, reason, *path, lead=": " if path else None)
         return found
 
     def put(self, owner: str, conversation: StoredConversation) -> None:
-        """Also after a change."""
+        """Store a conversation; also called after a change."""
         self._store.put(owner, conversation.id, conversation, conversation.num_bytes)
 
     def append(self, owner: str, conversation_id: str, items: Items) -> None:
-        """Nothing happens when the conversation is gone."""
+        """Append items. Does nothing if the conversation no longer exists."""
         if (found := self._store.get(owner, conversation_id)) is not None:
             found.add(items)
             self.put(owner, found)
@@ -88,20 +88,20 @@ class ConversationStore:
 
 
 class NewItems(Body):
-    """Items to be added to a conversation."""
+    """Items to add to a conversation."""
 
     items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class NewConversation(Body):
-    """A conversation to be kept."""
+    """A conversation to create."""
 
-    items: Annotated[list[Item], Field(max_length=MAX_ITEMS)] | None = optional("Its first items.")
-    metadata: dict[str, Any] | None = optional("What the caller wants to remember of it.")
+    items: Annotated[list[Item], Field(max_length=MAX_ITEMS)] | None = optional("The first items.")
+    metadata: dict[str, Any] | None = optional("Arbitrary metadata, stored with the conversation.")
 
 
 class ConversationChange(Body):
-    """What changes of a conversation."""
+    """The new metadata of a conversation."""
 
     metadata: dict[str, Any]
 
@@ -109,7 +109,7 @@ class ConversationChange(Body):
 
 
 def input_item(item: Any) -> dict[str, Any]:
-    """An item of a request as it is listed later: with an id, its text in a part."""
+    """Convert a request's item to its stored form: with an id, and its text as a content part."""
     given: dict[str, Any] = item.model_dump(exclude_none=True)
     if isinstance(given.get("content"), str):
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
@@ -121,7 +121,7 @@ def input_item(item: Any) -> dict[str, Any]:
 def _listed(items: list[Any]) -> Items:
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
-            raise APIError(400, "must be an item itself", "items", index)
+            raise APIError(400, "must be an item, not an item_reference", "items", index)
     return encoded(map(input_item, items))
 
 
@@ -194,5 +194,5 @@ def _add_item_routes(app: FastAPI, model: ServedModel, store: ConversationStore)
 def _item(found: StoredConversation, item_id: str) -> bytes:
     item = found.items.get(item_id)
     if item is None:
-        raise APIError(404, f"there is no item {item_id[:100]!r}", "item_id", lead=None)
+        raise APIError(404, f"the conversation has no item {item_id[:100]!r}", "item_id", lead=None)
     return item

@@ -1,4 +1,4 @@
-"""A response of /v1/responses while it is generated: its output items, and the events that tell of them."""
+"""Builds a response of /v1/responses while it is generated: its output items and events."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PREFIX = {
 
 
 class ResponseBuilder:
-    """Puts the pieces of one answer into `response["output"]` and says so in events.
+    """Appends the pieces of one answer to `response["output"]` and returns the events for them.
 
-    A block is one output item: announced, filled, done. Its events: `output_item.added`, for text also
-    `content_part.added`; deltas; the text's or the arguments' own `done`; `content_part.done`; `output_item.done`.
+    A block becomes one output item. Its events: `output_item.added`, for text also `content_part.added`; deltas; the
+    `done` event of the text or the arguments; for text `content_part.done`; `output_item.done`.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class ResponseBuilder:
         packs_reasoning: bool = False,
         log: list[bytes] | None = None,
     ) -> None:
-        """`response`: the object to be filled, without output yet. `packs_reasoning`: items of it have
-        `encrypted_content`, too. `log`: where each event is added, besides.
+        """`response`: the object to fill, without output. `packs_reasoning`: add `encrypted_content` to reasoning.
+        `log`: a list that each event is also appended to.
         """
         self.response = response
         self._forms = {each.tool.name: each.form for each in tools}
         self._packs_reasoning, self._log = packs_reasoning, log
         self._blocks = Blocks()
         self._open: Block | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of the open text
-        self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._logprobs: list[dict[str, Any]] = []  # of the open text item
+        self._held_logprobs: list[dict[str, Any]] = []  # of tokens before their text arrives
         self._sequence_number = 0
 
     def start(self) -> bytes:
@@ -57,7 +57,7 @@ class ResponseBuilder:
         )
 
     def hold(self, logprobs: list[dict[str, Any]]) -> None:
-        """Log-probabilities of the tokens that the next content is made of."""
+        """Hold the log probabilities of tokens until their content arrives."""
         self._held_logprobs += logprobs
 
     def add(self, piece: Piece) -> bytes:
@@ -76,7 +76,7 @@ class ResponseBuilder:
         return data
 
     def finish(self, status: str, reason: str | None, usage: dict[str, Any]) -> bytes:
-        """`status`: "completed", "incomplete" for a `reason`, or "cancelled"."""
+        """Return the last events. `status`: "completed", "incomplete" with a `reason`, or "cancelled"."""
         event_status = "completed" if status == "completed" else "incomplete"
         data = self._close(event_status)
         if reason is not None:
@@ -108,7 +108,7 @@ class ResponseBuilder:
         return data
 
     def _form(self, block: Block) -> CallForm:
-        """Where the answer is not guided a model may call what there is not."""
+        """Return the form of a call. An unguided model may call an unknown tool, shown as a function call."""
         return self._forms.get(block.name) or CallForm("function", block.name)
 
     def _close(self, status: str) -> bytes:
@@ -137,7 +137,7 @@ class ResponseBuilder:
             case "function_call":
                 done = "response.function_call_arguments.done"
                 return self._item_event(done, name=item["name"], arguments=item["arguments"])
-            case "custom_tool_call":  # the model writes its text within JSON, whose end must be known
+            case "custom_tool_call":  # its text is part of a JSON object, which must be complete
                 data = self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
                 return data + self._item_event("response.custom_tool_call_input.done", input=item["input"])
         return b""

@@ -1,4 +1,4 @@
-"""/v1/responses: the answer to a conversation of items, whole, streamed or in the background; responses that are kept."""
+"""/v1/responses: answers to conversations of items, whole, streamed or in the background; stored responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server.openai.responses.pages import After, Limit, Order, page
 from server.openai.responses.protocol import CompactRequest, ResponsesRequest
 from server.openai.responses.store import ResponseStore, StoredResponse
 
-_LONG_BYTES = 16 << 10  # of an earlier conversation, that are read in a thread
+_LONG_BYTES = 16 << 10  # larger stored conversations are read in a thread
 _PATH = "/v1/responses/{response_id}"
 
 
@@ -130,9 +130,9 @@ async def _cancel(model: ServedModel, caller: Caller, running: BackgroundRespons
 
 
 def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredResponse:
-    """404 when the caller has none of this id."""
+    """Return a stored response. Raises `APIError` 404 for an unknown id."""
     found = store.get(caller.name, response_id)
     if found is None:
-        reason = f"there is no response {response_id[:100]!r}: not stored, deleted, or too old"
+        reason = f"no stored response has the id {response_id[:100]!r}: not stored, deleted or evicted"
         raise APIError(404, reason, "response_id", lead=None)
     return found

@@ -1,4 +1,4 @@
-"""The items of a conversation as /v1/responses has them, and the messages that they make."""
+"""The conversation items of /v1/responses, and their conversion to messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.generation.request import Message, ToolCall
 from server.http.bodies import Body, one_message
 from server.openai.responses.tools import INPUT, LOCAL_SHELL, full_name
 
-# Items of tools that do not exist here. They come with conversations that another server began.
+# Items of tools that Quire does not support. They appear in conversations started on another server.
 LEFT_OUT = frozenset(
     """web_search_call file_search_call code_interpreter_call image_generation_call computer_call computer_call_output
     mcp_list_tools mcp_approval_request mcp_approval_response mcp_call tool_search_call tool_search_output program
@@ -34,7 +34,7 @@ class Part(Body):
 
 
 Content = Annotated[
-    str | list[Part], one_message("a text or a list of text parts; images, audio and files are not supported")
+    str | list[Part], one_message("a string or a list of text parts; images, audio and files are not supported")
 ]
 
 
@@ -115,7 +115,7 @@ class ReasoningItem(Body):
 
     @property
     def text(self) -> str | None:
-        """None: it is not known here."""
+        """The reasoning text; None if this server cannot read it."""
         if self.content:
             return "\n".join(part.text for part in self.content)
         if self.encrypted_content and (found := unpacked(self.encrypted_content)) is not None:
@@ -124,7 +124,7 @@ class ReasoningItem(Body):
 
 
 class CompactionItem(Body):
-    """What /v1/responses/compact made of a conversation."""
+    """The summary written by /v1/responses/compact."""
 
     type: Literal["compaction", "compaction_summary"]
     encrypted_content: str
@@ -132,7 +132,7 @@ class CompactionItem(Body):
 
 
 class LeftOutItem(Body):
-    """An item that says nothing to a model here."""
+    """An item that is not shown to the model."""
 
     type: str
 
@@ -140,7 +140,7 @@ class LeftOutItem(Body):
 
 
 class ItemReference(Body):
-    """An item of an answer that is stored here."""
+    """A reference to an output item of a stored response."""
 
     type: Literal["item_reference"]
     id: str
@@ -182,14 +182,14 @@ Item = Annotated[
 Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), Tag("<items>")],
     Discriminator(lambda value: "<items>" if isinstance(value, list) else "<text>"),
-    Field(description="A text, or messages, tool calls, their outputs, reasoning."),
+    Field(description="A string, or a list of messages, tool calls, tool outputs and reasoning."),
 ]
 
 
 def messages_of(items: list[Any]) -> list[Message]:
-    """The messages that items make: reasoning, text and calls that follow each other are one message of the assistant."""
+    """Convert items to messages. Consecutive reasoning, text and calls become one assistant message."""
     messages: list[Message] = []
-    answer: Message | None = None  # the assistant's message that may go on
+    answer: Message | None = None  # the assistant message being assembled
 
     def new_answer() -> Message:
         messages.append(Message(role="assistant"))
@@ -239,23 +239,23 @@ def _call(item: FunctionCallItem | CustomCallItem | LocalShellCallItem) -> ToolC
 
 
 def items_left_out(items: list[Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Each item, or part of one, that the model does not see: where it is, and why."""
+    """Yield the path of each item, or part of one, that the model does not see, with the reason."""
     for index, item in enumerate(items):
         match item:
             case LeftOutItem():
-                yield ("input", index), f"a {item.type!r} says nothing to a model here; left out"
+                yield ("input", index), f"items of the type {item.type!r} are not supported; left out"
             case ReasoningItem(encrypted_content=str(content)) | CompactionItem(encrypted_content=content):
                 if unpacked(content) is None and not (isinstance(item, ReasoningItem) and item.text is not None):
                     yield ("input", index, "encrypted_content"), "was written by another server; left out"
 
 
 def packed(text: str) -> str:
-    """What clients send back as it is. It is not secret: they may read what their own model wrote."""
+    """Encode text that clients send back unchanged. Not encrypted: clients may read what the model wrote."""
     return _PACKED + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def unpacked(content: str) -> str | None:
-    """The text again; None: another server packed it."""
+    """Decode text from `packed`; None if another server encoded it."""
     if not content.startswith(_PACKED):
         return None
     try:

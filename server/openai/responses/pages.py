@@ -1,4 +1,4 @@
-"""Pages of lists, as OpenAI's API has them."""
+"""Pagination of lists, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from server.openai.responses.store import Items
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
-After = str | None  # the id of the last item of the page before
+After = str | None  # id of the last item of the previous page
 
 
 def page(items: Items, limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """The list's object, for msgspec. `after` an id that is not there is nothing."""
+    """Return one page as an object for msgspec. The page is empty if `after` is an unknown id."""
     ids = iter(items) if order == "asc" else reversed(items)
     if after is not None:
-        _ = after in ids  # which reads up to it
+        _ = after in ids  # advances the iterator past `after`
     shown = list(islice(ids, limit))
     return {
         "object": "list",

@@ -1,4 +1,4 @@
-"""The fields of /v1/responses, and the neutral request that they make."""
+"""The request fields of /v1/responses, and their conversion to the neutral request."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "prompt_cache_options": (),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
-    "max_tool_calls": (),  # there are no built-in tools
+    "max_tool_calls": (),  # Quire has no built-in tools
 }
-# Parameters of sampling that this API has beside `max_output_tokens` and `top_logprobs`.
+# Sampling parameters of this API besides `max_output_tokens` and `top_logprobs`.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -40,7 +40,7 @@ SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
 )
-# What this API calls fields of a neutral request.
+# Field names of the neutral request in this API.
 NAMES = {
     "prompt": "input",
     "messages": "input",
@@ -65,7 +65,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Verbosity | None = optional("How long to answer, for the chat template.")
+    verbosity: Verbosity | None = optional("Length of the answer, for the chat template.")
 
 
 class ReasoningOptions(Body):
@@ -98,28 +98,28 @@ class ConversationId(Body):
 
 
 class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
-    """A conversation to be continued, as items."""
+    """A conversation of items to continue."""
 
     input: Input
     instructions: str | None = optional("A system message for this response only.")
-    previous_response_id: str | None = optional("A stored response that this one goes on from.")
-    conversation: str | ConversationId | None = optional("What the response goes on from and is added to.")
-    background: bool | None = optional("Answer at once, and generate whether or not the client listens.", False)
-    store: bool | None = optional("False: keep nothing of this response.")
+    previous_response_id: str | None = optional("A stored response to continue.")
+    conversation: str | ConversationId | None = optional("A stored conversation to continue and extend.")
+    background: bool | None = optional("Return immediately and generate independently of the connection.", False)
+    store: bool | None = optional("False: do not store this response.")
     tools: list[AnyTool] | None = optional(
-        "Functions, custom tools and namespaces of them that the model may call; tools of OpenAI's servers are left out."
+        "Functions, custom tools and namespaces of them. Built-in tools of OpenAI are left out."
     )
-    tool_choice: Any = optional('"none", "auto", "required", a function, or some of them and a mode.')
-    parallel_tool_calls: bool | None = optional("False: at most one tool call.")
-    chat_template_kwargs: dict[str, Any] | None = optional("Further variables for the chat template.")
-    max_output_tokens: int | None = optional("Most tokens of the answer.", json_schema_extra=limits("max_tokens"))
-    text: TextOptions | None = optional("What the answer has to be.")
+    tool_choice: Any = optional('"none", "auto", "required", a function, or `allowed_tools` with a mode.')
+    parallel_tool_calls: bool | None = optional("False: allow at most one tool call.")
+    chat_template_kwargs: dict[str, Any] | None = optional("Additional variables for the chat template.")
+    max_output_tokens: int | None = optional("Maximum tokens of the answer.", json_schema_extra=limits("max_tokens"))
+    text: TextOptions | None = optional("The required format of the answer, and its verbosity.")
     reasoning: ReasoningOptions | None = optional("How much to reason.")
-    include: list[str] | None = Field(None, description=f'"{LOGPROBS}" and "{REASONING}" have an effect.')
+    include: list[str] | None = Field(None, description=f'Supported: "{LOGPROBS}" and "{REASONING}".')
     top_logprobs: int | None = optional(
-        "With the log-probabilities, those of this many likeliest tokens.", json_schema_extra=limits("logprobs")
+        "With log probabilities: also those of this many most likely tokens.", json_schema_extra=limits("logprobs")
     )
-    stream: bool | None = optional("Send the answer as it comes.")
+    stream: bool | None = optional("Stream the response as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
 
     NO_EFFECT: ClassVar[Any] = NO_EFFECT
@@ -127,7 +127,7 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
     @model_validator(mode="after")
     def _check_kept(self) -> ResponsesRequest:
         if self.background and self.store is False:
-            raise wrong("needs store=true", "background")
+            raise wrong("requires store=true", "background")
         if self.conversation is not None and self.previous_response_id is not None:
             raise wrong("cannot be given together with previous_response_id", "conversation")
         return self
@@ -143,7 +143,7 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
         return self.input
 
     def neutral(self, messages: list[Message], tools: list[CallableTool]) -> GenerationRequest:
-        """`messages`: the conversation so far, those of `items` included. `tools`: those of the request."""
+        """Convert the request. `messages`: the conversation, including `items`. `tools`: the request's tools."""
         sampling = given_sampling(self, SAMPLING)
         if self.max_output_tokens is not None:
             sampling["max_tokens"] = self.max_output_tokens
@@ -173,7 +173,7 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
 
 
 def _structured(text: TextOptions | None) -> dict[str, Any]:
-    """Arguments for the engine's `StructuredOutputs`; none: the answer is free text."""
+    """Return arguments for the engine's `StructuredOutputs`. Empty: free text."""
     if text is None or text.format is None or text.format.type == "text":
         return {}
     schema = text.format.schema_
@@ -181,7 +181,7 @@ def _structured(text: TextOptions | None) -> dict[str, Any]:
 
 
 class CompactRequest(ResponsesRequest):
-    """A conversation to be made shorter."""
+    """A conversation to compact."""
 
     input: Input | None = None  # type: ignore[assignment]
 

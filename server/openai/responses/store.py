@@ -1,4 +1,4 @@
-"""Responses that clients may ask for again or go on from. In memory, bounded by what is really held."""
+"""Stored responses, which clients can retrieve or continue. In memory, bounded by their actual size."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES, EVENT_BYTES = (
     300,
     300,
     50,
-)  # besides what is written in them: objects, keys, ids
+)  # overhead of objects, keys and ids besides the content
 
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
-Items = dict[str, bytes]  # each as JSON by its id, the oldest first
+Items = dict[str, bytes]  # JSON by item id, oldest first
 
 
 def encoded(items: Iterable[dict[str, Any]]) -> Items:
-    """Items as they are held."""
+    """Encode items for storage."""
     return {item["id"]: _exact(msgspec.json.encode(item)) for item in items}
 
 
 def items_bytes(items: Items) -> int:
-    """What they take."""
+    """Return the memory that items take, in bytes."""
     return sum(len(item_id) + len(item) + ITEM_BYTES for item_id, item in items.items())
 
 
 class Turn:
-    """What a response added to its conversation, after the turn before it. A beginning that several share is held once."""
+    """The messages that a response added to a conversation. Responses with a common history use the same turns."""
 
     __slots__ = ("_messages", "num_holders", "previous")
 
     def __init__(self, messages: list[Message], previous: Turn | None) -> None:
         self._messages, self.previous = _exact(msgspec.msgpack.encode(messages)), previous
-        self.num_holders = 0  # the stored response that it is of, and turns after it that are held
+        self.num_holders = 0  # stored responses and later turns that refer to this turn
 
     @property
     def num_bytes(self) -> int:
         return len(self._messages) + TURN_BYTES
 
     def conversation(self) -> list[Message]:
-        """All messages up to the end of this turn, without instructions."""
+        """Return all messages up to the end of this turn, without instructions."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -61,36 +61,36 @@ class StoredResponse:
     """A finished response."""
 
     body: bytes  # its JSON
-    input_items: Items  # what was new in the request
+    input_items: Items  # the request's new items
     output: Items
     turn: Turn
-    events: Sequence[bytes] = ()  # of a response that was generated in the background
+    events: Sequence[bytes] = ()  # only of background responses
     is_background: bool = False
 
     @staticmethod
     def of(response: dict[str, Any], input_items: Items, turn: Turn, events: Sequence[bytes] = ()) -> StoredResponse:
-        """`response`: its object."""
+        """Create a stored response from the response object."""
         body, output = _exact(msgspec.json.encode(response)), encoded(response["output"])
         return StoredResponse(body, input_items, output, turn, events, bool(response.get("background")))
 
     @property
     def num_bytes(self) -> int:
-        """Without the messages."""
+        """Size in memory, without the messages."""
         events = sum(len(event) + EVENT_BYTES for event in self.events)
         return len(self.body) + items_bytes(self.input_items) + items_bytes(self.output) + RESPONSE_BYTES + events
 
 
 def _exact(encoded: bytes) -> bytes:
-    """A copy as long as what is in it: encoders leave half as much again behind their output."""
+    """Return a copy without spare capacity: encoders over-allocate their output by half."""
     return bytes(memoryview(encoded))
 
 
 @dataclass(slots=True)
 class _Owned:
-    """The responses of one caller, the least recently used first."""
+    """The responses of one caller, least recently used first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    items: dict[str, str] = field(default_factory=dict)  # item of an output → its response
+    items: dict[str, str] = field(default_factory=dict)  # output item id → response id
     num_bytes: int = 0
 
     def hold(self, turn: Turn | None) -> None:
@@ -111,21 +111,21 @@ class _Owned:
 
 
 class ResponseStore:
-    """At most `max_responses` responses, and `max_bytes` of them and their conversations.
+    """At most `max_responses` responses, and `max_bytes` including their conversations.
 
-    What is too much is taken from the caller who holds the most, oldest first: nothing goes for what another one stores.
+    When the store is full, the caller who holds the most loses its least recently used responses.
     """
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._owners: dict[str, _Owned] = {}  # by the callers' names
+        self._owners: dict[str, _Owned] = {}  # by the caller's name
 
     @property
     def num_bytes(self) -> int:
         return sum(owned.num_bytes for owned in self._owners.values())
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """An older one of this owner and id is replaced."""
+        """Store a response, replacing the owner's response of the same id. Evicts responses when the store is full."""
         owned = self._owners.setdefault(owner, _Owned())
         owned.hold(response.turn)
         self._remove(owned, response_id)
@@ -144,14 +144,14 @@ class ResponseStore:
         return owned.responses[response_id]
 
     def item(self, owner: str, item_id: str) -> bytes | None:
-        """An item of an answer, as JSON."""
+        """Return an output item as JSON, or None."""
         owned = self._owners.get(owner)
         if owned is None or item_id not in owned.items:
             return None
         return owned.responses[owned.items[item_id]].output[item_id]
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Whether there was one."""
+        """Remove a response; return whether it existed."""
         owned = self._owners.get(owner)
         return owned is not None and self._remove(owned, response_id)
 
@@ -160,7 +160,7 @@ class ResponseStore:
         return sum(len(owned.responses) for owned in self._owners.values())
 
     def _fraction(self, owned: _Owned) -> float:
-        """How much of what there may be an owner holds."""
+        """Return the fraction of the store's limits that an owner uses."""
         return max(len(owned.responses) / max(self._max_responses, 1), owned.num_bytes / self._max_bytes)
 
     @staticmethod

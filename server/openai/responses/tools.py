@@ -1,4 +1,4 @@
-"""The tools of /v1/responses: what the model is shown of them, and the items that calls of them are."""
+"""The tools of /v1/responses: their definitions for the model, and the items for their calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from server.http.bodies import Body, optional
 from server.http.errors import APIError
 from server.parsing.pieces import json_object
 
-# Tools that OpenAI's servers run themselves, and clients' tools that have items of their own.
+# Tools that OpenAI's servers run, and client tools with their own item types. Not supported: left out.
 LEFT_OUT = frozenset(
     """web_search web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11 file_search code_interpreter
     image_generation mcp computer computer_use computer_use_preview tool_search programmatic_tool_calling shell
     apply_patch""".split()  # noqa: SIM905
 )
 LOCAL_SHELL = "local_shell"
-INPUT = "input"  # the only argument of a custom tool, as the model sees it
+INPUT = "input"  # the model's name for the only argument of a custom tool
 _LOCAL_SHELL_PARAMETERS = {
     "type": "object",
     "properties": {
@@ -35,13 +35,13 @@ _LOCAL_SHELL_PARAMETERS = {
 
 
 class FunctionTool(Body):
-    """Something that the model may call; further fields go to the chat template."""
+    """A function that the model may call. Additional fields are passed to the chat template."""
 
     type: Literal["function"]
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema; none: there are no arguments.")
-    strict: bool | None = optional("True: refuse a schema that cannot be enforced, not just say so.")
+    parameters: dict[str, Any] | None = optional("A JSON schema. Default: the function takes no arguments.")
+    strict: bool | None = optional("True: reject a schema that cannot be enforced, instead of warning.")
 
     NAMES_UNKNOWN: ClassVar[bool] = False
 
@@ -53,24 +53,24 @@ class InputFormat(Body):
 
 
 class CustomTool(Body):
-    """A tool whose input is a text, which its grammar guides."""
+    """A tool with text input, optionally guided by a grammar."""
 
     type: Literal["custom"]
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    format: InputFormat | None = optional("What the text must be: any, or by a grammar.")
+    format: InputFormat | None = optional("Format of the input: any text, or a grammar.")
 
     NAMES_UNKNOWN: ClassVar[bool] = False
 
 
 class LocalShellTool(Body):
-    """Commands that the client runs."""
+    """A tool for shell commands, which the client runs."""
 
     type: Literal["local_shell"]
 
 
 class LeftOutTool(Body):
-    """A tool that does not exist here: the model is not told of it."""
+    """An unsupported tool, not shown to the model."""
 
     type: str
 
@@ -86,12 +86,12 @@ def _kind(known: frozenset[str]) -> Discriminator:
         return "<left out>" if isinstance(given, str) and given in LEFT_OUT else f"<{given}>"
 
     names = ", ".join(f"'{name}'" for name in sorted(known))
-    message = f"must be {names} or a tool of OpenAI's servers, which is left out"
+    message = f"must be {names} or a built-in tool of OpenAI, which is left out"
     return Discriminator(kind, custom_error_type="wrong_value", custom_error_message=message)
 
 
 class NamespaceTool(Body):
-    """Functions and custom tools under one name."""
+    """A group of functions and custom tools under one name."""
 
     type: Literal["namespace"]
     name: str = Field(pattern=FUNCTION_NAME)
@@ -110,14 +110,14 @@ AnyTool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How the API has calls of a tool."""
+    """How the API represents calls of a tool."""
 
     kind: Literal["function", "custom", "local_shell"]
     name: str
     namespace: str | None = None
 
     def item(self, call_id: str) -> dict[str, Any]:
-        """A call of it that begins."""
+        """Return the item of a new call."""
         named = {"name": self.name} | ({} if self.namespace is None else {"namespace": self.namespace})
         match self.kind:
             case "function":
@@ -128,7 +128,7 @@ class CallForm:
                 return {"type": "local_shell_call", "call_id": call_id, "action": _action({})}
 
     def members(self, arguments: str) -> dict[str, Any]:
-        """What the arguments, which may be cut, make of the item."""
+        """Return the item's members from the arguments, which may be cut off."""
         match self.kind:
             case "function":
                 return {"arguments": arguments}
@@ -140,14 +140,14 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool as the model sees it, and how the API has calls of it."""
+    """A tool as the model sees it, and the API's form of its calls."""
 
     tool: Tool
     form: CallForm
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The JSON object as far as it goes."""
+    """Parse a JSON object that may be cut off; empty if it is not an object."""
     try:
         found = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
@@ -156,7 +156,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> str:
-    """The text of a custom call, as far as it goes; what an unguided model wrote instead of it."""
+    """Return the input of a custom call, possibly cut off; without JSON, the text an unguided model wrote."""
     given = _object(arguments).get(INPUT)
     if isinstance(given, str):
         return given
@@ -171,19 +171,19 @@ def _action(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """A tool of a namespace as the model sees it."""
+    """Return the name of a tool as the model sees it."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def tools_left_out(given: list[Any] | None) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Each tool that the model is not told of: where it is, and why."""
+    """Yield the path of each tool not shown to the model, with the reason."""
     for index, each in enumerate(given or ()):
         if isinstance(each, LeftOutTool):
-            yield ("tools", index), f"there is no {each.type[:100]!r} here; left out"
+            yield ("tools", index), f"tools of the type {each.type[:100]!r} are not supported; left out"
 
 
 def callable_tools(given: list[Any] | None) -> list[CallableTool]:
-    """The tools that the model may call, those of namespaces among them."""
+    """Return the tools that the model may call, including those of namespaces."""
     found = []
     for index, each in enumerate(given or ()):
         path: tuple[str | int, ...] = ("tools", index)
@@ -220,7 +220,7 @@ def _custom(given: CustomTool, name: str, description: str, path: tuple[str | in
     if given.format is not None and given.format.type == "grammar":
         syntax, definition = given.format.syntax, given.format.definition
         if syntax is None or not definition:
-            raise APIError(400, "must have a syntax and a definition", *path, "format")
+            raise APIError(400, "must have a syntax and a definition for a grammar", *path, "format")
         text["description"] = f"A text by this grammar ({syntax}):\n{definition}"
         if strict := syntax == "regex":
             text["pattern"] = f"^(?:{definition})$"
@@ -239,7 +239,7 @@ def _tool(
 
 
 def tool_choice(choice: Any, several: bool) -> ToolChoice:
-    """`choice`: as the API has it. `several`: whether there may be more than one call."""
+    """Convert the API's `tool_choice`. `several`: whether more than one call is allowed."""
     match choice:
         case None:
             return ToolChoice(several=several)
@@ -259,7 +259,7 @@ def tool_choice(choice: Any, several: bool) -> ToolChoice:
 
 
 def _chosen(tool: Any) -> str | None:
-    """The name of a tool that is chosen, as the model sees it."""
+    """Return the chosen tool's name as the model sees it."""
     match tool:
         case {"type": "function" | "custom", "name": str(name), "namespace": str(namespace)}:
             return full_name(name, namespace)

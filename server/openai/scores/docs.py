@@ -1,4 +1,4 @@
-"""What the API reference says of /score, /rerank and /classify."""
+"""The API reference of /score, /rerank and /classify."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _SCORED: dict[str, Any] = {
 }
 _SCORE: tuple[Any, ...] = (
     TAG,
-    "How well texts fit each other",
-    "By a classifier with one label (a cross-encoder), which reads both as one prompt, or the cosine of an embedding model's "
-    "vectors.",
+    "Score pairs of texts",
+    "A classifier with one label (a cross-encoder) reads both texts as one prompt. With an embedding model the score "
+    "is the cosine similarity of the embeddings.",
     {
-        "One with several": {"model": MODEL, "text_1": "a large planet", "text_2": ["Jupiter", "a teapot"]},
+        "One text with several": {"model": MODEL, "text_1": "a large planet", "text_2": ["Jupiter", "a teapot"]},
         "Pairs": {"model": MODEL, "text_1": ["one", "two"], "text_2": ["1", "2"]},
     },
     _SCORED,
 )
 _RERANK: tuple[Any, ...] = (
     TAG,
-    "Documents by how well they fit a query",
-    "As Jina and Cohere have it, the best first; scores are those of `/score`.",
-    {"Documents": _PLANETS, "The best": {**_PLANETS, "top_n": 1, "return_documents": False}},
+    "Rank documents by relevance to a query",
+    "Compatible with Jina's and Cohere's APIs. Results are sorted by score, best first; scores are those of `/score`.",
+    {"Documents": _PLANETS, "The best document": {**_PLANETS, "top_n": 1, "return_documents": False}},
     _RANKED,
 )
 _CLASSIFY: tuple[Any, ...] = (
     TAG,
-    "The labels of texts",
-    "By a model that is published for it (…ForSequenceClassification).",
+    "Classify texts",
+    "Requires a classification model (…ForSequenceClassification).",
     {"Several texts": {"model": MODEL, "input": ["a fine day", "a dull book"]}},
     {
         "id": "score-41f0",

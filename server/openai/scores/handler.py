@@ -1,7 +1,7 @@
-"""/score, /rerank and /classify: how well texts fit each other, and which labels they have.
+"""/score, /rerank and /classify: scores of text pairs, and labels of texts.
 
-A classifier with one label (a cross-encoder) reads both texts of a pair as one prompt. With an embedding model the score is the
-cosine of their embeddings.
+A classifier with one label (a cross-encoder) reads both texts of a pair as one prompt. With an embedding model the
+score is the cosine similarity of the embeddings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server.http.responses import json_response
 from server.openai.scores.protocol import ClassifyRequest, Pair, RerankRequest, ScoreRequest
 from server.openai.usage import usage_object
 
-MAX_PAIR_CHARS = 1 << 24  # of all pairs that a classifier reads: one long text may be in thousands
+MAX_PAIR_CHARS = 1 << 24  # of all pairs for a classifier: one long text may be in thousands of pairs
 
 
 def add_routes(app: FastAPI, model: ServedModel) -> None:
@@ -73,7 +73,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 def _classifier(model: ServedModel) -> Classifier:
     if model.engine.classifier is None:
         reason = (
-            f"The model `{model.names[0]}` is no classifier: serve one that is published as …ForSequenceClassification."
+            f"The model `{model.names[0]}` is no classifier. Serve a model published as …ForSequenceClassification."
         )
         raise APIError(400, reason, "model", lead=None)
     return model.engine.classifier
@@ -82,21 +82,19 @@ def _classifier(model: ServedModel) -> Classifier:
 async def _scores(
     model: ServedModel, request: Request, body: ScoreRequest | RerankRequest, pairs: list[Pair]
 ) -> tuple[Generation, list[float]]:
-    """Of each pair. 400 when the model compares no texts."""
+    """Return the score of each pair. Raises `APIError` 400 if the model cannot score pairs."""
     classifier, name = model.engine.classifier, model.names[0]
     if classifier is None and model.engine.generates:
-        reason = (
-            f"The model `{name}` generates text: an embedding model compares texts, or a classifier with one label."
-        )
+        reason = f"The model `{name}` generates text. Scores need an embedding model or a classifier with one label."
         raise APIError(400, reason, "model", lead=None)
     if classifier is not None and (num_labels := len(classifier.labels)) != 1:
-        reason = f"The model `{name}` has {num_labels} labels: one with one label compares texts. Use /classify."
+        reason = f"The model `{name}` has {num_labels} labels, and scores require a single label. Use /classify."
         raise APIError(400, reason, "model", lead=None)
     field = "documents" if isinstance(body, RerankRequest) else "text_2"
-    if len(pairs) > MAX_ANSWERS:  # equal texts are embedded once, but each pair is compared
+    if len(pairs) > MAX_ANSWERS:  # equal texts are embedded once, but every pair is scored
         raise APIError(400, f"must be at most {MAX_ANSWERS} texts, got {len(pairs)}", field, lead=" ")
     if classifier is not None and (num_chars := sum(len(one) + len(other) for one, other in pairs)) > MAX_PAIR_CHARS:
-        reason = f"with the other text before each, must have at most {MAX_PAIR_CHARS} characters, got {num_chars}"
+        reason = f"must make pairs of at most {MAX_PAIR_CHARS} characters in total, got {num_chars}"
         raise APIError(400, reason, field, lead=" ")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts, normalize = (texts, True) if classifier is None else (pairs, False)
@@ -111,12 +109,12 @@ async def _scores(
 
 
 def _activated(classifier: Classifier, states: list[bytes], is_activated: bool) -> list[list[float]]:
-    """states: the last hidden state of each prompt."""
+    """Return the scores of each prompt. `states`: the last hidden state of each prompt."""
     return [classifier.scores(EmbeddingOutput.read(each).embedding, activated=is_activated) for each in states]
 
 
 def _cosines(texts: list[str], embeddings: list[bytes], pairs: list[Pair]) -> list[float]:
-    """embeddings: of `texts`, of length 1."""
+    """Return the cosine similarity of each pair. `embeddings`: those of `texts`, normalised to length 1."""
     vectors = {text: EmbeddingOutput.read(each).embedding for text, each in zip(texts, embeddings, strict=True)}
     return [sum(map(mul, vectors[first], vectors[second])) for first, second in pairs]
 

@@ -1,4 +1,4 @@
-"""The fields of /score, /rerank and /classify, as vLLM has them, and the neutral requests that they make."""
+"""The request fields of /score, /rerank and /classify, as in vLLM, and their conversion to neutral requests."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from server.http.bodies import Body, one_message, optional, wrong
 from server.openai.fields import EngineFields, Prompt, prompts_of
 
 _RAW: dict[str, Any] = {"pooling": "last", "normalize": False}
-Texts = Annotated[str | list[str], one_message("a text or a list of texts")]
+Texts = Annotated[str | list[str], one_message("a string or a list of strings")]
 Pair = tuple[str, str]
 
 
 class _Scoring(EngineFields):
-    """What all of them may say."""
+    """Fields of all three endpoints."""
 
-    use_activation: bool | None = optional("False: a classifier's logits as they are.", True)
-    activation: bool | None = optional("The older name of `use_activation`.")
-    softmax: bool | None = optional("Another one.")
+    use_activation: bool | None = optional("False: return a classifier's raw logits.", True)
+    activation: bool | None = optional("Older name for `use_activation`.")
+    softmax: bool | None = optional("Older name for `use_activation`.")
 
     @property
     def is_activated(self) -> bool:
         return False not in (self.use_activation, self.activation, self.softmax)
 
     def hidden_states(self, prompts: Any, names: dict[str, str], *, normalize: bool = False) -> EmbeddingRequest:
-        """The request for the last token's hidden state of each prompt, or for the embedding."""
+        """Return a request for the last token's hidden state of each prompt; with `normalize`, for the embedding."""
         return EmbeddingRequest(
             prompt=prompts,
             id_prefix="score-",
@@ -39,20 +39,20 @@ class _Scoring(EngineFields):
 
 
 class ScoreRequest(_Scoring):
-    """Pairs of texts to be compared."""
+    """Pairs of texts to score."""
 
-    text_1: Texts | None = optional("A text, or a list of them.")
-    text_2: Texts | None = optional("What each is compared with: as many texts, or many where `text_1` is one.")
-    queries: Texts | None = optional("Another name of `text_1`.")
-    documents: Texts | None = optional("Another name of `text_2`.")
-    data_1: Texts | None = optional("Another name of `text_1`.")
-    data_2: Texts | None = optional("Another name of `text_2`.")
+    text_1: Texts | None = optional("A string or a list of strings.")
+    text_2: Texts | None = optional("The texts to compare with: as many as `text_1`, or any number for one.")
+    queries: Texts | None = optional("Another name for `text_1`.")
+    documents: Texts | None = optional("Another name for `text_2`.")
+    data_1: Texts | None = optional("Another name for `text_1`.")
+    data_2: Texts | None = optional("Another name for `text_2`.")
 
     @model_validator(mode="after")
     def _check_texts(self) -> ScoreRequest:
         for name, given in (("text_1", self.first), ("text_2", self.second)):
             if not given:
-                raise wrong("is required: a text or a list of texts", name)
+                raise wrong("is required: a string or a list of strings", name)
         if len(self.first) not in (1, len(self.second)):
             raise wrong(f"must be one text or as many as text_2 ({len(self.second)}), got {len(self.first)}", "text_1")
         return self
@@ -81,15 +81,15 @@ class Document(Body):
 
 
 class RerankRequest(_Scoring):
-    """Documents to be ordered by how well they fit a query."""
+    """Documents to rank by relevance to a query."""
 
-    query: str = Field(description="What is looked for.")
-    documents: list[Annotated[str | Document, one_message("a text, or an object with a text")]] = Field(
-        min_length=1, description='Texts, or objects `{"text": …}`.'
+    query: str = Field(description="The query.")
+    documents: list[Annotated[str | Document, one_message('a string or an object {"text": …}')]] = Field(
+        min_length=1, description='Strings or objects `{"text": …}`.'
     )
-    top_n: int | None = optional("Most results; 0 or left out: all.", ge=0)
-    return_documents: bool | None = optional("False: results without their texts.", True)
-    max_tokens_per_doc: int | None = optional("Accepted; documents are not cut, see `truncate_prompt_tokens`.")
+    top_n: int | None = optional("Return at most this many results; 0: all.", ge=0)
+    return_documents: bool | None = optional("False: omit the documents' texts from the results.", True)
+    max_tokens_per_doc: int | None = optional("Accepted; has no effect. Use `truncate_prompt_tokens` instead.")
 
     NO_EFFECT: ClassVar[Any] = {"max_tokens_per_doc": ()}
 
@@ -103,9 +103,9 @@ class RerankRequest(_Scoring):
 
 
 class ClassifyRequest(_Scoring):
-    """Texts to be classified."""
+    """Texts to classify."""
 
-    input: Prompt = Field(description="A text, token ids, or a list of either.")
+    input: Prompt = Field(description="A string, token ids, or a list of either.")
 
     @model_validator(mode="after")
     def _check_input(self) -> ClassifyRequest:

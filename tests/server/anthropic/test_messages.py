@@ -200,12 +200,12 @@ def test_counting(live: Live) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-            "messages: there is no text",
+            "messages: must contain text",
         ),
         ({"temperature": -1}, "temperature must be"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]."),
-        ({"tools": [TOOL]}, "tools: the model's chat template"),
+        ({"tools": [TOOL]}, "tools: the chat template has no known tool call format"),
         ({"timeout_ms": 10**400}, "timeout_ms: "),
         ({"container": "c"}, "container: is not supported yet"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort: "),
@@ -348,7 +348,7 @@ def test_a_template_that_takes_one_system_message(serve: Serve) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
     body = send(live, messages, system="Be brief.").json()
     assert prompt_text(live) == "[system]Be brief.[user]a\n\nb\n\nc"
-    assert body["warnings"] == ["messages: the chat template refuses their order: those of the system are merged"]
+    assert body["warnings"] == ["messages: the chat template rejected their order: adjacent messages are merged"]
     items = [{"role": "developer", "content": "x"}, {"role": "developer", "content": "y"}, *messages]
     assert live.post("/v1/responses", input=items).json()["warnings"][0].startswith("input: ")
     assert prompt_text(live) == "[system]x\n\ny[user]a\n\nb\n\nc"

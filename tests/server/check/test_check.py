@@ -142,7 +142,7 @@ def test_streams_that_are_wrong(odd: ThreadingHTTPServer, events: str, note: str
 def test_no_server(quire: Live, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
-        ([f"http://127.0.0.1:{quire.port}"], "wants a key: --api-key KEY"),
+        ([f"http://127.0.0.1:{quire.port}"], "requires an API key: --api-key KEY"),
         (["localhost:8000"], "URL must begin with http"),
         (["http://x", "--only", "nothing"], "only must be some of service, chat"),
     ):

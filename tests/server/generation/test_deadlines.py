@@ -22,7 +22,7 @@ def test_an_answer_that_has_not_begun_in_time_is_an_error(live: Live, path: str)
     before = time.monotonic()
     response = live.post(path, **BODIES[path], timeout_ms=5000)
     assert response.status_code == 504, response.text
-    assert "timeout_ms: its time was over before the answer began" in response.json()["error"]["message"]
+    assert "timeout_ms: the request timed out before the answer began" in response.json()["error"]["message"]
     [deadline] = live.engine.deadlines
     assert before + 5 <= deadline <= time.monotonic() + 5
     assert live.post(path, **BODIES[path]).status_code == 200
@@ -46,7 +46,7 @@ def test_streams_say_it_too(live: Live) -> None:
     assert '"finish_reason":"abort","stop_reason":"timeout"' in live.complete(timeout_ms=5000, stream=True).text
     live.engine.time_out_after = 0
     text = live.complete(timeout_ms=5000, stream=True).text
-    assert "its time was over" in text
+    assert "the request timed out" in text
     assert text.endswith("data: [DONE]\n\n")
 
 

@@ -341,12 +341,14 @@ def test_tools_whose_schema_cannot_be_enforced(hermes: Live, serve: Serve) -> No
     assert hermes.chat(tools=[WEATHER, strange], tool_choice=NAMED, max_tokens=3000).status_code == 200
     beyond = {**strange["function"], "parameters": {"$ref": "https://example.com/schema"}}  # type: ignore[dict-item]
     body = hermes.chat(tools=[WEATHER, {"type": "function", "function": beyond}], max_tokens=3000).json()
-    assert body["warnings"][0].startswith("tools[1]: the arguments of strange are any object, for its schema: ")
+    assert body["warnings"][0].startswith(
+        "tools[1]: the schema of strange is not enforced, its arguments may be any object: "
+    )
     live = serve(GrammarEngine(template=HERMES), ServerConfig(strict=True))
     assert live.chat(tools=[WEATHER, strange]).json()["error"]["param"] == "tools[1]"
     text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
     error = hermes.chat(tools=[text]).json()["error"]
-    assert error["message"] == "tools[0]: the schema of f must be that of an object"
+    assert error["message"] == 'tools[0]: the schema of f must have the type "object"'
 
 
 def test_content_by_a_schema_or_calls(hermes: Live, serve: Serve) -> None:

@@ -79,9 +79,9 @@ def test_kinds_of_json_are_read_alike(live: Live, path: str) -> None:
         ("max_tokens", "many", ["integer"]),
         ("min_tokens", -1, ["at least 0"]),
         ("min_tokens", 600, ["at most max_tokens"]),
-        ("stop", 5, ["text"]),
+        ("stop", 5, ["string"]),
         ("stop", [""], ["non-empty"]),
-        ("stop", [1], ["text"]),
+        ("stop", [1], ["string"]),
         ("stop", ["a"] * 65, ["at most 64"]),
         ("stop", "a" * 1001, ["1000 characters"]),
         ("stop_token_ids", [-1], ["token ids"]),
@@ -162,7 +162,7 @@ def test_every_field_that_is_not_supported_is_refused_on_its_own(live: Live) -> 
         ({"messages": MESSAGES, "tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", ["a b"]),
         ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "tools[1].function.name", ["two tools", "'f'"]),
         ({"messages": MESSAGES, "tools": [TOOL]}, "tools", ["chat template", "--tool-call-parser"]),
-        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", ["needs tools"]),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", ["requires tools"]),
         ({"messages": MESSAGES, "tool_choice": "perhaps"}, "tool_choice", ['"auto", "required"']),
         ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice", ["'g'"]),
         ({"messages": MESSAGES, "reasoning_effort": "huge"}, "reasoning_effort", ["'none'", "'huge'"]),
@@ -197,11 +197,11 @@ def test_chat_requests(live: Live, body: dict[str, Any], param: str | None, word
         ({"prompt": []}, ["empty"]),
         ({"prompt": ["a", ""]}, ["empty"]),
         ({"prompt": [[]]}, ["empty"]),
-        ({"prompt": None}, ["text"]),
-        ({"prompt": {"text": "a"}}, ["text"]),
-        ({"prompt": [1, "a"]}, ["text"]),
-        ({"prompt": [1.5]}, ["text"]),
-        ({"prompt": [True]}, ["text"]),
+        ({"prompt": None}, ["string"]),
+        ({"prompt": {"text": "a"}}, ["string"]),
+        ({"prompt": [1, "a"]}, ["string"]),
+        ({"prompt": [1.5]}, ["string"]),
+        ({"prompt": [True]}, ["string"]),
         ({"prompt": [259]}, ["0 to 258", "259"]),
         ({"prompt": [-1]}, ["0 to 258", "-1"]),
         ({"prompt": [10**30]}, ["0 to 258"]),
@@ -216,8 +216,8 @@ def test_completion_logprobs_limits(live: Live) -> None:
     check(live.complete(logprobs=21), 400, "logprobs", "[0, 20]")
     check(live.complete(logprobs=6), 400, "logprobs", "max_logprobs=5")
     check(live.complete(logprobs=True), 400, "logprobs", "integer")
-    check(live.complete(echo=True, logprobs=1, n=2, stream=True), 400, "echo", "several answers")
-    check(live.complete(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", "streams")
+    check(live.complete(echo=True, logprobs=1, n=2, stream=True), 400, "echo", "n above 1")
+    check(live.complete(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", "stream=true")
     check(live.complete(max_tokens=0), 400, "max_tokens", "at least 1")
     check(live.complete(model="other"), 404, "model", "`other`")
 
@@ -286,7 +286,7 @@ def test_no_chat_template(serve: Callable[..., Live]) -> None:
         create_app(FakeEngine(), ServerConfig(chat_template="{% broken"))
     with pytest.raises(ConfigError, match="must be a file or a template"):
         ServerConfig(chat_template="/no/such/file")
-    with pytest.raises(ConfigError, match="must not hold tools"):
+    with pytest.raises(ConfigError, match="must not contain tools"):
         create_app(FakeEngine(), ServerConfig(default_chat_template_kwargs={"tools": 1}))
 
 

@@ -60,8 +60,9 @@ def test_json_lines_say_which_request_they_are_about(log: Log, monkeypatch: pyte
 
 
 def test_lines_of_text_end_with_the_request(log: Log) -> None:
-    configure(RequestFields(["/metrics"]))
+    configure(RequestFields(["/metrics", "/static/"]))
     access_line("/metrics?name=any")
+    access_line("/static/js/page.js")
     logging.getLogger("server").warning("no request")
     CURRENT.set(new_context({"type": "http", "headers": [(b"x-request-id", b"mine")]}))
     access_line()

@@ -285,9 +285,9 @@ def test_a_model_is_loaded_by_an_empty_request(live: Live, client: ollama.Client
             "chat",
             {"messages": [{**HELLO[0], "images": ["aGk="]}]},
             400,
-            "must be left out: the model reads nothing but",
+            "must be omitted: the model accepts text",
         ),
-        ("generate", {"prompt": "Hi", "images": ["aGk="]}, 400, "images: must be left out"),
+        ("generate", {"prompt": "Hi", "images": ["aGk="]}, 400, "images: must be omitted"),
         ("generate", {"prompt": "Hi", "suffix": "x"}, 400, "suffix: is not supported yet"),
         ("generate", {"prompt": "Hi", "context": [1]}, 400, "context: is not supported yet"),
         ("generate", {"prompt": "Hi", "options": {"temperature": -1}}, 400, "options.temperature must be"),
@@ -297,8 +297,8 @@ def test_a_model_is_loaded_by_an_empty_request(live: Live, client: ollama.Client
         ("generate", {"prompt": "Hi", "think": "deeply"}, 400, "think: must be"),
         ("generate", {"prompt": "x" * 600}, 400, "maximum context length"),
         ("embed", {"input": 5}, 400, "input: must be"),
-        ("pull", {"model": "llama3"}, 501, "models are not managed here"),
-        ("delete", {"model": "toy"}, 501, "models are not managed here"),
+        ("pull", {"model": "llama3"}, 501, "does not manage models"),
+        ("delete", {"model": "toy"}, 501, "does not manage models"),
     ],
 )
 def test_errors_are_a_text(live: Live, path: str, body: dict[str, Any], status: int, message: str) -> None:
@@ -310,14 +310,14 @@ def test_errors_are_a_text(live: Live, path: str, body: dict[str, Any], status: 
 
 
 def test_models_cannot_be_removed(client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match="models are not managed here") as caught:
+    with pytest.raises(ollama.ResponseError, match="does not manage models") as caught:
         client.delete("toy")
     assert caught.value.status_code == 501
 
 
 def test_an_error_ends_a_stream(live: Live, client: ollama.Client) -> None:
     live.engine.fail_after = 3
-    with pytest.raises(ollama.ResponseError, match="the engine failed at this request"):
+    with pytest.raises(ollama.ResponseError, match="the engine failed on this request"):
         list(client.chat("toy", HELLO, stream=True))
 
 

@@ -80,7 +80,7 @@ def test_conversations_are_bounded() -> None:
     store.append("me", "cme", encoded({"id": str(number), "text": "x" * 300} for number in range(5, 20)))
     store.append("me", "gone", {"1": b"{}"})
     assert store.get("you", "cyou").items == {}, "another caller loses nothing"
-    with pytest.raises(Exception, match="no conversation"):
+    with pytest.raises(Exception, match="no stored conversation"):
         store.get("me", "cme")
 
 

@@ -104,7 +104,7 @@ def test_echo_of_token_ids_keeps_special_tokens(live: Live) -> None:
 
 def test_more_tokens_than_the_context_has(serve: Serve, live: Live) -> None:
     body = live.chat(max_tokens=100_000).json()
-    assert body["warnings"] == ["max_tokens: the context has room for 491 tokens of the answer"]
+    assert body["warnings"] == ["max_tokens: the context has room for only 491 tokens of the answer"]
     assert "warnings" not in live.chat(max_tokens=400).json()
     assert "warnings" not in live.chat().json()
     assert live.chat(max_completion_tokens=100_000).json()["warnings"][0].startswith("max_completion_tokens: ")

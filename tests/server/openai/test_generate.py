@@ -59,7 +59,7 @@ def test_a_stream(live: Live) -> None:
         ({"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p", "must be"),
         ({"token_ids": [1], "features": {"mm_hashes": {}}}, "features", "is not supported yet"),
         ({"token_ids": [1], "stream": True, "sampling_params": {"prompt_logprobs": 1}},
-         "sampling_params.prompt_logprobs", "is not given in streams"),
+         "sampling_params.prompt_logprobs", "is not supported with stream=true"),
     ],
 )  # fmt: skip
 def test_errors(live: Live, body: dict[str, Any], param: str, message: str) -> None:

@@ -84,7 +84,7 @@ def test_efforts_that_the_format_lacks(serve: Serve, effort: str, taken: str) ->
     live = start(serve, HARMONY, FOUR)
     answer = live.chat(reasoning_effort=effort)
     assert f"Reasoning: {taken}<|end|>" in prompt_text(live)
-    assert (f"taken as {taken}" in answer.text) is (effort != taken)
+    assert (f"treated as {taken}" in answer.text) is (effort != taken)
 
 
 def test_a_final_message_that_is_continued(serve: Serve) -> None:

@@ -124,7 +124,7 @@ def test_a_template_that_is_given_writes_the_pairs(serve: Callable[..., Live]) -
     assert scores == pytest.approx([1 / (1 + math.exp(-logit(prompt))) for prompt in prompts], abs=1e-6)
     refused = live.post("/rerank", query="ab", documents=["no"])
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "the chat template refuses the texts: not that"
+    assert refused.json()["error"]["message"] == "the chat template rejected the texts: not that"
     live.post("/classify", input="plain")
     assert live.engine.embedded[-1][0] == tokenizer.encode("plain")
 
@@ -147,9 +147,9 @@ def test_labels(vectors: Live, path: str) -> None:
         (0, "/score", {"text_1": "a"}, "text_2", "is required"),
         (0, "/score", {"text_2": "a", "text_1": []}, "text_1", "is required"),
         (0, "/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1", "must be one text or as many as text_2"),
-        (0, "/score", {"text_1": "a", "text_2": 5}, "text_2", "must be a text or a list of texts"),
+        (0, "/score", {"text_1": "a", "text_2": 5}, "text_2", "must be a string or a list of strings"),
         (0, "/rerank", {"query": "a", "documents": []}, "documents", "must not be empty"),
-        (0, "/rerank", {"query": "a", "documents": ["b", 5]}, "documents[1]", "must be a text, or an object with a text"),
+        (0, "/rerank", {"query": "a", "documents": ["b", 5]}, "documents[1]", "must be a string or an object"),
         (0, "/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "greater than or equal to 0"),
         (0, "/rerank", {"query": "a", "documents": ["b"] * 3000}, "documents", "must be at most 2048 texts, got 3000"),
         (0, "/rerank", {"query": "a", "documents": ["x" * 600]}, "documents", "maximum context length"),
@@ -178,7 +178,7 @@ def test_a_model_that_generates_compares_nothing(vectors: Live) -> None:
 
 def test_a_classifier_generates_nothing(vectors: Live) -> None:
     classifier(vectors, 1, "sigmoid")
-    assert "is published for classification and generates nothing. Use /v1/classify." in vectors.complete("a").text
+    assert "is published for classification and generates no text. Use /v1/classify." in vectors.complete("a").text
 
 
 def test_an_abort_is_told(vectors: Live) -> None:

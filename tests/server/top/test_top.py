@@ -113,7 +113,7 @@ def test_lines_where_there_is_no_terminal(serve: Callable[..., Live], capsys: py
     assert len(lines) == 2
     assert all(" ready · running 0 " in line for line in lines)
     assert cli.main(["top", url]) == 1
-    assert "wants a key: --api-key KEY" in capsys.readouterr().err
+    assert "requires an API key: --api-key KEY" in capsys.readouterr().err
 
 
 def test_no_server_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_regen_answers_again_and_undo_forgets(typed: Typed) -> None:
 
 
 def test_a_refused_question_is_forgotten(typed: Typed) -> None:
-    assert typed("Hi", "refuse", "/regen")[1:] == ["too long\n(/new begins a new conversation)", "3: Hi"]
+    assert typed("Hi", "refuse", "/regen")[1:] == ["too long\n(/new starts a new conversation)", "3: Hi"]
 
 
 def test_the_system_prompt(typed: Typed) -> None:
@@ -105,11 +105,11 @@ def test_the_system_prompt(typed: Typed) -> None:
 
 def test_sampling_parameters(typed: Typed) -> None:
     shown = typed("/set", "/set temperature 0.5", "/set max-tokens=2k", "/set", "Hi")
-    assert shown[:3] == ["All as the model has it.", "temperature 0.5", "max_tokens 2000"]
+    assert shown[:3] == ["All parameters have the model's defaults.", "temperature 0.5", "max_tokens 2000"]
     assert shown[3].split("\n") == ["temperature 0.5", "max_tokens 2000"]
     assert typed.model.asked[-1][1].given() == {"temperature": 0.5, "max_tokens": 2000}
     assert typed("/set temperature", "/set temperatur 1", "/set top_p 7") == [
-        "temperature as the model has it",
+        "temperature is reset to the default of the model",
         "There is no parameter temperatur (did you mean temperature?).",
         "top_p must be a number above 0 and at most 1, got '7'",
     ]
@@ -132,7 +132,7 @@ def test_save_and_load(typed: Typed, tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(typed: Typed, tmp_path: Path, content: str) -> None:
     file = tmp_path / "chat.json"
     file.write_text(content)
-    assert typed("Hi", f"/load {file}")[1].startswith(f"{file} is no saved conversation")
+    assert typed("Hi", f"/load {file}")[1].startswith(f"{file} is not a saved conversation")
     assert typed("/load /nowhere/file", "/load") == [
         "/nowhere/file: No such file or directory",
         "/load needs the name of a file.",

@@ -87,14 +87,21 @@ class CacheFile:
 
     def entries(self) -> list[Entry]:
         """What the slots claim to hold, the hottest first; each name once."""
-        found = []
-        for slot in range(-((ALIGNMENT - os.fstat(self._fd).st_size) // self.slot_bytes)):
-            data = os.pread(self._fd, ENTRY.size, self._offset(slot))
-            if len(data) == ENTRY.size and any(data):
-                block_hash, digest, heat, group = ENTRY.unpack(data)
-                found.append(Entry(slot, (group, block_hash), heat, digest))
+        num_slots = -((ALIGNMENT - os.fstat(self._fd).st_size) // self.slot_bytes)
+        found = [entry for slot in range(num_slots) if (entry := self.entry(slot)) is not None]
         found.sort(key=lambda entry: entry.heat)
         return list({entry.name: entry for entry in found}.values())[::-1]
+
+    def entry(self, slot: int) -> Entry | None:
+        """What a slot claims to hold. None: nothing, or it cannot be read."""
+        try:
+            data = os.pread(self._fd, ENTRY.size, self._offset(slot))
+        except OSError:
+            return None
+        if len(data) < ENTRY.size or not any(data):
+            return None
+        block_hash, digest, heat, group = ENTRY.unpack(data)
+        return Entry(slot, (group, block_hash), heat, digest)
 
     def read(self, entry: Entry, content: Any) -> bool:
         """Fill a writable buffer of `block_bytes`. False when the slot does not hold what the entry says."""

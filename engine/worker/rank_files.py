@@ -1,0 +1,71 @@
+"""The block files of several ranks, each with its part of the same blocks: rank 0's file calls those of the followers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from engine.worker.block_file import BlockFileOptions
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A message to a follower: open a file of its own."""
+
+    options: BlockFileOptions
+
+
+@dataclass(frozen=True, slots=True)
+class FileCall:
+    """A message to a follower: call this method of its file."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+def of_rank(options: BlockFileOptions, rank: int, part: str, folder: Path) -> BlockFileOptions:
+    """Return the options of a rank's file. `part`: the part of the model that it holds. `folder`: the model's, on its machine."""
+    identity = {**options.identity, "part of the model": part}
+    return replace(options, path=Path(f"{options.path}.rank{rank}"), folder=folder, identity=identity)
+
+
+class Followers:
+    """The `Peers` of rank 0's file."""
+
+    def __init__(self, send: Callable[[FileCall], None], answers: Sequence[SimpleQueue[list[int]]]) -> None:
+        """`send`: sends a call to all followers, between steps. `answers`: a queue for each follower."""
+        self._send, self._answers = send, answers
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self._send(FileCall(method, arguments))
+
+    def agree(self, numbers: Sequence[int]) -> Sequence[int]:
+        return [min(each) for each in zip(numbers, *(answers.get() for answers in self._answers), strict=True)]
+
+
+class Leader:
+    """A follower's way to rank 0: several threads send signs of life, and answers as the `Peers` of its file."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def beat(self) -> None:
+        """Give a sign of life: an empty message. OSError: rank 0 is gone."""
+        self._send(b"")
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        pass
+
+    def agree(self, numbers: Sequence[int]) -> Sequence[int]:
+        self._send(json.dumps(list(numbers)).encode())
+        return numbers
+
+    def _send(self, data: bytes) -> None:
+        with self._lock:
+            self._connection.send_bytes(data)
