@@ -1,4 +1,4 @@
-"""Quire's public face: `from engine import LLM, SamplingParams`. Modules are loaded when a name is first used."""
+"""Quire's public API: `from engine import LLM, SamplingParams`. Modules are imported when a name is first used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # so that `quire --help` and the HTTP process do without PyTorch
+def __getattr__(name: str) -> Any:  # so that `quire --help` and the API process need not import PyTorch
     if name not in _HOMES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""The engine for servers: it runs in a process of its own and answers many requests at once."""
+"""The engine for servers: runs in processes of its own and serves many requests concurrently."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-COMPILE_THREADS = 2  # at most; one core is left to those who do not wait for a grammar
-FEW_TEXTS = 16  # are made into tokens in less time than it takes to ask a thread
-UPDATES_AT_ONCE = 16  # made and sent in one iteration of the event loop, at most
-UPDATES_PER_SECOND = (
-    20_000  # of all streams: crowded ones get fewer and longer updates, about half of what one core can send
-)
+COMPILE_THREADS = 2  # at most; one core stays free for requests without a grammar
+FEW_TEXTS = 16  # tokenizing so few texts takes less time than a thread switch
+UPDATES_AT_ONCE = 16  # most updates made and sent in one iteration of the event loop
+# Of all streams together: about half of what one core can send. With many streams, each gets fewer and longer updates.
+UPDATES_PER_SECOND = 20_000
 
 
 class AsyncEngine:
-    """Running engine processes, the replicas, and the requests they work on. Belongs to the event loop that started it.
+    """Runs one or more engine processes (replicas) and their requests. Use it in the event loop that started it.
 
     engine = await AsyncEngine.start(EngineConfig(model="..."))
-    async for update in engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50))):
+    async for update in engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"),
+    SamplingParams(max_tokens=50))):
         print(update.text, end="")
     engine.close()
 
-    When the process is lost it is started again, unless that happens too often. Requests that have begun to answer then
-    end with `EngineDeadError`; the others, and new ones, wait for the new process.
+    If a process is lost, it is restarted, unless that happens too often. Its requests with output already sent end with
+    `EngineDeadError`. All other requests wait for the new process.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,33 +60,34 @@ class AsyncEngine:
         check_gpus(config)
         self._config = config
         self._states = StateBoard()
-        self._processor: InputProcessor | None = None  # None until it is loaded
-        self._streams: dict[str, Stream] = {}  # all that are read
+        self._processor: InputProcessor | None = None  # None until loaded
+        self._streams: dict[str, Stream] = {}  # all streams with a reader
         self.outstanding = Outstanding()
         self._pace, self._turns = Pace(), Turns(UPDATES_AT_ONCE)
         self._closed = False
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
-        self._release: asyncio.TimerHandle | None = None  # of these threads, once they are idle
+        self._release: asyncio.TimerHandle | None = None  # when to release these threads if they are idle
         self._launched = time.perf_counter()
         self._replicas: list[Replica] = []
         listener = Listener(self._show_state, self._started, self._freed, self._request_ended)
-        for index in range(config.data_parallel_size):  # they import PyTorch while the small files are read here
+        for index in range(config.data_parallel_size):  # they import PyTorch while this process reads small files
             self._replicas.append(Replica(config, index, listener))
         self._dispatcher = Dispatcher(self._replicas)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it is raised by `ready`
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `ready` raises it
         self._task = asyncio.create_task(self._run())
 
     @classmethod
     def launch(cls, config: EngineConfig) -> AsyncEngine:
-        """Begin to load the model in a new process, and return at once. Until `ready` returns there are only `state` and
-        `close`. To be called in a running event loop.
+        """Start loading the model in a new process and return at once. Requires a running event loop.
+
+        Until `ready` returns, only `state` and `close` may be used.
         """
         return cls(config)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncEngine:
-        """`launch`, and wait until it is ready. The process shows its progress on the terminal. Raises as `ready`."""
+        """Launch an engine and wait until it is ready, with progress shown on the terminal. Raises as `ready` does."""
         engine = cls.launch(config)
         try:
             await engine.ready()
@@ -96,41 +97,41 @@ class AsyncEngine:
         return engine
 
     async def ready(self) -> None:
-        """Wait until the model is loaded for the first time; what is below `state` is there from then on.
+        """Wait until the model is loaded for the first time. All other attributes are available from then on.
 
-        Raises `ModelError`, `TokenizerError`, `ConfigError`; `EngineError` with what the process says is wrong.
+        Raises `ModelError`, `TokenizerError`, `ConfigError`, or `EngineError` with the message of the process.
         """
         await asyncio.shield(self._ready)
 
     @property
     def state(self) -> EngineState:
-        """What the engine is doing at this moment."""
+        """The current state of the engine."""
         return self._states.state
 
     async def state_change(self, seen: EngineState) -> EngineState:
-        """The present state, once it is another one than `seen`."""
+        """Wait until the state differs from `seen`, and return it."""
         return await self._states.change(seen)
 
     max_model_len: int
-    max_num_seqs: int  # of all replicas together, as is num_blocks
+    max_num_seqs: int  # sum over all replicas, as is num_blocks
     num_blocks: int
     block_size: int
-    summary: str  # the start in one line
+    summary: str  # description of the engine, a few lines
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The engine processes; more than one with `data_parallel_size`."""
+        """The engine processes: `data_parallel_size` of them."""
         return self._replicas
 
     @property
     def stats(self) -> SchedulerStats | None:
-        """The newest of all replicas together; None while none is ready."""
+        """The latest statistics, summed over all replicas; None while no replica is ready."""
         return total([replica.stats for replica in self._replicas if replica.stats is not None])
 
     @property
     def _input_processor(self) -> InputProcessor:
         if self._processor is None:
-            raise EngineError("the engine is starting: nothing is known of the model yet")
+            raise EngineError("the engine is starting: the model is not loaded yet")
         return self._processor
 
     @property
@@ -143,12 +144,12 @@ class AsyncEngine:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The tokens that end a completion."""
         return self._input_processor.eos_token_ids
 
     @property
     def architecture(self) -> str:
-        """By its makers' name, such as LlamaForCausalLM."""
+        """The architecture's name in config.json, such as LlamaForCausalLM."""
         return self._input_processor.spec.architecture
 
     @property
@@ -157,17 +158,17 @@ class AsyncEngine:
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams` that the model's makers suggest."""
+        """The fields of `SamplingParams` recommended by the model's authors."""
         return self._input_processor.default_sampling
 
     @property
     def generates(self) -> bool:
-        """Whether the model does more than embeddings."""
+        """Whether the model generates text."""
         return self._input_processor.spec.has_head
 
     @property
     def classifier(self) -> Classifier | None:
-        """The head of a model that is a classifier."""
+        """The head of a classification model; None for other models."""
         return self._input_processor.classifier
 
     @property
@@ -176,13 +177,13 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests whose outputs are still read."""
+        """The number of requests with a reader."""
         return len(self._streams)
 
     async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams:
-        """The parameters checked, for `generate`: what in it may take a while, once for all answers to a request.
+        """Check the parameters and do the slow preparations for `generate`, once for all `n` completions of a request.
 
-        `ValueError` when they cannot be used. Others go on meanwhile, and `owner`'s work does not delay that of others.
+        Raises `ValueError` if they cannot be used. Does not block the event loop, and is fair between owners.
         """
         structured, prepare = sampling.structured_outputs, self._input_processor.prepare
         texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
@@ -198,13 +199,13 @@ class AsyncEngine:
         self._release = loop.call_later(IDLE_SECONDS, self._release_threads) if again else None
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
-        """The answer, as updates; the last one has a `finish_reason`. An embedding comes in one update.
+        """Generate a completion as updates; the last one has a `finish_reason`. An embedding is one update.
 
-        The engine begins at once, whether or not the answer is read yet. A slow reader gets fewer and longer updates.
+        The engine starts at once, even if nothing reads the updates yet. A slow reader gets fewer and longer updates.
+        Closing or dropping the iterator, or cancelling the task that waits for it, aborts the request.
 
-        `ValueError`, at once, for a request that cannot run; `EngineDeadError` when the process is gone for good, or lost
-        after the answer has begun.
-        Closing or dropping the iterator, or cancelling the task that waits for it, ends the request.
+        Raises `ValueError`, at once, for a request that cannot run. Raises `EngineDeadError` if the process is lost
+        after the first output, or is not restarted any more.
         """
         if request.sampling.n != 1:
             raise ValueError(
@@ -225,7 +226,7 @@ class AsyncEngine:
         return Updates(stream, lambda: self._forget(request_id, stream))
 
     def _forget(self, request_id: str, stream: Stream) -> None:
-        """The reader of the stream wants no more: end the request if it has not ended."""
+        """The stream has lost its reader: abort the request if it is unfinished."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
@@ -236,11 +237,11 @@ class AsyncEngine:
         self._dispatcher.remove(stream)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its reader gets what there is, with `finish_reason` "abort". Unknown ids are fine."""
+        """Abort a request. Its reader gets the output so far, with `finish_reason` "abort". Unknown ids are ignored."""
         self._abort(request_id)
 
     def abort_all(self) -> None:
-        """End every request, as `abort` does."""
+        """Abort every request, as `abort` does."""
         for request_id in list(self._streams):
             self._abort(request_id)
 
@@ -251,8 +252,10 @@ class AsyncEngine:
             stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
 
     async def restart(self, drain_seconds: float) -> None:
-        """Start the processes anew, one replica after the other, each once its requests have ended or `drain_seconds` are
-        over. Meanwhile the other replicas take the requests; without another one they wait.
+        """Restart the processes, one replica after the other.
+
+        Each replica restarts when its requests have finished, or after `drain_seconds`. Meanwhile new requests go to
+        the other replicas, or wait if there is none.
         """
         for replica in self._replicas:
             try:
@@ -261,7 +264,7 @@ class AsyncEngine:
                 self._dispatcher.assign_waiting()
 
     def close(self) -> None:
-        """End the processes; waits for them. Requests that still run get `EngineDeadError`."""
+        """Stop the processes and wait for them. Unfinished requests end with `EngineDeadError`."""
         if self._closed:
             return
         self._closed = True
@@ -271,13 +274,13 @@ class AsyncEngine:
         if self.state.phase != "dead":
             self._end("the engine was closed")
         self._task.cancel()
-        for replica in self._replicas:  # each may take seconds to end: side by side
+        for replica in self._replicas:  # in parallel: each may take seconds to stop
             replica.supervisor.send(Shutdown())
         for replica in self._replicas:
             replica.supervisor.close()
 
     async def _run(self) -> None:
-        """Load what this process needs of the model, then keep the replicas running."""
+        """Load the parts of the model that this process needs, then keep the replicas running."""
         try:
             self._processor = processor = await asyncio.to_thread(_load_processor, self._config, self._progress())
             start = Start(processor.local(self._config), processor.eos_token_ids)
@@ -297,7 +300,7 @@ class AsyncEngine:
         self._end(str(error))
 
     def _progress(self) -> Callable[[str, int, int], None]:
-        """For another thread to say how far it is."""
+        """Return a thread-safe progress callback."""
         loop, replicas = asyncio.get_running_loop(), self._replicas
 
         def show(phase: str, fraction: float | None) -> None:
@@ -310,21 +313,21 @@ class AsyncEngine:
 
         return progress
 
-    # ---- what the replicas tell ----
+    # ---- callbacks of the replicas ----
 
     def _show_state(self) -> None:
         if self._replicas:
             self._states.show(combined([replica.states.state for replica in self._replicas], self._ready.done()))
 
     def _started(self, replica: Replica) -> None:
-        """It takes requests; once all do for the first time, the engine is ready."""
+        """The replica accepts requests. When all replicas do so for the first time, the engine is ready."""
         said = [replica.ready for replica in self._replicas if replica.ready is not None]
         if len(said) == len(self._replicas):
             self._describe(said)
         self._dispatcher.started(replica)
 
     def _describe(self, said: Sequence[Ready]) -> None:
-        """What all replicas have said when they were ready."""
+        """Take over the properties that all replicas reported when they became ready."""
         first, num_replicas = said[0], len(said)
         self.max_model_len = min(ready.max_model_len for ready in said)
         self._processor = self._input_processor.with_context(self.max_model_len)
@@ -341,7 +344,7 @@ class AsyncEngine:
         remember(self._config, max(replica.states.start_seconds or 0.0 for replica in self._replicas))
 
     def _freed(self, replica: Replica, streams: list[Stream]) -> None:
-        """A replica has lost its process: other replicas take its requests, or they wait for the next process."""
+        """A replica has lost its process: assign its requests to others, or let them wait for the new process."""
         self._dispatcher.lost(replica, streams)
         if all(replica.states.state.phase == "dead" for replica in self._replicas):
             self._end(replica.states.state.reason)
@@ -351,7 +354,7 @@ class AsyncEngine:
         self._dispatcher.ended(stream)
 
     def _end(self, reason: str) -> None:
-        """The processes are gone, and no others will come."""
+        """Fail all requests: the processes have ended and are not restarted."""
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(reason))
         for replica in self._replicas:
@@ -366,6 +369,6 @@ class AsyncEngine:
 
 
 def _load_processor(config: EngineConfig, progress: Progress) -> InputProcessor:
-    from engine.input_processor import InputProcessor  # by now the engine processes are importing, too
+    from engine.input_processor import InputProcessor  # by now the engine processes are importing as well
 
     return InputProcessor.load(config, progress)

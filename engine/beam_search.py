@@ -1,6 +1,6 @@
-"""Beam search over ordinary requests: which answers to continue, given the likeliest next tokens of each.
+"""Beam search with ordinary requests: selects the beams to continue from the most likely next tokens of each.
 
-Each step asks for one token of every beam, whose prompt and tokens so far are in the prefix cache. Scores are vLLM's.
+Each step requests one token for every beam; the prefix cache holds the prompt and the tokens so far. Scores are vLLM's.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from engine.core.batch import TokenLogprobs
 from engine.core.sampling_params import SamplingParams
 
-MAX_BEAM_WIDTH = 10  # twice as many likeliest tokens are looked at, which are as many as a request may ask for
-MAX_LENGTH_PENALTY = 10  # either way
+MAX_BEAM_WIDTH = 10  # each step examines twice as many tokens, the most that a request may ask for
+MAX_LENGTH_PENALTY = 10  # in absolute value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search. `ValueError` names the field that is out of range."""
+    """Parameters of a beam search. Raises `ValueError` that names a field out of range."""
 
-    beam_width: int  # beams that are continued, and answers
-    max_tokens: int  # of an answer
+    beam_width: int  # number of beams, and of completions
+    max_tokens: int  # of each completion
     ignore_eos: bool = False  # go on after an end-of-text token
-    temperature: float = 0.0  # as vLLM has it; only 0, for scores are the model's own probabilities
-    length_penalty: float = 1.0  # the exponent of the length that scores are divided by; above 0: longer answers win
+    temperature: float = 0.0  # for compatibility with vLLM: must be 0, because scores are the model's own probabilities
+    length_penalty: float = 1.0  # scores are divided by length ** length_penalty; above 0 favours longer completions
     include_stop_str_in_output: bool = False  # keep the end-of-text token in the text
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class BeamSearchParams:
             raise ValueError(f"length_penalty must be in [-{most}, {most}], got {self.length_penalty}")
 
     def step_sampling(self, num_logprobs: int = 0) -> SamplingParams:
-        """Of the requests for the next tokens; with at least `num_logprobs` log-probabilities."""
+        """Return parameters for the requests of a step, with at least `num_logprobs` log-probabilities."""
         return SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -52,7 +52,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An answer, or the beginning of one."""
+    """A complete or partial completion."""
 
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -61,22 +61,22 @@ class Beam:
 
 
 class BeamSearch:
-    """The search for the best answers to one prompt: `advance` until it `is_over`."""
+    """A search for the best completions of one prompt. Call `advance` until it `is_over`."""
 
     def __init__(self, num_prompt_tokens: int, params: BeamSearchParams, end_token_ids: Collection[int]) -> None:
-        """`end_token_ids`: those that end an answer, unless `params` ignores them."""
+        """`end_token_ids`: tokens that end a completion, unless `params.ignore_eos`."""
         self._num_prompt_tokens, self._params = num_prompt_tokens, params
         self._ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         self._num_steps = 0
-        self._ended: list[Beam] = []  # the best of those that have ended
-        self.beams = [Beam()]  # to be continued, the likeliest first
+        self._ended: list[Beam] = []  # the best finished beams
+        self.beams = [Beam()]  # beams to continue, the most likely first
 
     @property
     def is_over(self) -> bool:
         return not self.beams or self._num_steps == self._params.max_tokens
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """One token more. `found`: the likeliest next tokens of each of `beams`."""
+        """Extend the beams by one token. `found`: the most likely next tokens of each beam."""
         width, open_beams = self._params.beam_width, []
         for beam, at in zip(self.beams, found, strict=True):
             likeliest = list(zip(at.top_ids, at.top_logprobs, strict=True))[: 2 * width]
@@ -86,7 +86,7 @@ class BeamSearch:
                     self._ended.append(_longer(beam, token_id, total, at, rank, "stop"))
                 else:
                     open_beams.append((total, beam, token_id, at, rank))
-        best = heapq.nlargest(width, open_beams, key=lambda each: each[0])  # equal ones in the order of beams and ranks
+        best = heapq.nlargest(width, open_beams, key=lambda each: each[0])  # ties keep the order of beams and ranks
         self.beams = [_longer(beam, token_id, total, at, rank, "length") for total, beam, token_id, at, rank in best]
         self._num_steps += 1
         self._ended = heapq.nlargest(width, self._ended, key=self._score)
@@ -94,18 +94,18 @@ class BeamSearch:
             self.beams = []
 
     def best(self) -> list[Beam]:
-        """The answers, the best first: as many as there are, at most `beam_width`."""
+        """Return up to `beam_width` completions, the best first."""
         return sorted(self._ended + self.beams, key=self._score, reverse=True)[: self._params.beam_width]
 
     def _score(self, beam: Beam) -> float:
-        """The prompt counts, a token that ends the answer does not."""
+        """Return the beam's score. Its length includes the prompt, but no token that ends the completion."""
         return self._penalised(beam, len(beam.token_ids) - (beam.finish_reason == "stop"))
 
     def _penalised(self, beam: Beam, num_tokens: int) -> float:
         return beam.cumulative_logprob / float((self._num_prompt_tokens + num_tokens) ** self._params.length_penalty)
 
     def _bound(self) -> float:
-        """No continuation of a beam will have a higher score: it becomes less likely, and at best as long as may be."""
+        """Return an upper bound of the scores of all continuations: same likelihood, most favourable length."""
         if not self.beams:
             return -math.inf
         longest = self._params.max_tokens if self._params.length_penalty > 0 else self._num_steps

@@ -1,4 +1,4 @@
-"""Gives each request to a replica, or lets it wait until there is one."""
+"""Assigns each request to a replica, or queues it until a replica is ready."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.streams import Stream
 
 
 class Dispatcher:
-    """Requests wait here in their order until the replicas are ready, and while none is."""
+    """Assigns requests to replicas. Requests wait here, in order, until the replicas are ready and while none is."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -18,11 +18,11 @@ class Dispatcher:
         self._waiting: dict[str, Stream] = {}
 
     def open(self, capacity_tokens: int) -> None:
-        """All replicas are ready for the first time; the cache of each holds so many tokens."""
+        """Start routing: all replicas are ready. `capacity_tokens`: tokens that the KV cache of each holds."""
         self._router = Router(len(self._replicas), capacity_tokens)
 
     def assign(self, stream: Stream) -> None:
-        """A request is to be answered."""
+        """Assign a request to a replica, or queue it."""
         request = stream.request
         eligible = [replica.index for replica in self._replicas if replica.takes_requests]
         if not eligible or self._router is None:
@@ -34,7 +34,7 @@ class Dispatcher:
             self._replicas[chosen].add(stream)
 
     def remove(self, stream: Stream) -> None:
-        """A request is not waited for any more; end it if it has not ended."""
+        """Remove a request that has no reader any more. Aborts it if it is unfinished."""
         request_id = stream.request.request_id
         self.ended(stream)
         self._waiting.pop(request_id, None)
@@ -42,24 +42,24 @@ class Dispatcher:
             replica.remove(request_id, abort=not stream.output.finished)
 
     def ended(self, stream: Stream) -> None:
-        """A request has its last token."""
+        """Record that a request has its last token."""
         if self._router is not None:
             self._router.end(stream.request.request_id, stream.output.metrics.num_generation_tokens)
 
     def started(self, replica: Replica) -> None:
-        """The replica takes requests, and has nothing cached."""
+        """Record that a replica accepts requests and has an empty cache."""
         if self._router is not None:
             self._router.forget(replica.index)
             self.assign_waiting()
 
     def assign_waiting(self) -> None:
-        """A replica takes requests that did not."""
+        """Assign the waiting requests, because another replica accepts requests."""
         waiting, self._waiting = self._waiting, {}
         for stream in waiting.values():
             self.assign(stream)
 
     def lost(self, replica: Replica, streams: Iterable[Stream]) -> None:
-        """The replica has lost its process, and with it these requests."""
+        """Assign the requests of a replica that has lost its process."""
         if self._router is not None:
             self._router.forget(replica.index)
         for stream in streams:

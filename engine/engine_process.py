@@ -1,4 +1,4 @@
-"""The engine process as its parent has it: started, spoken to, watched, ended."""
+"""The parent's side of an engine process: starts it, exchanges messages with it, watches it and stops it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import zmq
 from engine.heartbeat import Heartbeat
 from engine.messages import Command, Shutdown, encode
 
-ENGINE_MODULE = "engine.process_main"  # what runs in the other process
-EXIT_SECONDS = 10  # that the engine process may take to end by itself
+ENGINE_MODULE = "engine.process_main"  # the module that the child process runs
+EXIT_SECONDS = 10  # time for the engine process to exit by itself
 PROC = Path("/proc")
-RECEIVED_AT_ONCE = 16  # messages, in one iteration of the event loop
+RECEIVED_AT_ONCE = 16  # most messages in one iteration of the event loop
 
 
 class EngineProcess:
-    """The child process, its two sockets, its heartbeat and its lifeline. Belongs to the event loop it is made in."""
+    """A child process with its two sockets, heartbeat and lifeline. Use it in the event loop that created it."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: variables that the child has besides this process's."""
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only this user may enter it
+        """`environment`: variables for the child, in addition to those of this process."""
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # accessible to this user only
         commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
         self.heartbeat = Heartbeat(self._folder / "heartbeat")
         self._context = zmq.Context()
@@ -39,7 +39,7 @@ class EngineProcess:
         for socket in (self._commands, self._events):
             socket.set_hwm(0)
             socket.linger = 0
-        self._commands.reconnect_ivl = 10  # milliseconds between tries until the child listens
+        self._commands.reconnect_ivl = 10  # milliseconds between attempts until the child listens
         self._commands.connect(commands)
         self._events.bind(events)
         root = str(Path(__file__).resolve().parent.parent)
@@ -47,13 +47,13 @@ class EngineProcess:
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-m", ENGINE_MODULE, commands, events, str(self._folder / "heartbeat")],
             stdin=subprocess.PIPE,
-            process_group=0,  # a terminal's Ctrl-C is for the parent, even before the child can ignore it
+            process_group=0,  # the terminal's Ctrl-C goes to the parent only, even before the child can ignore it
             env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._unsent: list[Command] = []
-        self._is_called = False  # `_send_rest`, in the next iteration of the event loop
+        self._is_called = False  # whether `_send_rest` is scheduled for the next iteration of the event loop
         self._take: Callable[[bytes], None] = _ignore
         self.exited: asyncio.Future[str] = self._loop.create_future()  # how the process ended
         threading.Thread(target=self._wait, name="engine process watch", daemon=True).start()
@@ -63,8 +63,8 @@ class EngineProcess:
         return self._popen.pid
 
     def send(self, command: Command) -> None:
-        """The first command in an iteration of the event loop goes at once, all others of it together: each message wakes the
-        process.
+        """Send a command. Each message wakes the process, so only the first command of an iteration of the event loop
+        is sent at once; the others follow in one message.
         """
         self._unsent.append(command)
         if not self._is_called or isinstance(command, Shutdown):
@@ -83,7 +83,7 @@ class EngineProcess:
             self._commands.send(encode(commands), zmq.NOBLOCK)
 
     def listen(self, take: Callable[[bytes], None]) -> None:
-        """Have each message of the process given to `take`, in the very iteration of the event loop in which it has come."""
+        """Pass each message of the process to `take`, in the iteration of the event loop in which it arrives."""
         self._take = take
         self._loop.add_reader(self._events.fileno(), self._receive)
         self._receive()
@@ -94,7 +94,7 @@ class EngineProcess:
                 return
             try:
                 message = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:  # only then the descriptor becomes readable anew
+            except zmq.Again:  # only then does the descriptor signal new messages
                 return
             self._take(message)
         self._loop.call_soon(self._receive)
@@ -109,7 +109,7 @@ class EngineProcess:
             self.exited.set_result(how)
 
     def cpu_ticks(self) -> int | None:
-        """CPU time that the process and its descendants have used; None where the operating system does not say."""
+        """Return the CPU ticks used by the process and its descendants; None if the system does not report them."""
         total = None
         for stat in PROC.glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -119,14 +119,14 @@ class EngineProcess:
         return total
 
     def remove_files(self) -> None:
-        """Both sides have them open: their names in the file system are not needed any more, whatever happens."""
+        """Delete the files. Both processes have them open, so their names are no longer needed."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         self._popen.kill()
 
     def close(self, *, kill: bool) -> None:
-        """End the process if it has not ended, wait for that, and release everything. `kill`: do not ask it first."""
+        """Stop the process, wait for its exit, and release all resources. `kill`: do not send `Shutdown` first."""
         if self._closed:
             return
         if kill:
@@ -143,7 +143,7 @@ class EngineProcess:
         self._popen.stdin.close()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._events.fileno())
-        self._take = _ignore  # the other refers to this process, whose heartbeat is open for as long as it lives
+        self._take = _ignore  # the callback refers to this object and would keep its heartbeat open
         self._commands.close()
         self._events.close()
         self._context.term()
@@ -151,11 +151,11 @@ class EngineProcess:
 
 
 def _ignore(message: bytes) -> None:
-    """Takes what comes before `listen`, and after `close`."""
+    """Discard messages that arrive before `listen` or after `close`."""
 
 
 def _described(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words."""
     if code >= 0:
         return f"ended with exit code {code}"
     how = f"was killed by {signal.Signals(-code).name}"

@@ -1,22 +1,22 @@
-"""Errors that the engine shows to its user: one clear line each."""
+"""Errors that the engine shows to its user, with one-line messages."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting that is not right: names the field, its value and what would be right."""
+    """An invalid setting. The message names the field, its value and the valid values."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot start or go on; the message says why and what to change."""
+    """The engine cannot start or continue. The message gives the reason and what to change."""
 
 
 class EngineDeadError(EngineError):
-    """The engine process was lost, and with it the answer that it worked on; or it is gone for good."""
+    """The engine process was lost together with the request's output, or it is not restarted any more."""
 
 
 class TagsError(ValueError):
-    """The schemas of some tags cannot be used; `reasons` tells why, by their place in `StructuredOutputs.tags`."""
+    """Some tags have unusable schemas. `reasons` maps their indices in `StructuredOutputs.tags` to messages."""
 
     def __init__(self, reasons: dict[int, str]) -> None:
         place, reason = next(iter(reasons.items()))

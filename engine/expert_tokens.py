@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts is used: tokens of each expert in the steps that were watched."""
+"""Load balance of mixture-of-experts layers: tokens of each expert in the observed steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # o
 
 
 class ExpertTokens:
-    """A histogram for each layer, of an observation for each expert and step. Sent from process to process as `changes`."""
+    """A histogram per layer with one observation per expert and step. Processes exchange its `changes`."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, list[int]] = {}  # layer → counts, the last of them beyond all bounds; then the sum
+        # Layer → bucket counts, of which the last is beyond all bounds, then the sum of tokens.
+        self.layers: dict[int, list[int]] = {}
 
     def see(self, counts: Mapping[int, Sequence[int]]) -> None:
-        """A step: layer → tokens of each expert."""
+        """Record a step. `counts`: layer → tokens of each expert."""
         for layer, tokens in counts.items():
             row = self._row(layer)
             for each in tokens:
@@ -23,7 +24,7 @@ class ExpertTokens:
             row[-1] += sum(tokens)
 
     def take(self) -> dict[int, list[int]]:
-        """What came since this was asked last."""
+        """Return the changes since the last call."""
         changes, self.layers = self.layers, {}
         return changes
 

@@ -1,4 +1,4 @@
-"""Threads that serve owners in turn: one's many tasks do not hold up another's few."""
+"""An executor that is fair between owners: many tasks of one owner do not delay the few of another."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 class FairExecutor:
-    """In front of an executor: it takes one task of each owner, then each one's second, and so on."""
+    """Wraps an executor. Runs the first task of each owner, then the second task of each, and so on."""
 
     def __init__(self, threads: Executor) -> None:
-        """`threads` is shut down with this, and gets work from nowhere else."""
+        """`threads`: used by this object only, and shut down with it."""
         self._threads = threads
         self._lock = Lock()
         self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
 
     def submit(self, owner: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As of `Executor`. Tasks that are cancelled while they wait are not run."""
+        """Submit a task, as with `Executor`. Tasks cancelled while they wait are not run."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(owner, deque()).append((future, lambda: function(*args, **kwargs)))
@@ -30,7 +30,7 @@ class FairExecutor:
         return future
 
     def shutdown(self) -> None:
-        """Tasks that wait are cancelled."""
+        """Cancel waiting tasks and shut the executor down, without waiting for running tasks."""
         with self._lock:
             for waiting in self._waiting.values():
                 for future, _ in waiting:
@@ -50,5 +50,5 @@ class FairExecutor:
         except BaseException as error:
             future.set_exception(error)
         finally:
-            # The error's traceback holds this frame: else all that was asked for would wait for the collector.
+            # The error's traceback holds this frame, which would keep them alive until garbage collection.
             del future, call

@@ -1,5 +1,6 @@
-"""A sign of life from one process to another, without a message: a counter in memory that both map. What stands there
-outlives the process that wrote it.
+"""A heartbeat from one process to another without messages: a counter in shared memory.
+
+Its content outlives the process that wrote it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 
 
 class Heartbeat:
-    """The counter in `file`, made if it is not there; the file may be removed once both processes have it open."""
+    """A counter in `file`, which is created if missing. The file may be removed once both processes have it open."""
 
     def __init__(self, file: Path) -> None:
         with file.open("a+b") as opened:
@@ -18,19 +19,19 @@ class Heartbeat:
         self._count = self._page[:8].cast("Q")
 
     def beat(self) -> None:
-        """Another sign of life; takes a tenth of a microsecond."""
+        """Increment the counter. Takes 0.1 µs."""
         self._count[0] += 1
 
     def read(self) -> int:
-        """Signs of life so far."""
+        """Return the number of beats so far."""
         return self._count[0]
 
     def end_because(self, reason: str) -> None:
-        """Why this process ends now, where no message can say so."""
+        """Record why this process is about to exit, for cases in which it cannot send a message."""
         data = reason.encode()[: len(self._page) - 9]
         self._page[8 : 9 + len(data)] = data + b"\0"
 
     @property
     def end_reason(self) -> str:
-        """Why the other process ended; "": it did not say."""
+        """Why the other process exited; "" if it gave no reason."""
         return bytes(self._page[8:]).partition(b"\0")[0].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Turns what users ask for into valid engine requests: tokenizer, defaults and limits of a model, without the engine."""
+"""The input processor: makes valid engine requests with the tokenizer, defaults and limits of a model."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ GRAMMARS: dict[str, Callable[..., str]] = {  # field of StructuredOutputs → th
     "json_object": lambda _: json_grammar({"type": "object"}),
 }
 ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
-CHECK_SECONDS = 3.0  # for the schemas of one request's tags
+CHECK_SECONDS = 3.0  # time limit for compiling the schemas of one request's tags
 MAX_BAD_TOKENS = 4096
-DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # of a request that names none
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # default of a request
 
 
 @dataclass(frozen=True)
 class InputProcessor:
-    """The text side of an engine."""
+    """Tokenizes and checks requests. Needs the model's small files only, not the engine."""
 
     folder: Path
     model_name: str
@@ -63,11 +63,11 @@ class InputProcessor:
     max_model_len: int
     max_logprobs: int
     default_pooling: str = "last"
-    classifier: Classifier | None = None  # of a model that is one
+    classifier: Classifier | None = None  # of a classification model
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
-        """Find the model, download it if need be, and read its small files. Raises `ModelError`, `TokenizerError`."""
+        """Find or download the model and read its small files. Raises `ModelError`, `TokenizerError`."""
         folder = resolve_model(
             config.model, revision=config.revision, download_dir=config.download_dir, progress=progress
         )
@@ -86,17 +86,17 @@ class InputProcessor:
         )
 
     def with_context(self, max_model_len: int) -> InputProcessor:
-        """The same for an engine whose KV cache holds so many tokens."""
+        """Return a copy for an engine with this `max_model_len`."""
         return self if max_model_len == self.max_model_len else replace(self, max_model_len=max_model_len)
 
     def local(self, config: EngineConfig) -> EngineConfig:
-        """`config` for the engine that serves the same model: where it was found, under the name that users gave."""
+        """Return `config` with the model's local folder, served under the name that the user gave."""
         name = self.folder.name if Path(self.model_name).is_dir() else self.model_name
         return replace(config, model=str(self.folder), served_model_name=(name,))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ends of text by all of the model's files, the tokenizer's among them."""
+        """The end-of-text tokens according to all of the model's files, including the tokenizer's."""
         own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         return tuple(dict.fromkeys((*self.spec.eos_token_ids, *([] if own is None else [own]))))
 
@@ -108,10 +108,10 @@ class InputProcessor:
         return self.tokenizer.encode(prompt)
 
     def check(self, request: EngineRequest) -> EngineRequest:
-        """The request as the engine takes it.
+        """Check a request and return it in the form that the engine accepts.
 
-        `ValueError` when the engine could not run it; says what would be right. Sampling parameters that are not
-        prepared yet may take a second.
+        Raises `ValueError`, with the valid values, if the engine could not run it. May take a second, unless the
+        sampling parameters are prepared already.
         """
         if request.pooling is not None:
             self._check_pooling(request.prompt_token_ids, request.pooling)
@@ -123,8 +123,10 @@ class InputProcessor:
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 
     def prepare(self, sampling: SamplingParams) -> SamplingParams:
-        """The parameters as the engine takes them: texts that are meant for the sampler become token ids, the grammar is
-        checked. Once for all answers of a request. Thread-safe. `ValueError` as of `check`, `TagsError` as of `_with_grammar`.
+        """Check the parameters and return them in the form that the engine accepts.
+
+        Tokenizes texts for the sampler and checks the grammar. Call it once for all `n` completions of a request.
+        Thread-safe. Raises `ValueError` as `check` does, and `TagsError` as `_with_grammar` does.
         """
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(sampling, name) or 0) > self.max_logprobs:
@@ -165,7 +167,7 @@ class InputProcessor:
             ids = [each for word in words for each in ([word] if isinstance(word, list) else self._spellings(word))]
             changes["bad_words"] = [list(each) for each in dict.fromkeys(map(tuple, ids))]
             longest, spellings = max(map(len, ids)), len(changes["bad_words"])
-            if longest * spellings > MAX_BAD_TOKENS:  # the sampler looks at so many for each row, in each step
+            if longest * spellings > MAX_BAD_TOKENS:  # the sampler examines so many for each row in each step
                 raise ValueError(
                     f"bad_words must be fewer or shorter: {spellings} spellings of up to {longest} tokens, whose product "
                     f"is above {MAX_BAD_TOKENS}"
@@ -193,9 +195,9 @@ class InputProcessor:
         return Compiler(partial(vocabulary_of, self.tokenizer, self.spec.vocab_size, self.eos_token_ids))
 
     def _with_grammar(self, sampling: SamplingParams) -> SamplingParams:
-        """Check the grammar that is asked for, if it is not yet. `ValueError` names what cannot be done.
+        """Compile and check the requested grammar, unless that has been done.
 
-        `TagsError` when it is only the schemas of tags.
+        Raises `ValueError` that names the unsupported part, or `TagsError` if only schemas of tags are unusable.
         """
         asked = sampling.structured_outputs
         if asked is None or asked.compiled is not None:
@@ -256,12 +258,12 @@ class InputProcessor:
                     raise
                 notes.append(f"{name} may be any text, for its grammar: {error}")
         found = self._checked("", partial(json_grammar, notes=notes, lenient=tag.lenient), tag.schema)
-        if in_messages or tag.head is not None:  # there is no one text after which its schema begins
+        if in_messages or tag.head is not None:  # no fixed text precedes the schema
             refuse_unique_items(found)
         return found
 
     def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
-        """The grammar of a value. `ValueError` begins with its name."""
+        """Return the grammar of a value. The message of a `ValueError` begins with `name`."""
         try:
             grammar = write(value)
             self._compiler.check(grammar)
@@ -271,13 +273,13 @@ class InputProcessor:
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """Text to id."""
+        """Text → token id."""
         assert self.tokenizer is not None
         ids = sorted(i for i in self.tokenizer.special_ids if i < self.spec.vocab_size)
         return {text: i for i in ids if (text := self.tokenizer.id_to_token(i))}
 
     def _spellings(self, word: str) -> list[list[int]]:
-        """A word at the beginning of a text and after a space: many vocabularies have tokens of their own for the latter."""
+        """Return a word's tokens at the start of a text and after a space: many vocabularies distinguish them."""
         return [self._encode_part("bad_words", word), self._encode_part("bad_words", " " + word.lstrip())]
 
     def _encode_part(self, name: str, text: str) -> list[int]:
@@ -290,7 +292,7 @@ class InputProcessor:
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
-    """The tokenizer that goes with the model in `folder`. Raises `TokenizerError`, `ModelError`."""
+    """Load the tokenizer for the model in `folder`. Raises `TokenizerError`, `ModelError`."""
     if config.tokenizer is None:
         return Tokenizer.from_folder(folder)
     return Tokenizer.from_folder(
@@ -320,7 +322,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """The engine's `max_model_len`: as set, else the model's own, which the engine shortens to what its KV cache holds."""
+    """Return `max_model_len` as set, else the model's context, which the engine shortens to fit its KV cache."""
     if config.max_model_len is None:
         return spec.context_length
     if config.max_model_len > spec.context_length:

@@ -1,4 +1,4 @@
-"""After a failed step: finds the requests that are to blame, by running fewer of them at a time."""
+"""Recovery from a failed step: finds the requests that caused it by running fewer requests at a time."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from engine.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
-MAX_UNEXPLAINED = 3  # failed steps in succession of which no request is to blame
-MIN_STEP_TOKENS = 256  # of a step when memory is short
+MAX_UNEXPLAINED = 3  # most successive failed steps that no single request causes
+MIN_STEP_TOKENS = 256  # least token budget of a step when memory is short
 _Group = dict[str, Request]
 
 
 class Isolation:
-    """The requests of a failed step in groups, each of which runs without the others, and the requests that wait meanwhile.
+    """The requests of a failed step, in groups that run one at a time, and the requests that wait meanwhile.
 
-    A group passes when each of its requests has got a token or has ended; it then waits, too. A group that fails is halved,
-    and a request that fails alone is to blame. When there is no group left, all that wait go on together.
+    A group passes when each of its requests has got a token or has finished; its requests then wait. A group that fails
+    is halved. A request that fails alone is the cause. When no group is left, all waiting requests continue together.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        """`requests`: all that were unfinished when the step failed, in queue order. They wait."""
+        """`requests`: all requests unfinished when the step failed, in queue order. They wait."""
         self.waiting: _Group = {request.request_id: request for request in requests}
         self._order = {request_id: index for index, request_id in enumerate(self.waiting)}
-        self._groups: list[_Group] = []  # the last one is the next
-        self._not_passed: set[str] = set()  # of the group that runs
+        self._groups: list[_Group] = []  # the last group runs next
+        self._not_passed: set[str] = set()  # requests of the running group
 
     def __len__(self) -> int:
-        """Requests that do not run at the moment."""
+        """Return the number of requests that are not running."""
         return len(self.waiting) + sum(map(len, self._groups))
 
     def holds(self, request_id: str) -> bool:
         return request_id in self.waiting or any(request_id in group for group in self._groups)
 
     def hold(self, request: Request) -> None:
-        """A new request waits."""
+        """Let a new request wait."""
         self.waiting[request.request_id] = request
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request. Whether it did not run."""
+        """Forget a request. Returns whether it was not running."""
         self._not_passed.discard(request_id)
         groups = [self.waiting, *self._groups]
         return any(group.pop(request_id, None) is not None for group in groups)
 
     def suspect(self, failed: Iterable[Request], others: Iterable[Request] = ()) -> Request | None:
-        """These were in a step that failed; `others` of the group that runs were not, and are tried after them.
+        """Split the requests of a failed step into groups. `others`, the rest of the running group, are tried after
+        them.
 
-        Returns the one that failed alone; it is in no group and does not wait any more.
+        Returns the request if it failed alone; it then neither waits nor is in any group.
         """
         suspects = list(failed)
         for request in suspects:
@@ -76,7 +77,7 @@ class Isolation:
             self._groups.append(group)
 
     def next_group(self) -> list[Request]:
-        """The requests to run next, without any others; none: `all_waiting` go on."""
+        """Return the requests to run next, alone. Returns none if `all_waiting` may continue."""
         while self._groups:
             if group := self._groups.pop():
                 self._not_passed = set(group)
@@ -84,29 +85,29 @@ class Isolation:
         return []
 
     def see(self, request_ids: Iterable[str]) -> bool:
-        """These got a token or ended. Whether all of the group that runs have."""
+        """Record that these requests got a token or finished. Returns whether the whole running group did."""
         self._not_passed.difference_update(request_ids)
         return not self._not_passed
 
     def all_waiting(self) -> list[Request]:
-        """In their first order, then those that are new."""
+        """Return the waiting requests in their original order, then the new ones."""
         return sorted(self.waiting.values(), key=lambda each: self._order.get(each.request_id, len(self._order)))
 
 
 class Recovery:
-    """What follows a failed step, for one scheduler and its worker."""
+    """Handles failed steps for one scheduler and its worker."""
 
     def __init__(self, scheduler: Scheduler, reset: Callable[[], None]) -> None:
-        """`reset`: makes the worker forget all rows and steps; raises when the device can do no more."""
+        """`reset`: makes the worker forget all rows and steps. Raises if the device is unusable."""
         self._scheduler, self._reset = scheduler, reset
         self._isolation: Isolation | None = None
-        self._step_tokens = scheduler.max_num_batched_tokens  # before the failure
+        self._step_tokens = scheduler.max_num_batched_tokens  # the token budget before the failure
         self._out_of_memory = False
-        self._num_blamed = 0  # requests, since the failure
+        self._num_blamed = 0  # requests found to be the cause since the failure
         self._num_unexplained = 0
 
     def __len__(self) -> int:
-        """Requests that are not the scheduler's at the moment."""
+        """Return the number of unfinished requests that the scheduler does not hold."""
         return len(self._isolation) if self._isolation is not None else 0
 
     @property
@@ -117,7 +118,7 @@ class Recovery:
         return self._isolation is not None and self._isolation.holds(request_id)
 
     def queue(self, request: Request) -> None:
-        """Queue a new request. `ValueError` as `Scheduler.check_new`."""
+        """Queue a new request. Raises `ValueError` as `Scheduler.check_new` does."""
         if self._isolation is None:
             self._scheduler.add(request)
         else:
@@ -126,13 +127,13 @@ class Recovery:
             self._isolation.hold(request)
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request. Whether it was not the scheduler's."""
+        """Forget a request. Returns whether the scheduler did not hold it."""
         return self._isolation is not None and self._isolation.remove(request_id)
 
     def step_failed(self, error: Exception) -> list[EngineOutput]:
-        """The steps in flight are lost: run their requests again, fewer at a time. Returns the output of one that failed alone.
+        """Run the requests of the lost steps again, fewer at a time. Returns the output of a request that failed alone.
 
-        Raises when the device can do no more, or when steps fail again and again without a request that is to blame.
+        Raises if the device is unusable, or if steps fail repeatedly without a request that causes it.
         """
         _log.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # its frames hold the step's tensors
@@ -155,7 +156,7 @@ class Recovery:
         return outputs
 
     def see(self, outputs: StepOutputs) -> bool:
-        """Shown the outputs of each step. Whether the step in flight is dropped: other requests are to run now."""
+        """Process the outputs of each step. Returns whether the step in flight was dropped to run other requests."""
         assert self._isolation is not None
         if not self._isolation.see(each.request_id for each in outputs):
             return False
@@ -169,7 +170,7 @@ class Recovery:
         return self._scheduler.drain()
 
     def _run_group(self, isolation: Isolation) -> None:
-        """Run the next group; when there is none left, all requests."""
+        """Run the next group, or all requests if no group is left."""
         group = isolation.next_group()
         if not group:
             group, self._isolation = isolation.all_waiting(), None
@@ -178,7 +179,7 @@ class Recovery:
             self._scheduler.put_back(request)
 
     def _explain(self) -> None:
-        """No group is left. Requests that fail together, and none of them alone, must not go on like that for ever."""
+        """Raise an error if steps keep failing although each of their requests succeeds alone."""
         if self._num_blamed or (self._out_of_memory and self._shrink()):
             self._num_unexplained = 0
         else:
@@ -187,7 +188,7 @@ class Recovery:
             raise EngineError("steps fail, though none of their requests does so alone")
 
     def _shrink(self) -> bool:
-        """Halve the tokens of a step from now on; false when they are few already."""
+        """Halve the token budget of all later steps. Returns False if it is small already."""
         scheduler = self._scheduler
         if scheduler.max_num_batched_tokens < 2 * max(MIN_STEP_TOKENS, scheduler.max_num_seqs):
             return False
@@ -197,14 +198,15 @@ class Recovery:
 
 
 def failed_output(request_id: str, reason: str, *, exc_info: bool = False) -> EngineOutput:
-    """The final output of a request that failed, which is logged here."""
+    """Return the final output of a failed request, and log the failure."""
     _log.error("request %s: %s", request_id, reason, exc_info=exc_info)
     return EngineOutput(request_id, [], "error", error=reason)
 
 
 def refused_output(request_id: str, reason: str, details: str = "") -> EngineOutput:
-    """The final output of a request that asks for what cannot be done. `details` may quote it: its client gets them, and
-    the log only for debugging.
+    """Return the final output of a request that cannot be served.
+
+    `details` may quote the request: the client gets them, but the log only at debug level.
     """
     _log.warning("request %s: %s", request_id, reason)
     if details:
@@ -213,7 +215,7 @@ def refused_output(request_id: str, reason: str, details: str = "") -> EngineOut
 
 
 def client_reason(error: Exception) -> str:
-    """What a request's client is told; the log says more."""
+    """Return the message for the client. The log has the details."""
     if _is_out_of_memory(error):
         return "it needs more memory than there is"
     return f"an internal error ({type(error).__name__}); the server's log says more"

@@ -1,8 +1,7 @@
-"""Log lines of Quire's processes: set up once by each program, never on import.
+"""Logging of Quire's processes. Each program configures it once; imports never do.
 
-`QUIRE_LOG_LEVEL` says how much, `QUIRE_LOG_FORMAT` in what form. Filters may give a
-record two dicts: `fields`, which a line of text has at its end, and `details`, which its message has already. JSON objects
-have both as members.
+`QUIRE_LOG_LEVEL` sets the level, `QUIRE_LOG_FORMAT` the format. Filters may add two dicts to a record: `fields`, which
+are appended to a line of text, and `details`, which the message contains already. JSON objects include both as members.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ FORMATS = ("text", "json")
 
 
 def configure_logging(*filters: logging.Filter) -> None:
-    """Write the log to stderr, through `filters`, unless another program's handlers are there already.
+    """Write the log to stderr, through `filters`, unless the root logger has handlers of another program.
 
-    `ConfigError` when a variable names no level or no format.
+    Raises `ConfigError` if a variable has an invalid level or format.
     """
     level = _variable("QUIRE_LOG_LEVEL", "info", LEVELS)
     handler = _Stderr()
@@ -44,7 +43,7 @@ def debugging() -> bool:
 
 
 def traceback_without_text(error: BaseException) -> str:
-    """Where an error came from and of what type it is. Its message may hold what a client sent, which no log shows."""
+    """Return type and traceback of an error without its message, which may quote a client's request."""
     return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
 
 
@@ -56,7 +55,7 @@ def _variable(name: str, default: str, choices: tuple[str, ...]) -> str:
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """The handler of `configure_logging`."""
+    """The handler installed by `configure_logging`."""
 
 
 class _Text(logging.Formatter):
@@ -69,7 +68,7 @@ class _Text(logging.Formatter):
 
 
 class _JSON(logging.Formatter):
-    """One object a line."""
+    """Formats each record as a JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

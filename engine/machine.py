@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made, so that a figure can be judged and repeated."""
+"""Hardware and software versions of a measurement, so that it can be judged and repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(engine.__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and the command line, as they go into every result file."""
+    """Return hardware, versions and command line, as recorded in every result file."""
     versions = {}
     for name in ("torch", "triton", "transformers", "vllm"):
         if (version := _version(name)) is not None:
@@ -44,12 +44,12 @@ PACKAGES = (
     "torch", "triton", "safetensors", "tokenizers", "huggingface-hub", "llguidance", "fastapi", "uvicorn", "pydantic",
     "transformers", "vllm",
 )  # fmt: skip
-VARIABLES = ("QUIRE_", "CUDA_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TRITON_")  # how names begin
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in names of variables whose values are not shown
+VARIABLES = ("QUIRE_", "CUDA_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TRITON_")  # prefixes of variables to report
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # parts of names: values of such variables are not shown
 
 
 def report() -> dict[str, str]:
-    """All that a bug report needs to say of this machine and this installation, by title; no secrets."""
+    """Return the facts for a bug report about this machine and installation, by title. Contains no secrets."""
     known, cpu = environment(), CpuDevice()
     memory, cores = cpu.memory(), len(os.sched_getaffinity(0))
     found = {
@@ -79,7 +79,7 @@ def _cpu_name() -> str:
 
 
 def _version(package: str) -> str | None:
-    """None: it is not installed."""
+    """Return the version of a package, None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -87,7 +87,7 @@ def _version(package: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    """The command's output; None when it cannot be had."""
+    """Return the command's output, None if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,15 +1,17 @@
-"""What this process has freed goes back to the system."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
 import ctypes
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, and keeps most of what large requests took
+# Only glibc has it. Without it, glibc keeps most memory that large requests have used.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def return_memory() -> None:
-    """Takes some milliseconds outside Python's global lock: for a thread. Garbage is not collected, for which all threads would
-    wait: what a request has made is freed when it ends.
+    """Return freed memory to the system. Call it in a thread: it takes some milliseconds without Python's global lock.
+
+    Does not run the garbage collector, which would block all threads: a request's objects are freed when it finishes.
     """
     if _trim is not None:
         _trim(0)

@@ -16,7 +16,7 @@ class Start(msgspec.Struct, tag=True):
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
-    replica: int = 0  # its index
+    replica: int = 0  # the replica's index
 
 
 class Add(msgspec.Struct, tag=True):
@@ -26,7 +26,7 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End a request; nothing more is said of it."""
+    """Abort a request. It gets no further output."""
 
     request_id: str
 
@@ -35,13 +35,13 @@ class Shutdown(msgspec.Struct, tag=True):
     """The last command."""
 
 
-Command = Start | Add | Abort | Shutdown  # a message has some of them
+Command = Start | Add | Abort | Shutdown  # a message is a list of commands
 
 # Events: engine process → API process
 
 
 class Starting(msgspec.Struct, tag=True):
-    """How far the start is; see `engine.models.progress`."""
+    """Progress of the start; see `engine.models.progress`."""
 
     phase: str
     done: int
@@ -49,24 +49,24 @@ class Starting(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The answer to `Start` when all is well."""
+    """The reply to `Start` on success."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
     max_num_seqs: int
     stats: SchedulerStats
-    summary: str  # the start in one line
+    summary: str  # description of the engine, a few lines
 
 
 class Failed(msgspec.Struct, tag=True):
-    """Why the process ends now: it cannot start, or cannot go on."""
+    """The reason why the process exits: it cannot start or continue."""
 
     message: str
 
 
 class Step(msgspec.Struct, tag=True, omit_defaults=True):
-    """What one step gave, for all requests."""
+    """The outputs of one step for all requests."""
 
     outputs: StepOutputs
     stats: SchedulerStats

@@ -1,12 +1,12 @@
-"""Error messages that quote files of others."""
+"""Quoting of foreign text in error messages."""
 
 from __future__ import annotations
 
-_BEGINNING, _END = 600, 300  # characters that are kept of a long message
+_BEGINNING, _END = 600, 300  # characters kept of a long text
 
 
 def one_line(text: str) -> str:
-    """`text` as one line that a terminal shows as it is, without the middle of what is long."""
+    """Return `text` as one line of printable characters. The middle of a long text is left out."""
     if len(text) > _BEGINNING + _END:
         text = f"{text[:_BEGINNING]} … {text[-_END:]}"
     return "".join(char if char.isprintable() else " " for char in text)

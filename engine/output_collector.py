@@ -1,4 +1,4 @@
-"""Collects what the engine gives each request, turns token ids into text and makes results as users see them."""
+"""Collects the engine's outputs for each request, detokenizes them and creates the results for users."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from engine.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request: monotonic seconds, the same clock in all processes; 0: not yet."""
+    """Times of a request's events, in monotonic seconds, the same clock in all processes; 0: not yet."""
 
     arrival_time: float  # at the input processor
     queued_ts: float = 0.0  # in the engine
     scheduled_ts: float = 0.0  # first
-    first_token_ts: float = 0.0  # when it was collected; or that of the embedding
+    first_token_ts: float = 0.0  # when the first token, or the embedding, was collected
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    prefix_miss: str = ""  # why no more of the prompt was in the prefix cache: as of `BlockManager.miss_reason`
+    prefix_miss: str = ""  # why the prefix cache held no more of the prompt, see `BlockManager.miss_reason`
 
     @property
     def first_token_latency(self) -> float:
         return self.first_token_ts - self.arrival_time if self.first_token_ts else 0.0
 
 
-@dataclass(slots=True)  # made for every token: freezing would make that four times as slow
+@dataclass(slots=True)  # created for every token: a frozen class takes four times as long
 class RequestUpdate:
-    """What one request was given since its last update. Treated as immutable."""
+    """The output of a request since its last update. Treat it as immutable."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # one for each of `token_ids`, when asked
-    finish_reason: str | None  # "stop", "length", "abort", "timeout", "error"; None: more will come
-    stop_reason: int | str | None  # the stop token id or stop string that ended it
+    logprobs: list[TokenLogprobs] | None  # one for each of `token_ids`, if requested
+    finish_reason: str | None  # "stop", "length", "abort", "timeout", "error"; None: unfinished
+    stop_reason: int | str | None  # the stop token id or stop string that ended the request
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
-    timings: RequestMetrics  # goes on changing with the request
-    prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, when asked: of the prompt from its second
-    embedding: bytes | None = None  # float32 values, when that was asked for instead of an answer
-    error: str = ""  # with "error": what went wrong
-    is_refused: bool = False  # with "error": the request is to blame for it
+    timings: RequestMetrics  # updated as the request progresses
+    prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, if requested: from prompt token 2 on
+    embedding: bytes | None = None  # float32 values, of a pooling request
+    error: str = ""  # with "error": the message
+    is_refused: bool = False  # with "error": the request itself is the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` answers to a prompt."""
+    """One of the `n` completions of a prompt."""
 
     index: int
     text: str
@@ -76,14 +76,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers."""
+    """A prompt and its completions."""
 
     request_id: str
-    prompt: str | None  # None when it was given as token ids
+    prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestMetrics | None = None  # of the first answer; None with disable_log_stats
+    metrics: RequestMetrics | None = None  # of the first completion; None with disable_log_stats
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each prompt token; None for the first
 
@@ -96,7 +96,7 @@ class EmbeddingOutput:
 
     @classmethod
     def read(cls, data: bytes) -> EmbeddingOutput:
-        """From float32 values, as the engine gives them."""
+        """Create the output from the engine's float32 values."""
         return cls(array("f", data).tolist())
 
     @property
@@ -112,38 +112,38 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     finished: bool
-    prompt: str | None = None  # None when it was given as token ids
+    prompt: str | None = None  # None if it was given as token ids
     num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the answers that a beam search has found."""
+    """One of the completions that a beam search has found."""
 
-    tokens: list[int]  # of the prompt and the answer
-    cum_logprob: float  # of the answer
+    tokens: list[int]  # of the prompt and the completion
+    cum_logprob: float  # of the completion
     text: str | None  # of `tokens`
-    logprobs: list[dict[int, Logprob]]  # for each token of the answer: itself and the most likely ones
+    logprobs: list[dict[int, Logprob]]  # for each token of the completion: itself and the most likely ones
     finish_reason: str
     stop_reason: int | None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a beam search has found for a prompt, the best first."""
+    """The completions that a beam search has found for a prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 class OutputReceiver(Protocol):
-    """Takes the outputs of one request. `now`: monotonic seconds."""
+    """Receives the outputs of one request. `now`: monotonic seconds."""
 
     def add_token(self, token_id: int, now: float) -> None: ...
     def add(self, output: EngineOutput, now: float) -> None: ...
 
 
 def deliver(outputs: StepOutputs, receivers: Mapping[str, OutputReceiver], now: float) -> None:
-    """Hand each request's output of a step to its receiver; requests without one, aborted meanwhile, are skipped."""
+    """Pass each request's output of a step to its receiver. Skips aborted requests, which have no receiver."""
     for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
         if (receiver := receivers.get(request_id)) is not None:
             receiver.add_token(token_id, now)
@@ -153,20 +153,20 @@ def deliver(outputs: StepOutputs, receivers: Mapping[str, OutputReceiver], now: 
 
 
 class OutputCollector:
-    """Collects a request's outputs until they are taken: cheap to feed, text is made when taken.
+    """Collects a request's outputs until they are taken. Adding is cheap; `take` detokenizes.
 
-    All outputs since the last `take` come in one update, so a slow client costs no more memory than its tokens.
+    `take` returns all outputs since the last call as one update, so a slow client needs no more memory than its tokens.
     """
 
     __slots__ = ("_detokenizer", "_num_cached_tokens", "_pending", "_tokens", "finished", "metrics", "sampling")
 
     def __init__(self, prompt_token_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: None when no text is wanted."""
+        """`tokenizer`: None if no text is needed."""
         self.sampling = sampling
         self.metrics = RequestMetrics(time.monotonic())
         self.finished = False  # the final output has been added
         self._pending: EngineOutput | None = None
-        self._tokens: list[int] = []  # all that is new, while there is no `_pending`
+        self._tokens: list[int] = []  # new tokens, while there is no `_pending`
         self._num_cached_tokens = 0
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and sampling.detokenize:
@@ -184,7 +184,7 @@ class OutputCollector:
         return self._pending is not None or bool(self._tokens)
 
     def add(self, output: EngineOutput, now: float) -> None:
-        """Add an output; it belongs to the collector from now on."""
+        """Add an output. The collector takes ownership of it."""
         metrics = self.metrics
         if output.new_token_ids or output.embedding is not None:
             metrics.first_token_ts = metrics.first_token_ts or now
@@ -211,19 +211,20 @@ class OutputCollector:
             self._num_cached_tokens = output.num_cached_tokens
 
     def add_token(self, token_id: int, now: float) -> None:
-        """Add one more token, not the first, that comes without a finish reason or log-probabilities."""
+        """Add a token that is not the first and has neither a finish reason nor log-probabilities."""
         metrics = self.metrics
         metrics.last_token_ts = now
         metrics.num_generation_tokens += 1
         (self._tokens if self._pending is None else self._pending.new_token_ids).append(token_id)
 
     def take(self) -> RequestUpdate:
-        """All outputs since the last call, as one update; to be called when `has_output`.
+        """Return all outputs since the last call as one update. Call it only if `has_output`.
 
-        A stop string in the text ends the request: `finish_reason` is then "stop" though the engine may not know yet.
+        A stop string in the text ends the request: `finish_reason` is then "stop", although the engine may still run
+        it.
         """
         detokenizer = self._detokenizer
-        if self._pending is None and detokenizer is not None and not detokenizer.looks_for_stops:  # as nearly always
+        if self._pending is None and detokenizer is not None and not detokenizer.looks_for_stops:  # the usual case
             token_ids, self._tokens = self._tokens, []
             text = detokenizer.push(token_ids)
             return RequestUpdate(text, token_ids, None, None, None, self._num_cached_tokens, self.metrics)
@@ -248,7 +249,7 @@ class OutputCollector:
 
 
 def with_samples(sampling: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of the `n` answers: alike, but for the seed. The first one's prompt is scored, for all."""
+    """Return parameters for each of the `n` completions. Seeds differ, and only the first one scores the prompt."""
     if sampling.n == 1:
         return [sampling]
     seed = sampling.seed
@@ -269,7 +270,7 @@ def _wrap(seed: int) -> int:
 def logprobs_by_id(
     token_ids: list[int], logprobs: list[TokenLogprobs], tokenizer: Tokenizer | None, ranked: bool = True
 ) -> list[dict[int, Logprob]]:
-    """For each token: id → `Logprob`, the sampled one first, then the most likely ones; or others, not `ranked`."""
+    """Return id → `Logprob` for each token: the sampled one first, then the `top_ids`, with ranks if `ranked`."""
 
     def entry(token_id: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, tokenizer.token_text(token_id) if tokenizer is not None else None)

@@ -1,4 +1,4 @@
-"""The requests that the engine has been sent and that have not ended: how many, of which owners, how fast they end."""
+"""Counts the requests sent to the engine that are unfinished, per owner, and how fast requests finish."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections import Counter, deque
 from collections.abc import Set
 from time import monotonic
 
-NUM_ENDS = 256  # the newest ends, by which the pace is measured
+NUM_ENDS = 256  # latest finished requests that determine the rate
 
 
 class Outstanding:
-    """Counts what was sent, so it is exact at each moment, whatever the engine process has said of it by then."""
+    """Counts requests when they are sent, so it is exact at any time, without waiting for the engine process."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, str] = {}  # of each request, by its id
-        self._counts: Counter[str] = Counter()  # by owner, none of them 0
-        self._times: deque[float] = deque(maxlen=NUM_ENDS + 1)  # monotonic seconds: when work began, then of each end
+        self._owners: dict[str, str] = {}  # request id → owner
+        self._counts: Counter[str] = Counter()  # owner → number of requests, never 0
+        self._times: deque[float] = deque(maxlen=NUM_ENDS + 1)  # monotonic seconds: start of work, then each finish
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def of(self, owner: str) -> int:
-        """How many are this owner's."""
+        """Return the number of the owner's requests."""
         return self._counts[owner]
 
     @property
@@ -29,14 +29,14 @@ class Outstanding:
         return self._counts.keys()
 
     def add(self, request_id: str, owner: str) -> None:
-        if not self._owners:  # the time without work says nothing of the pace
+        if not self._owners:  # idle time does not count for the rate
             self._times.clear()
             self._times.append(monotonic())
         self._owners[request_id] = owner
         self._counts[owner] += 1
 
     def end(self, request_id: str) -> None:
-        """It has finished, or is wanted no more. Unknown ids are fine."""
+        """Remove a request that has finished or was aborted. Unknown ids are ignored."""
         owner = self._owners.pop(request_id, None)
         if owner is None:
             return
@@ -46,6 +46,6 @@ class Outstanding:
             del self._counts[owner]
 
     def seconds_until(self, num_ends: int) -> float | None:
-        """How long so many ends take at the pace of the newest ones; None: there was none since the engine was idle."""
+        """Estimate the seconds until `num_ends` requests finish, at the recent rate. None: none finished since idle."""
         num_seen = len(self._times) - 1
         return num_ends * (monotonic() - self._times[0]) / num_seen if num_seen > 0 else None

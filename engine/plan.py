@@ -1,6 +1,6 @@
-"""What a model needs of GPUs, from its config.json alone: bytes of weights, what the KV cache holds, the fastest decoding.
+"""Plans how a model runs on GPUs, from its config.json alone: weight bytes, KV cache capacity, maximum decode speed.
 
-Weights and KV blocks are counted by what the engine itself allocates; only the memory of activations is estimated.
+Weights and KV blocks are counted exactly as the engine allocates them. Only the memory of activations is estimated.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
 from engine.worker.options import RunnerOptions
 
-CONTEXT_BYTES = 600 << 20  # that CUDA and loaded kernels take outside of PyTorch's memory
+CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's
 
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """A GPU by its data sheet."""
+    """The specification of a GPU."""
 
     title: str
     memory: int  # bytes
     capability: tuple[int, int]
-    bandwidth: float = 0.0  # bytes a second; 0: not known
-    flops: float = 0.0  # a second, of dense bfloat16 products; 0: not known
+    bandwidth: float = 0.0  # bytes per second; 0: not known
+    flops: float = 0.0  # per second, dense bfloat16; 0: not known
 
     @property
     def has_fp8(self) -> bool:
@@ -67,7 +67,7 @@ GPUS: Mapping[str, GPU] = {
 
 
 def find_gpu(name: str) -> GPU:
-    """Of the table, or any of so much memory, as "24GB" says. `ConfigError` names what there is."""
+    """Find a GPU by name, or create one by memory size, such as "24GB". Raises `ConfigError` with the valid names."""
     if (gpu := GPUS.get(name.lower())) is not None:
         return gpu
     try:
@@ -78,7 +78,7 @@ def find_gpu(name: str) -> GPU:
 
 
 def gpu_here() -> GPU | None:
-    """This machine's; None: it has none."""
+    """Return this machine's GPU, None if it has none."""
     if not CudaDevice.is_available():
         return None
     device = CudaDevice.current()
@@ -91,7 +91,7 @@ def gpu_here() -> GPU | None:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice(CpuDevice):
-    """A GPU that need not be there: its tensors have shapes and no memory."""
+    """A GPU that need not be present. Its tensors have shapes but no memory."""
 
     gpu: GPU
 
@@ -116,17 +116,17 @@ class PlannedDevice(CpuDevice):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A model on `options.num_ranks_per_stage` GPUs. Bytes are those on each of them."""
+    """A model on `options.num_ranks_per_stage` GPUs. All sizes in bytes are per GPU."""
 
     gpu: GPU
     spec: ModelSpec  # of the whole model
     options: RunnerOptions
-    part: ModelSpec  # of one GPU's part
+    part: ModelSpec  # the part of one GPU
     layout: KVCacheLayout  # likewise
-    parameters: Mapping[str, int]  # part of the whole model → their number
-    weights: Mapping[str, int]  # part of the model → bytes
-    buffers: int  # bytes that the runner holds beside the weights
-    activations: int  # bytes that the largest step needs at its peak; estimated
+    parameters: Mapping[str, int]  # component of the whole model → number of parameters
+    weights: Mapping[str, int]  # component → bytes
+    buffers: int  # bytes of the runner's buffers
+    activations: int  # estimated peak of the largest step, in bytes
     num_blocks: int  # of the KV cache
 
     @property
@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def num_active(self) -> int:
-        """Parameters that a token is multiplied by."""
+        """The number of parameters active for each token."""
         tied, experts = self.spec.tie_word_embeddings, self.parameters["experts"]
         embedding = self.parameters["tables"] + (0 if tied else self.parameters["embedding"])
         return self.num_parameters - embedding - experts + round(experts * self._used_experts(1))
@@ -150,27 +150,27 @@ class Plan:
 
     @property
     def max_model_len(self) -> int:
-        """The context that the engine would start with; 0: it would not start."""
+        """The context length that the engine would start with; 0: it would not start."""
         try:
             return self.layout.context_that_fits(self.num_blocks, self.options)
         except KVCacheTooSmallError:
             return 0
 
     def num_requests(self, context: int) -> float:
-        """How many requests of so many tokens the KV cache holds at once."""
+        """Return how many requests of `context` tokens the KV cache holds at once."""
         most = self.layout.most_blocks(context, self.options.max_num_batched_tokens)
         return self.num_blocks / most
 
     def kv_bytes(self, context: int) -> int:
-        """What a step reads of the KV cache for a request of so many tokens."""
+        """Return the bytes that a step reads of the KV cache for a request of `context` tokens."""
         mixers = [layer.mixer for layer in self.part.layers]
         seen = sum((min(context, m.window) if m.window else context) * math.prod(m.cached) for m in mixers)
         return seen * self.options.kv_dtype.itemsize
 
     def tokens_per_second(self, num_requests: int, context: int) -> float:
-        """The most that decoding can reach, all requests together; 0: the GPU's speed is not known.
+        """Return an upper bound of decode throughput over all requests; 0: the GPU's speed is not known.
 
-        No step is faster than its bytes can be read, nor its products be computed. Everything else is left out.
+        A step takes at least the time to read its bytes and the time to compute its products. All else is ignored.
         """
         if not self.gpu.bandwidth:
             return 0.0
@@ -184,7 +184,7 @@ class Plan:
         return num_requests / max(read / self.gpu.bandwidth, by_products)
 
     def _used_experts(self, num_tokens: int) -> float:
-        """The part of all experts that so many tokens choose, where they choose evenly."""
+        """Return the fraction of all experts that `num_tokens` tokens use, assuming even routing."""
         of_all = [
             1 - (1 - mlp.router.num_chosen / mlp.num_experts) ** num_tokens
             for mlp in (layer.mlp for layer in self.spec.layers)
@@ -194,7 +194,7 @@ class Plan:
 
 
 def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
-    """What an engine of this configuration would hold on such GPUs. Reads no weights, and downloads none.
+    """Plan an engine of this configuration on such GPUs. Neither reads nor downloads weights.
 
     Raises `ModelError` and `ConfigError`.
     """
@@ -218,14 +218,14 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
 
 
 def on_all_gpus(config: EngineConfig) -> Iterator[Plan]:
-    """The plan on as many of each known GPU as the model needs, up to eight. `ModelError` when it cannot be read."""
+    """Yield a plan for each known GPU type, with 1, 2, 4 or 8 GPUs as needed. Raises `ModelError`."""
     folder, _ = _read_model(config)
     config = replace(config, model=str(folder))
     for gpu in GPUS.values():
         for size in (1, 2, 4, 8):
             try:
                 plan = make_plan(replace(config, tensor_parallel_size=size), gpu)
-            except (ModelError, ConfigError):  # it cannot be divided so, or the GPU has no such format
+            except (ModelError, ConfigError):  # the model cannot be divided so, or the GPU does not support a format
                 continue
             if plan.max_model_len:
                 yield plan
@@ -233,14 +233,14 @@ def on_all_gpus(config: EngineConfig) -> Iterator[Plan]:
 
 
 def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
-    """Its folder, where downloaded without its weights, and its specification with the formats that it is to have."""
+    """Return the model's folder, downloaded without weights, and its specification with the configured quantization."""
     folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir, weights=False)
     spec = read_spec(folder, config.hf_overrides)
     return folder, replace(spec, quantization=choose_quantization(spec.quantization, config.quantization))
 
 
 def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> int:
-    """Logits of CUDA graphs, block tables and rotary tables."""
+    """Return the bytes of CUDA graph logits, block tables and rotary tables."""
     logits = graph_sizes(options.max_num_seqs)[-1] * spec.vocab_size * options.dtype.itemsize
     max_blocks = -(-options.max_model_len // options.block_size)
     tables = 4 * (options.max_num_seqs + 1) * num_groups * max_blocks
@@ -249,7 +249,7 @@ def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> i
 
 
 def _activation_bytes(spec: ModelSpec, options: RunnerOptions) -> int:
-    """Of the largest step: its hidden states and its widest layer, or its logits and copies of them."""
+    """Estimate the activations of the largest step: hidden states and widest layer, or logits and their copies."""
     size, widest = options.dtype.itemsize, 0
     for layer in spec.layers:
         mixer = layer.mixer
@@ -261,7 +261,7 @@ def _activation_bytes(spec: ModelSpec, options: RunnerOptions) -> int:
 
 
 def _mlp_width(mlp: DenseSpec | MoESpec, hidden_size: int) -> int:
-    """Numbers that a token has in all of its MLP's intermediate results."""
+    """Return how many numbers per token all intermediate results of an MLP have."""
     if isinstance(mlp, DenseSpec):
         return mlp.intermediate_size * (3 if mlp.gated else 2)
     shared = _mlp_width(mlp.shared, hidden_size) if mlp.shared else 0
@@ -269,7 +269,7 @@ def _mlp_width(mlp: DenseSpec | MoESpec, hidden_size: int) -> int:
 
 
 def alternatives(config: EngineConfig, gpu: GPU) -> Iterator[tuple[str, Plan]]:
-    """The flags that make more fit, each with what becomes of the plan."""
+    """Yield flags that reduce memory use, each with the resulting plan."""
     changes: list[tuple[str, dict[str, object]]] = []
     if config.kv_cache_dtype == "auto" and gpu.has_fp8:
         changes.append(("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}))

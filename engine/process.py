@@ -1,7 +1,7 @@
-"""The engine in a process of its own: commands in, one message per step out.
+"""The engine process: receives commands, and sends one message per step.
 
-Started by `python -m engine.process_main COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file. Its standard input
-is its lifeline: when that closes, the parent is gone, however it died, and this process ends at once.
+Started by `python -m engine.process_main COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file. Its
+standard input is its lifeline: it closes when the parent ends for any reason, and then this process exits at once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from engine.worker.lifeline import end_with_parent
 
 _log = logging.getLogger(__name__)
 
-IDLE_MILLISECONDS = 500  # between signs of life without work
-PROGRESS_SECONDS = 0.1  # between two messages about a phase of the start
+IDLE_MILLISECONDS = 500  # between heartbeats without work
+PROGRESS_SECONDS = 0.1  # least time between progress messages about a phase of the start
 
 
 class Steppable(Protocol):
-    """An engine, as the loop uses it."""
+    """The interface of the engine that the loop uses."""
 
     expert_tokens: ExpertTokens
 
@@ -54,22 +54,22 @@ class Steppable(Protocol):
 
 
 class EngineLoop:
-    """Takes all commands that wait, makes one step, sends what it gave. Without work it sleeps until a command comes."""
+    """In each iteration, processes all waiting commands, runs one step and sends its outputs. Sleeps when idle."""
 
     def __init__(
         self, engine: Steppable, commands: zmq.Socket[bytes], events: zmq.Socket[bytes], beat: Callable[[], None]
     ) -> None:
-        """`beat`: called for each step, and now and then without work."""
+        """`beat`: called for each step, and every `IDLE_MILLISECONDS` without work."""
         self._engine, self._commands, self._events, self._beat = engine, commands, events, beat
         self._last_stats: SchedulerStats | None = None
 
     def run(self) -> None:
-        """Until `Shutdown`. An exception is of the whole engine, which is of no further use."""
+        """Run until `Shutdown`. After an exception the engine is unusable."""
         while self.run_once():
             pass
 
     def run_once(self) -> bool:
-        """Commands, a step, its message. False after `Shutdown`."""
+        """Process commands, run a step and send its message. Returns False after `Shutdown`."""
         self._beat()
         if not self._take_commands():
             return False
@@ -103,7 +103,7 @@ class EngineLoop:
         try:
             self._engine.add_request(request)
         except Exception as error:
-            # The API process checks first, so a `ValueError` is about this engine's memory; others are bugs.
+            # The API process checks requests first, so a `ValueError` is about this engine's memory. Others are bugs.
             if isinstance(error, ValueError):
                 output = refused_output(request_id, str(error))
             else:
@@ -119,14 +119,14 @@ class EngineLoop:
 
 
 def main(build: Callable[..., Any] = Engine) -> None:
-    """Run until told to stop: exit code 0; 1 when the engine cannot start or a step fails. `build`: makes the engine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says Shutdown
+    """Run until `Shutdown`. Exits with 1 if the engine cannot start or a step fails. `build`: creates the engine."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and sends Shutdown
     end_with_parent()
     configure_logging()
-    heartbeat = Heartbeat(Path(sys.argv[3]))  # before `Ready`, when the parent removes the file
+    heartbeat = Heartbeat(Path(sys.argv[3]))  # open it before sending `Ready`: the parent then removes the file
     with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as events:
         for socket in (commands, events):
-            socket.set_hwm(0)  # what waits is bounded by the tokens of the requests that run
+            socket.set_hwm(0)  # queued messages are bounded by the tokens of the running requests
         commands.bind(sys.argv[1])
         events.connect(sys.argv[2])
         events.linger = 1000
@@ -147,7 +147,7 @@ def main(build: Callable[..., Any] = Engine) -> None:
 
 
 class _Progress:
-    """Draws the progress of the start, and sends it."""
+    """Shows the progress of the start on the terminal and sends it to the parent."""
 
     def __init__(self, events: zmq.Socket[bytes]) -> None:
         self._events, self._terminal = events, TerminalProgress()
@@ -173,7 +173,7 @@ def _start(start: Start, build: Callable[..., Any], progress: Progress = silent)
             return None, Failed(str(error))
         return None, Failed(f"{_described(error)} (QUIRE_LOG_LEVEL=debug shows where)")
     gc.collect()
-    gc.freeze()  # what is loaded by now stays: garbage collection looks at requests only
+    gc.freeze()  # the garbage collector need not scan what is loaded by now
     runner = engine.runner
     max_num_seqs = engine.options.max_num_seqs
     ready = Ready(

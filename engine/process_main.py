@@ -1,4 +1,4 @@
-"""What an engine process runs: `python -m engine.process_main`, with the arguments of `engine.process`."""
+"""Entry point of an engine process: `python -m engine.process_main`, with the arguments of `engine.process`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import sys
 
 
 def main() -> None:
-    gc.disable()  # looking through PyTorch's modules again and again while they come takes a fifth of a second
+    gc.disable()  # scanning PyTorch's modules repeatedly during their import takes 0.2 s
     from engine import process
 
-    gc.freeze()  # and they stay
+    gc.freeze()  # the modules stay
     gc.enable()
-    sys.setswitchinterval(
-        0.0005
-    )  # each time that the loop has waited it may wait so long for a thread that compiles a grammar
+    # Seconds that the engine loop, after each wait, may wait for a thread that compiles a grammar.
+    sys.setswitchinterval(0.0005)
     process.main()
 
 

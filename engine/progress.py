@@ -1,4 +1,4 @@
-"""The progress of a start on the terminal: a bar for each phase that takes long."""
+"""Progress of the start on the terminal: a bar for each long phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BARS = {"loading": ("Loading weights", "B"), "capturing": ("Capturing CUDA graph
 
 
 class TerminalProgress:
-    """Draws what it is told on stderr; see `engine.models.progress`."""
+    """A progress callback that draws bars on stderr; see `engine.models.progress`."""
 
     def __init__(self) -> None:
         self._phase = ""

@@ -1,4 +1,4 @@
-"""Downloads a model that can be served."""
+"""Downloads a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from engine.models.hub import resolve_model
 
 
 def pull(model: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The model's folder, whole. One that cannot be served is refused, by `ModelError`, before its weights are downloaded."""
+    """Download a model and return its folder. Raises `ModelError` before the download if it is not supported."""
     read_spec(resolve_model(model, revision=revision, download_dir=download_dir, weights=False))
     return resolve_model(model, revision=revision, download_dir=download_dir)

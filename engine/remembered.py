@@ -1,4 +1,4 @@
-"""What was made of the structured outputs asked for last: agents send the same tools with each request."""
+"""A cache of compiled structured outputs: agents send the same tools with each request."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ import msgspec
 from engine.core.structured_outputs import StructuredOutputs
 from engine.errors import TagsError
 
-MAX_CHARACTERS = 4_000_000  # of all that is remembered
-MIN_CHARACTERS = 400  # that each counts as, for what is remembered beside its text
+MAX_CHARACTERS = 4_000_000  # size of the cache
+MIN_CHARACTERS = 400  # size of an entry in addition to its text
 
 _encode = msgspec.msgpack.encode
 
 
 class TooSlowError(ValueError):
-    """Refused after some time: it may have been the machine's fault."""
+    """Refused after a time limit, possibly because the machine was busy."""
 
 
 class Remembered:
-    """A function of structured outputs, with its results and its `ValueError`s remembered. Thread-safe."""
+    """Caches the results and `ValueError`s of a function of structured outputs. Thread-safe."""
 
     def __init__(self, make: Callable[[StructuredOutputs], StructuredOutputs]) -> None:
-        """`make`: its results have `compiled`. A `TooSlowError` is not remembered."""
+        """`make`: the function; its results have `compiled` set. A `TooSlowError` is not cached."""
         self._make, self._lock = make, threading.Lock()
-        self._found: OrderedDict[bytes, StructuredOutputs | dict[int, str] | str] = (
-            OrderedDict()
-        )  # or why it is refused
+        # Results, or reasons of refusal.
+        self._found: OrderedDict[bytes, StructuredOutputs | dict[int, str] | str] = OrderedDict()
         self._num_characters = 0
 
     def __call__(self, asked: StructuredOutputs) -> StructuredOutputs:
@@ -66,7 +65,7 @@ class Remembered:
 
 
 def _digest(asked: StructuredOutputs) -> bytes:
-    """Of all that is asked for, in its order; empty where that has values which are not JSON's."""
+    """Return a hash of the request, order included; empty if it has values that JSON does not allow."""
     try:
         return hashlib.blake2b(_encode(asked)).digest()
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -1,4 +1,4 @@
-"""One of an engine's replicas: an engine process at a time, the requests that it has, what it last said."""
+"""A replica of an engine: its current engine process, its requests and its latest statistics."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from engine.streams import Stream
 from engine.supervisor import RestartPolicy, Supervisor
 from engine.worker.cores import num_cores
 
-DRAIN_LOOK_SECONDS = 0.05  # between two looks at the requests that are left
-GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each of this machine's
-MAX_LOSSES = 2  # of the engine process that a waiting request outlives: it may be what kills it
+DRAIN_LOOK_SECONDS = 0.05  # interval of checks for remaining requests
+GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU of this machine
+MAX_LOSSES = 2  # a waiting request ends with the next loss of a process: it may be the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """What a replica tells its engine."""
+    """Callbacks from a replica to its engine."""
 
-    changed: Callable[[], None]  # the replica's state
-    started: Callable[[Replica], None]  # it takes requests
-    freed: Callable[[Replica, list[Stream]], None]  # it has lost these requests, which another may answer
-    ended: Callable[[Stream], None]  # its request is finished
+    changed: Callable[[], None]  # the replica's state has changed
+    started: Callable[[Replica], None]  # the replica accepts requests
+    freed: Callable[[Replica, list[Stream]], None]  # the replica has lost these requests; another replica may run them
+    ended: Callable[[Stream], None]  # the request has finished
 
 
 class Replica:
-    """Belongs to an event loop. Requests come by `add`, when `takes_requests`, and their updates go to their streams."""
+    """Runs requests in an engine process and passes outputs to their streams. Bound to an event loop."""
 
     def __init__(self, config: EngineConfig, index: int, listener: Listener) -> None:
-        """The replica of number `index`. Its process starts now, and imports PyTorch until `run` tells it what to load."""
+        """Start the process of replica `index`. It imports PyTorch until `run` tells it what to load."""
         self.index, self._listener = index, listener
         self.config = _own_config(config, index)
         self.states = StateHolder(expected_seconds=expected_seconds(config), changed=listener.changed)
         self.streams: dict[str, Stream] = {}
-        self.stats: SchedulerStats | None = None  # the newest; None while there is no process that is ready
+        self.stats: SchedulerStats | None = None  # the latest; None while no process is ready
         self.step_tokens = StepTokens()
         self.expert_tokens = ExpertTokens()
-        self.ready: Ready | None = None  # what the newest process said when it was
+        self.ready: Ready | None = None  # the latest process's
         self._is_draining = False
         environment = _own_environment(config, index)
         self.supervisor = Supervisor(
@@ -63,7 +63,7 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """Of the engine process."""
+        """Process id of the engine process."""
         return self.supervisor.process.pid
 
     @property
@@ -75,25 +75,26 @@ class Replica:
         return self.ready is not None and self.states.state.is_ready and not self._is_draining
 
     async def run(self, start: Start) -> str:
-        """Keep a process running; why the last one ended. `EngineError` when the first cannot start."""
+        """Keep a process running. Returns why the last one ended. Raises `EngineError` if the first cannot start."""
         reason = await self.supervisor.run(Start(self.config, start.eos_token_ids, self.index))
         self.states.enter("dead", reason=reason)
         self._release(reason)
         return reason
 
     def add(self, stream: Stream) -> None:
-        """Its request is this replica's from now on."""
+        """Run the stream's request on this replica."""
         self.streams[stream.request.request_id] = stream
         self.supervisor.send(Add(stream.request))
 
     def remove(self, request_id: str, *, abort: bool) -> None:
-        """The request is not waited for any more. Unknown ids are fine."""
+        """Forget a request, and abort it if `abort`. Unknown ids are ignored."""
         if self.streams.pop(request_id, None) is not None and abort:
             self.supervisor.send(Abort(request_id))
 
     async def restart(self, seconds: float) -> None:
-        """A new process in place of this one, once its requests have ended or `seconds` are over. Of no effect once no other
-        process may be started.
+        """Replace the process when its requests have finished, or after `seconds`.
+
+        Returns when the new process is ready, or when no further process will be started.
         """
         self._is_draining = True
         try:
@@ -108,14 +109,14 @@ class Replica:
         finally:
             self._is_draining = False
 
-    # ---- what the supervisor tells ----
+    # ---- callbacks of the supervisor ----
 
     def started(self, ready: Ready) -> None:
         self.ready, self.stats = ready, ready.stats
         self._listener.started(self)
 
     def stepped(self, step: Step) -> None:
-        """A step's outputs, for those who wait for them."""
+        """Deliver the outputs of a step to the streams."""
         self.stats = step.stats
         self.step_tokens.see(step.stats)
         self.expert_tokens.add(step.expert_tokens)
@@ -128,7 +129,7 @@ class Replica:
         self._release(reason)
 
     def _release(self, reason: str) -> None:
-        """Requests whose answers have begun end, and so do those that have seen this too often; others go elsewhere."""
+        """End requests that have output or have lost too many processes. Hand all others back to the engine."""
         self.stats, streams, self.streams = None, self.streams, {}
         waiting = []
         for stream in streams.values():
@@ -141,7 +142,7 @@ class Replica:
 
 
 def check_gpus(config: EngineConfig) -> None:
-    """`ConfigError` when there are GPUs, but not enough for all replicas: one without would compute on the CPU."""
+    """Raise `ConfigError` if there are GPUs, but too few for all replicas: the others would run on the CPU."""
     if config.data_parallel_size == 1 or config.device == "cpu" or config.distributed_executor_backend != "mp":
         return
     visible, num_needed = _visible_gpus(), config.data_parallel_size * config.num_ranks
@@ -155,20 +156,20 @@ def check_gpus(config: EngineConfig) -> None:
 
 
 def _visible_gpus() -> list[str] | None:
-    """As `CUDA_VISIBLE_DEVICES` names them; None: it is not set, and all are visible."""
+    """Return the names in `CUDA_VISIBLE_DEVICES`; None if it is not set, so that all GPUs are visible."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else [name.strip() for name in names.split(",") if name.strip() not in ("", "-1")]
 
 
 def _own_config(config: EngineConfig, index: int) -> EngineConfig:
-    """Files that a process writes are its own."""
+    """Return the replica's configuration, with a prefix cache file of its own."""
     if config.data_parallel_size == 1 or config.prefix_cache_file is None:
         return config
     return replace(config, prefix_cache_file=f"{config.prefix_cache_file}.{index}")
 
 
 def _own_environment(config: EngineConfig, index: int) -> dict[str, str]:
-    """Each replica sees the GPUs that are its own, unless Ray chooses them, and has its share of the cores."""
+    """Return the replica's environment: its own GPUs, unless Ray assigns them, and an equal number of cores."""
     if config.data_parallel_size == 1:
         return {}
     size, visible = config.num_ranks, _visible_gpus()

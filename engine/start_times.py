@@ -1,4 +1,4 @@
-"""How long earlier starts with the same settings took: an estimate for the next one, in a small file."""
+"""Durations of earlier starts with the same settings, kept in a small file to estimate the next one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 from engine.config import EngineConfig
 
-MAX_ENTRIES = 100  # the oldest are forgotten
+MAX_ENTRIES = 100  # the oldest entries are dropped
 
 
 def times_file() -> Path:
-    """`QUIRE_CACHE_DIR`, else the user's cache folder, has it."""
+    """Return the file's path, in `QUIRE_CACHE_DIR` or the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("QUIRE_CACHE_DIR") or Path(cache) / "quire") / "starts.json"
 
 
 def expected_seconds(config: EngineConfig) -> float | None:
-    """Without download; None: it is not known."""
+    """Return the estimated seconds of a start, without download; None if not known."""
     seconds = _read().get(_name(config))
     return seconds if isinstance(seconds, float) and 0 < seconds < 1e5 else None
 
 
 def remember(config: EngineConfig, seconds: float) -> None:
-    """For the next start. Where no file can be written there is no estimate, and no harm."""
+    """Record the duration of a start. Failure to write the file is ignored."""
     times = _read()
     times.pop(_name(config), None)
     times[_name(config)] = round(seconds, 2)

@@ -1,4 +1,4 @@
-"""What the engine is doing: starting, and how far it is; ready; gone. For health checks, progress pages and metrics."""
+"""The engine's state: starting with its progress, ready, or dead. For health checks, progress pages and metrics."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ PHASES = (*STARTING, "ready", "restarting", "unresponsive", "dead")
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """One moment. After the first start a phase of starting belongs to a restart, and `num_restarts` is not 0."""
+    """The state at one moment. During a restart the phase is one of `STARTING` and `num_restarts` is not 0."""
 
     phase: str = "starting"  # one of PHASES
-    fraction: float | None = None  # of the phase that is done, from 0 to 1; None: not known
-    # Estimated: until "ready" where a start of the same settings is remembered, else until the phase ends. None: not known.
+    fraction: float | None = None  # completed part of the phase, from 0 to 1; None: not known
+    # Estimate until "ready" if a start with the same settings is on record, else until the phase ends. None: not known.
     seconds_left: float | None = None
     num_restarts: int = 0  # of the engine process, so far
-    reason: str = ""  # why the engine process was lost last
-    at: float = field(
-        default=0.0, compare=False
-    )  # monotonic seconds: when it began to be so, and `seconds_left` was right
+    reason: str = ""  # why the last engine process was lost
+    at: float = field(default=0.0, compare=False)  # monotonic seconds: when this state and its estimate began
 
     def seconds_left_at(self, now: float) -> float | None:
-        """The estimate at a later moment, in monotonic seconds; None: not known, or it was too low."""
+        """Return the estimate for a later time `now`, in monotonic seconds; None if not known or exceeded."""
         if self.seconds_left is None or (left := self.seconds_left - (now - self.at)) <= 0:
             return None
         return left
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are worked on at this moment."""
+        """Whether the engine is running requests."""
         return self.phase == "ready"
 
 
 def combined(states: Sequence[EngineState], has_started: bool) -> EngineState:
-    """That of several replicas together. While they start for the first time: the one that is least far. From then on
-    requests are worked on while any of them is ready.
+    """Combine the states of several replicas.
+
+    During the first start this is the state of the slowest replica. From then on it is "ready" while any replica is.
     """
     order = ("ready", "unresponsive", *reversed(STARTING), "restarting", "dead")
     shown = min(states, key=lambda state: order.index(state.phase))
@@ -50,7 +49,7 @@ def combined(states: Sequence[EngineState], has_started: bool) -> EngineState:
 
 
 class StateBoard:
-    """Shows the present state, for anyone to wait for the next one. Belongs to an event loop."""
+    """Holds the current state and lets tasks wait for a change. Bound to an event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = EngineState()
@@ -58,7 +57,7 @@ class StateBoard:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def show(self, state: EngineState) -> None:
-        """This is the state from now on."""
+        """Set the state."""
         if state != self.state:
             self.state = replace(state, at=self._clock())
             for waiter in self._waiters:
@@ -67,7 +66,7 @@ class StateBoard:
             self._waiters.clear()
 
     async def change(self, seen: EngineState) -> EngineState:
-        """The present state, once it is another one than `seen`."""
+        """Wait until the state differs from `seen`, and return it."""
         while self.state == seen:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.add(waiter)
@@ -79,7 +78,7 @@ class StateBoard:
 
 
 class StateHolder(StateBoard):
-    """The state of one engine, which its one owner changes."""
+    """The state of one engine, with time estimates. Only its owner changes it."""
 
     def __init__(
         self,
@@ -87,20 +86,21 @@ class StateHolder(StateBoard):
         expected_seconds: float | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`expected_seconds`: that the first start takes, without download; None: not known. `changed`: called after each
-        change.
+        """`expected_seconds`: duration of the first start, without download; None: not known.
+
+        `changed`: called after each change.
         """
         super().__init__(clock)
         self._expected_seconds, self._changed = expected_seconds, changed
         self._start_began = self._phase_began = clock()
-        self.start_seconds: float | None = None  # that the last start took, without download; None: there was none
+        self.start_seconds: float | None = None  # duration of the last start, without download; None: there was none
 
     @property
     def has_been_ready(self) -> bool:
         return self.start_seconds is not None
 
     def enter(self, phase: str, *, reason: str | None = None) -> None:
-        """Another phase. `reason`: why the process was lost."""
+        """Enter another phase. `reason`: why the process was lost."""
         now, num_restarts = self._clock(), self.state.num_restarts
         if self.state.phase == "downloading":
             self._start_began += now - self._phase_began
@@ -113,7 +113,7 @@ class StateHolder(StateBoard):
         self.show(EngineState(phase, None, self._seconds_left(phase, None), num_restarts, reason))
 
     def advance(self, phase: str, fraction: float | None) -> None:
-        """How much of a phase of starting is done. It is entered, if it is another one than before."""
+        """Update the progress of a phase of the start. Enters the phase if it is new."""
         if phase != self.state.phase:
             self.enter(phase)
         if fraction is not None:
@@ -127,7 +127,7 @@ class StateHolder(StateBoard):
             return max(self.start_seconds - (now - self._start_began), 0.0)
         if phase != "downloading" and self._expected_seconds is not None:
             left = self._expected_seconds - (now - self._start_began)
-            if left > 0:  # else it takes longer this time
+            if left > 0:  # otherwise this start takes longer
                 return left
         if not fraction:
             return None

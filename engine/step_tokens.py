@@ -1,4 +1,4 @@
-"""How many tokens the engine's steps compute."""
+"""Statistics of the tokens computed per step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class StepTokens:
     """A histogram over steps: prompt tokens computed and tokens generated."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)  # the last one: beyond all bounds
+        self.counts = [0] * (len(BOUNDS) + 1)  # the last bucket is beyond all bounds
         self.total = 0
         self._before = 0
 
     def see(self, stats: SchedulerStats) -> None:
-        """Shown the statistics after each step."""
+        """Record the statistics after a step."""
         now = stats.prompt_tokens + stats.generation_tokens
         if (num_tokens := now - self._before) > 0:
             self.counts[bisect_left(BOUNDS, num_tokens)] += 1
             self.total += num_tokens
-        self._before = now  # of a restarted engine: less than before
+        self._before = now  # lower than before after a restart

@@ -1,4 +1,4 @@
-"""The answers that are being streamed: what has come for each, and who waits for it."""
+"""Streams of request updates: the pending output of each request, and the task that waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.turns import Turns
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds between two updates of a stream, the same for all: longer, the more streams there are."""
+    """Least seconds between two updates of a stream, the same for all streams. Grows with their number."""
 
     seconds: float = 0.0
 
@@ -28,19 +28,19 @@ class Stream:
     def __init__(
         self, request: EngineRequest, output: OutputCollector, interval: int, pace: Pace, turns: Turns
     ) -> None:
-        """`interval`: tokens per update, after the first one and but for the last one."""
+        """`interval`: tokens per update, except for the first and the last update."""
         self.request, self.output = request, output
-        self.num_losses = 0  # of the engine process, since the request came
-        self.ready = False  # there is something to take
+        self.num_losses = 0  # losses of the engine process since the request arrived
+        self.ready = False  # there is output to take
         self._interval, self._pace, self._turns, self._num_held = interval, pace, turns, 0
-        self._latest = 0.0  # when tokens last made it ready
+        self._latest = 0.0  # when tokens last made the stream ready
         self._death: str | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether a part of the answer has come."""
+        """Whether some output has arrived."""
         return self.output.metrics.first_token_ts > 0 or self.output.finished
 
     @property
@@ -64,7 +64,7 @@ class Stream:
             self._hold(1, now)
 
     def _hold(self, num_tokens: int, now: float) -> None:
-        """So many more tokens have come: the reader is woken when they are enough and the last ones are some time ago."""
+        """Count new tokens. Wakes the reader if there are `interval` tokens and the last update is long enough ago."""
         self._num_held += num_tokens
         if self._num_held >= self._interval and now - self._latest >= self._pace.seconds:
             self._latest = now
@@ -76,13 +76,13 @@ class Stream:
         return self.output.take()
 
     def close(self, how: str) -> None:
-        """Nothing more will come; `how` the engine died."""
+        """Close the stream: no more output will arrive. `how`: how the engine died."""
         self._death = how
         self.ready = self.output.has_output
         self._wake()
 
     def changed(self) -> asyncio.Future[None]:
-        """Done when there may be pending. `EngineDeadError` when there never will be any."""
+        """Return a future that is done when output may be ready. Raises `EngineDeadError` on a closed stream."""
         if self._death is not None:
             raise EngineDeadError(self._death)
         self._waiter = self._loop.create_future()
@@ -95,10 +95,10 @@ class Stream:
 
 
 class Updates(AsyncGenerator[RequestUpdate, None]):
-    """The updates of a request that is running already. For one reader."""
+    """An iterator over the updates of a running request, for a single reader."""
 
     def __init__(self, stream: Stream, forget: Callable[[], None]) -> None:
-        """`forget`: to be called once in the event loop, when the reader is gone."""
+        """`forget`: called once in the event loop when the reader is gone."""
         self._stream, self._forget = stream, forget
         self._loop = asyncio.get_running_loop()
         self._ended = False
@@ -133,7 +133,7 @@ class Updates(AsyncGenerator[RequestUpdate, None]):
             self._ended = True
             self._forget()
 
-    def __del__(self) -> None:  # in whatever thread drops it
+    def __del__(self) -> None:  # runs in any thread
         if not self._ended:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
                 self._loop.call_soon_threadsafe(self._forget)

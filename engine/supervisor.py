@@ -1,4 +1,4 @@
-"""Keeps an engine process running: watches its exit and its heartbeat, and starts another one when it is lost."""
+"""Keeps an engine process running: watches its exit and its heartbeat, and restarts it when it is lost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.state import StateHolder
 
 _log = logging.getLogger(__name__)
 
-WINDOW_SECONDS = 600.0  # in which restarts are counted
+WINDOW_SECONDS = 600.0  # restarts are counted within this time
 MAX_DELAY_SECONDS = 30.0  # before a restart
-DRAIN_SECONDS = 1.0  # for what a dead process sent before it died to arrive
-MAX_LOOK_SECONDS = 1.0  # between two looks at the heartbeat
+DRAIN_SECONDS = 1.0  # time for the last messages of a dead process to arrive
+MAX_LOOK_SECONDS = 1.0  # longest interval between checks of the heartbeat
 
 
 class RestartPolicy:
-    """How soon a lost process is started again, and when no more: after `most` restarts within ten minutes."""
+    """Decides when to restart a lost process, and gives up after `most` restarts within ten minutes."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -31,7 +31,7 @@ class RestartPolicy:
         self._restarts: deque[float] = deque()
 
     def next_delay(self) -> float | None:
-        """Seconds to wait before a restart, 0 for the first one: it counts from now on. None: give up."""
+        """Count a restart and return the seconds to wait before it: 0 for the first one. None: give up."""
         now = self._clock()
         while self._restarts and self._restarts[0] <= now - WINDOW_SECONDS:
             self._restarts.popleft()
@@ -43,10 +43,10 @@ class RestartPolicy:
 
 
 class Watchdog:
-    """For how long a heartbeat has been silent.
+    """Measures how long a heartbeat has been silent.
 
-    Only time in which the watchdog itself looks counts: when the machine sleeps, or this process is busy or stopped, that
-    says nothing about the other one.
+    Only time in which the watchdog itself runs counts. When the machine sleeps, or this process is busy or stopped,
+    that says nothing about the other process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,8 +56,9 @@ class Watchdog:
         self._silent = 0.0
 
     def look(self, count: int, interval: float) -> float:
-        """Seconds of silence, given the heartbeat's count now. To be called each `interval` seconds: of much longer ones a part
-        counts.
+        """Return the seconds of silence, given the heartbeat's current count.
+
+        Call it every `interval` seconds. Of a longer pause, at most `2 * interval` counts.
         """
         now = self._clock()
         if count != self._count:
@@ -69,15 +70,15 @@ class Watchdog:
 
 
 class Owner(Protocol):
-    """What the engine process works for."""
+    """The object that receives the events of the engine process."""
 
-    def started(self, ready: Ready) -> None: ...  # it takes commands
+    def started(self, ready: Ready) -> None: ...  # the process accepts commands
     def stepped(self, step: Step) -> None: ...
-    def lost(self, reason: str) -> None: ...  # it is gone, with all that it worked on; another one will be started
+    def lost(self, reason: str) -> None: ...  # the process and all its requests are lost; another one will start
 
 
 class Supervisor:
-    """One engine process after the other, for one owner. Belongs to an event loop; `process` is the present one."""
+    """Runs one engine process after another for an owner. Bound to an event loop. `process`: the current process."""
 
     def __init__(
         self,
@@ -87,8 +88,9 @@ class Supervisor:
         policy: RestartPolicy,
         watchdog_timeout: float,
     ) -> None:
-        """The first process is made now. `watchdog_timeout`: seconds without a sign of life after which a process is killed;
-        0: it is not watched.
+        """Create the first process.
+
+        `watchdog_timeout`: seconds without a heartbeat after which a process is killed; 0: no watchdog.
         """
         self._make_process = make_process
         self.process = make_process()
@@ -98,13 +100,13 @@ class Supervisor:
         self._restart_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def send(self, command: Command) -> bool:
-        """Send a command to the process; false, and it is not sent, while there is none that takes commands."""
+        """Send a command to the process. Returns False, without sending it, while no process accepts commands."""
         if self._takes_commands:
             self.process.send(command)
         return self._takes_commands
 
     async def run(self, start: Start) -> str:
-        """Run processes until no other may be started; why the last one ended. `EngineError` when the first cannot start."""
+        """Run processes until the policy gives up. Returns why the last ended. `EngineError`: the first cannot start."""
         while True:
             reason = await self._run_process(start)
             if not self._states.has_been_ready:
@@ -126,20 +128,21 @@ class Supervisor:
             self.process = self._make_process()
 
     def restart(self, reason: str) -> bool:
-        """Let the process end in good order, and start another one; false, and nothing happens, while there is none that takes
-        commands.
+        """Shut the process down gracefully and start another one.
+
+        Returns False, without any effect, while no process accepts commands.
         """
         if self._takes_commands and not self._restart_asked.done():
             self._restart_asked.set_result(reason)
         return self._takes_commands
 
     def close(self) -> None:
-        """End the process, and wait for that."""
+        """Stop the process and wait for its exit."""
         self.process.close(kill=not self._takes_commands or self._states.state.phase == "unresponsive")
         self._takes_commands = False
 
     async def _run_process(self, start: Start) -> str:
-        """From its first command to its end; why it ended."""
+        """Run the current process until it ends. Returns why it ended."""
         process = self.process
         process.send(start)
         reader = self._listen(process)
@@ -168,7 +171,7 @@ class Supervisor:
         return "" if self._states.has_been_ready else " while starting"
 
     def _listen(self, process: EngineProcess) -> asyncio.Future[str]:
-        """Take what the process says, until it says why it ends, which is the result."""
+        """Process messages until the process sends the reason for its exit, which becomes the result."""
         reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def take(message: bytes) -> None:
@@ -184,7 +187,7 @@ class Supervisor:
         return reason
 
     def _take(self, process: EngineProcess, message: bytes) -> str | None:
-        """One message; why the process ends, if that is what it says."""
+        """Process a message. Returns the reason for the process's exit, if that is the message."""
         try:
             event = decode_event(message)
         except ValueError:
@@ -205,8 +208,9 @@ class Supervisor:
         return None
 
     async def _watch(self, process: EngineProcess) -> str:
-        """Look for signs of life, until there have been none for too long: the heartbeat once the process takes commands, until
-        then its use of the CPU.
+        """Check that the process is alive, until it has been silent for too long. Returns the reason to kill it.
+
+        A process that accepts commands must beat its heartbeat; before that, it must use the CPU.
         """
         watchdog = Watchdog()
         while True:

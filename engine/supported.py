@@ -1,4 +1,4 @@
-"""What can be served, for people: model families and formats of weights, as their functions describe themselves."""
+"""Descriptions of the supported model families and quantization methods, taken from docstrings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.models.quantization import METHODS
 
 
 def families() -> dict[str, str]:
-    """Architectures, as config.json calls them → what they are."""
+    """Return architecture name in config.json → description."""
     return _described(FAMILIES)
 
 
 def quantizations() -> dict[str, str]:
-    """Methods, as quantization_config's quant_method calls them → what they are."""
+    """Return `quant_method` of quantization_config → description."""
     return _described(METHODS)
 
 

@@ -1,4 +1,4 @@
-"""Turns in the event loop: what a crowd of one owner's tasks does is not done all at once, before what others wait for."""
+"""Fair scheduling of tasks in the event loop: many tasks of one owner do not delay other owners and connections."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Protocol
 
 
 class Turn(Protocol):
-    """What waits. A future does."""
+    """A waiting task, for example a future."""
 
-    def done(self) -> bool: ...  # it waits no more
-    def set_result(self, result: None, /) -> None: ...  # it may go on
+    def done(self) -> bool: ...  # whether it no longer waits
+    def set_result(self, result: None, /) -> None: ...  # lets it continue
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
 
-LONG_SECONDS = 1e-3  # for an iteration of the event loop: others wait for several of them
+LONG_SECONDS = 1e-3  # a longer iteration of the event loop reduces the number of tasks in the next one
 
 
 class Turns:
-    """Lets a few tasks go on in each iteration of the event loop: one of each owner that waits, then each one's second.
+    """Lets a few waiting tasks continue in each iteration of the event loop: one of each owner, then a second of each.
 
-    All else that is ready, such as connections to be read, comes in between. Fewer go on after an iteration that was long.
+    Everything else that is ready, such as readable connections, runs in between. After a long iteration, fewer tasks
+    continue in the next one.
     """
 
     def __init__(self, at_once: int, clock: Callable[[], float] = perf_counter) -> None:
-        """`at_once`: tasks that go on in one iteration, at most."""
+        """`at_once`: most tasks that continue in one iteration."""
         self._most, self._clock = at_once, clock
-        self._at_once = self._num_left = at_once  # in this iteration
-        self._begin = 0.0  # of this iteration, about, by the clock
+        self._at_once = self._num_left = at_once  # limit and rest in this iteration
+        self._begin = 0.0  # approximate start of this iteration, by the clock
         self._waiting: OrderedDict[str, deque[Turn]] = OrderedDict()
-        self._is_called = False  # `_next`, by the next iteration
+        self._is_called = False  # whether `_next` is scheduled
 
     async def wait(self, owner: str) -> None:
-        """Until a task of this owner may go on."""
+        """Wait until a task of this owner may continue."""
         loop = asyncio.get_running_loop()
         if self._num_left and not self._waiting:
             self._num_left -= 1
@@ -46,7 +47,7 @@ class Turns:
         await turn
 
     def give(self, owner: str, turn: Turn) -> None:
-        """Set the result of `turn` when it may go on."""
+        """Set the result of `turn` when it may continue."""
         if self._num_left and not self._waiting:
             self._num_left -= 1
             turn.set_result(None)
@@ -68,7 +69,7 @@ class Turns:
             turn = turns.popleft()
             if turns:
                 self._waiting[owner] = turns
-            if not turn.done():  # else its task was cancelled
+            if not turn.done():  # otherwise its task was cancelled
                 turn.set_result(None)
                 self._num_left -= 1
         if self._num_left < self._at_once:
