@@ -106,7 +106,7 @@ class Supervisor:
         return self._takes_commands
 
     async def run(self, start: Start) -> str:
-        """Run processes until the policy gives up. Returns why the last ended. `EngineError`: the first cannot start."""
+        """Run processes until the policy gives up. Returns why the last one ended. Raises `EngineError`."""
         while True:
             reason = await self._run_process(start)
             if not self._states.has_been_ready:
