@@ -50,8 +50,8 @@ class EngineConfig:
     )
     dtype: str = flag(
         "auto",
-        "data type of weights and activations; auto on a GPU: the checkpoint's, but bfloat16 for float32; auto on a CPU: "
-        "bfloat16 if the CPU multiplies it and the checkpoint is not float32, otherwise float32",
+        "data type of weights and activations; auto on a GPU: the checkpoint's, but bfloat16 for float32; on a CPU: "
+        "bfloat16 if the CPU multiplies it and the checkpoint is not float32, else float32",
         choices=("auto", "float32", "float16", "bfloat16", "float", "half"),
         common=True,
     )

@@ -82,7 +82,7 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
         "model_argument",
         metavar="MODEL",
         nargs="?",
-        help="folder with the model's files, or a Hugging Face id; same as --model",
+        help="folder or Hugging Face id of the model, as --model",
     )
 
 
