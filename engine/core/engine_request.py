@@ -1,4 +1,4 @@
-"""What the API process asks the engine for."""
+"""The request that an API process sends to the engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from engine.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One answer to one prompt, or one embedding. Built once by the input processor, then carried unchanged through messages,
-    the engine, the scheduler and the runner.
+    """A request for one completion of one prompt, or for one embedding.
+
+    The input processor builds it; messages, the engine, the scheduler and the runner pass it on unchanged.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams = UNSAMPLED
     pooling: PoolingParams | None = None  # set: the request wants its prompt's embedding; `sampling` is UNSAMPLED
-    cache_salt: str = ""  # requests share cached blocks only with requests of the same salt
+    cache_salt: str = ""  # requests share cached blocks only with requests that have the same salt
     priority: int = 0  # lower values are scheduled first
-    owner: str = ""  # requests of different owners get fair parts of the engine
+    owner: str = ""  # API key, user or client address: the engine is fair between owners
     deadline: float = 0.0  # monotonic seconds, the same clock in all processes; 0: none
-    arrival: float = 0.0  # when it came to the server, by that clock; 0: when it comes to the engine
+    arrival: float = 0.0  # when it reached the server, by that clock; 0: when it reaches the engine

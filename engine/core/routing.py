@@ -1,4 +1,4 @@
-"""Which replica of an engine takes a request: one that has much of its prefix cached and is not busier than the others."""
+"""Chooses the replica for each request: one with much of its prefix cached that is not busier than the others."""
 
 from __future__ import annotations
 
@@ -6,67 +6,70 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-CHUNK_TOKENS = 64  # the grain in which prefixes are told apart
-ANSWER_TOKENS = 256  # prompt tokens that are as much work as an answer, whose length is not known yet
-LOAD_PER_TOKEN = 3  # tokens of load that a request would rather avoid than compute one more token of its prompt
-MOST_LOAD = 1.25  # times the mean load: a busier replica gets a request only when all are
-SLACK = 3072  # tokens by which a load may exceed that: of few requests the mean says little
-# Conversations come back to a replica when their users have thought, and are no load meanwhile. So work that is done counts,
-# too: of about so many requests for each replica. New conversations begin where less was done; long ones stay.
+CHUNK_TOKENS = 64  # granularity of prefix matching
+ANSWER_TOKENS = 256  # assumed work of a completion of unknown length, in prompt tokens
+LOAD_PER_TOKEN = 3  # tokens of load that cost as much as computing one more prompt token
+MOST_LOAD = 1.25  # times the mean load: a busier replica gets a request only if all are busier
+SLACK = 3072  # tokens by which a load may exceed that, because the mean of few requests says little
+# A conversation returns to its replica when its user has thought, and is no load meanwhile. So finished work counts,
+# too: that of about so many requests per replica. New conversations go where less work was done; long conversations
+# stay.
 RECENT_REQUESTS = 64
-RECENT_PER_TOKEN = 10  # tokens of recent work that a request would rather avoid than compute one more of its prompt
-MOST_AVOIDED = 1024  # tokens of a prompt that are computed again for that
+RECENT_PER_TOKEN = 10  # tokens of recent work that cost as much as computing one more prompt token
+MOST_AVOIDED = 1024  # most prompt tokens that are computed again to avoid recent work
 MOST_WEIGHT = 1e9
 
 
 class Router:
-    """Sends each request where it costs the least: the prompt tokens that the replica must compute, and its load.
+    """Sends each request to the replica of least cost: the prompt tokens that it must compute, and its load.
 
-    The load of a replica is the work of its unfinished requests, in prompt tokens: what each had to compute, and
-    `ANSWER_TOKENS` for its answer. A replica above `MOST_LOAD` times the mean, and `SLACK`, takes no more, whatever it has
-    cached: so a prefix common to all requests is soon cached everywhere. Work of late counts, too, for less.
+    The load of a replica is the work of its unfinished requests, in prompt tokens: the uncached prompt tokens of each,
+    and `ANSWER_TOKENS` for its completion. A replica above `MOST_LOAD` times the mean plus `SLACK` gets no more
+    requests, whatever it has cached, so a prefix common to all requests is soon cached everywhere. Recent work counts
+    too, with a lower weight.
 
-    What a replica has cached is not asked of it: the router remembers what it sent there, and forgets the oldest as the
-    replica's cache does. A wrong guess costs time, never a wrong answer.
+    The router does not ask replicas for their cached prefixes. It remembers the prompts that it sent to each replica,
+    and forgets the oldest ones as the replica's cache does. A wrong guess costs time, never a wrong answer.
     """
 
     def __init__(self, num_replicas: int, capacity_tokens: int) -> None:
-        """`capacity_tokens`: that the cache of one replica holds."""
+        """`capacity_tokens`: tokens that the KV cache of one replica holds."""
         self._capacity = max(capacity_tokens // CHUNK_TOKENS, 1)
         self._loads = [0] * num_replicas
-        # The loads that each was given, older ones for less: those that come count for more, up to `MOST_WEIGHT`.
+        # Recently assigned load of each replica. The weight of new load grows, up to `MOST_WEIGHT`, so older load
+        # counts less.
         self._recent, self._weight = [0.0] * num_replicas, 1.0
-        self._assigned: dict[str, tuple[int, int]] = {}  # of unfinished requests, by their ids: replica and load
-        # The names of the chunks that each replica has cached, the one to be forgotten next first; and for each name the
-        # replicas that have it, as bits.
+        self._assigned: dict[str, tuple[int, int]] = {}  # replica and load of each unfinished request, by id
+        # The names of the chunks that each replica has cached, the next to be forgotten first. For each name, the
+        # replicas that have it, as a bit set.
         self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._holders: dict[int, int] = {}
 
     @property
     def loads(self) -> Sequence[int]:
-        """Of each replica."""
+        """The load of each replica."""
         return self._loads
 
     def add_replica(self) -> int:
-        """One more, which has nothing cached; its number."""
+        """Add a replica with an empty cache, and return its number."""
         self._recent.append(sum(self._recent) / max(len(self._loads), 1))
         self._loads.append(0)
         self._cached.append(OrderedDict())
         return len(self._loads) - 1
 
     def choose(self, request_id: str, token_ids: Sequence[int], salt: str, eligible: Collection[int]) -> int:
-        """The replica, of those `eligible` (at least one), that takes a new request. It is the request's until `end`."""
+        """Choose one of the `eligible` replicas (at least one) and assign a new request to it until `end`."""
         names = chunk_names(token_ids, salt)
         chosen = min(eligible, key=self._cost(names, eligible))
         self.assign(request_id, chosen, len(token_ids), names)
         return chosen
 
     def ranked(self, names: Sequence[int], eligible: Collection[int]) -> list[int]:
-        """Those eligible for a prompt whose chunks have these names, the cheapest first."""
+        """Return the eligible replicas for a prompt with these chunk names, the cheapest first."""
         return sorted(eligible, key=self._cost(names, eligible))
 
     def assign(self, request_id: str, replica: int, num_tokens: int, names: Sequence[int]) -> None:
-        """The replica has taken a request with a prompt of so many tokens. It is the request's until `end`."""
+        """Assign a request with a prompt of `num_tokens` tokens to a replica until `end`."""
         load = num_tokens - CHUNK_TOKENS * self._num_leading(names)[replica] + ANSWER_TOKENS
         self._assigned[request_id] = replica, load
         self._loads[replica] += load
@@ -90,20 +93,20 @@ class Router:
         return cost
 
     def end(self, request_id: str, num_generated: int = 0) -> None:
-        """The request has ended after so many tokens, which the replica has cached, too. Unknown ids are fine."""
+        """Remove a finished request. The replica has cached its generated tokens too. Unknown ids are ignored."""
         if (assigned := self._assigned.pop(request_id, None)) is not None:
             replica, load = assigned
             self._loads[replica] -= load
             self._remember(replica, [hash((request_id, i)) for i in range(num_generated // CHUNK_TOKENS)])
 
     def forget(self, replica: int) -> None:
-        """It has lost its cache."""
+        """Forget the cached chunks of a replica that has lost its cache."""
         for name in self._cached[replica]:
             self._drop(replica, name)
         self._cached[replica].clear()
 
     def _num_leading(self, names: Sequence[int]) -> list[int]:
-        """How many of a prompt's first chunks each replica has cached."""
+        """Return how many of a prompt's first chunks each replica has cached."""
         found, having = [0] * len(self._loads), (1 << len(self._loads)) - 1
         for index, name in enumerate(names):
             still = having & self._holders.get(name, 0)
@@ -117,7 +120,7 @@ class Router:
         return found
 
     def _remember(self, replica: int, names: Sequence[int]) -> None:
-        """The end of a prompt is forgotten before its beginning, as in the cache."""
+        """Record the chunks as cached. The end of a prompt is forgotten before its start, as in the cache."""
         cached, holders = self._cached[replica], self._holders
         for name in reversed(names):
             cached[name] = None
@@ -133,7 +136,7 @@ class Router:
 
 
 def _bits(bits: int) -> Iterator[int]:
-    """The positions of those that are set."""
+    """Yield the positions of the set bits."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -141,10 +144,10 @@ def _bits(bits: int) -> Iterator[int]:
 
 
 def chunk_names(token_ids: Sequence[int], salt: str) -> list[int]:
-    """A name for each full chunk of a prompt, which stands for the whole prefix that ends with it.
+    """Return a name for each full chunk of a prompt, which identifies the whole prefix that ends with the chunk.
 
-    The last token is excepted: it is computed always. Names are equal in one process only, and collide with a chance of
-    2⁻⁶⁴, which would mislead the router and nothing else.
+    The last token is left out, because it is always computed. Names are valid only within one process. They collide
+    with a probability of 2⁻⁶⁴, and a collision only misleads the router.
     """
     data = array("q", token_ids).tobytes()
     size = CHUNK_TOKENS * array("q").itemsize

@@ -1,4 +1,4 @@
-"""Which published blocks lie in which slots of a file, and which are to be written next."""
+"""Assignment of published blocks to the slots of the prefix cache file, and the choice of blocks to write next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.core.block_pool import Name
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A block to be written to a slot. `heat`: the higher, the longer it is to be kept."""
+    """A block to write to a slot. Blocks with a higher `heat` are kept longer."""
 
     block_id: int
     name: Name
@@ -21,7 +21,7 @@ class Save:
 
 
 class SavedBlocks:
-    """The file follows the pool: its hottest blocks, and as long as there are slots, what the pool has evicted since."""
+    """Tracks the file's content: the hottest blocks and, while there are slots, blocks that the pool has evicted."""
 
     def __init__(self, num_slots: int, saved: Iterable[tuple[Name, int, int]] = ()) -> None:
         """`saved`: name, slot and heat of each block in the file."""
@@ -34,10 +34,10 @@ class SavedBlocks:
         self._hottest = max(self._heats, default=0)
 
     def sweep(self, published: Iterable[tuple[int, Name]]) -> Iterator[Save | None]:
-        """For each of these blocks, the hottest first, what to write now; None: it is saved already.
+        """Yield for each of these blocks, the hottest first, its `Save`, or None if the block is already saved.
 
-        Ends when all slots are taken. A block counts as saved once it is yielded; in a full file it takes the slot of the
-        coldest one that this sweep has not come by.
+        Stops when all slots are taken. A block counts as saved once it is yielded. In a full file it replaces the
+        coldest block that this sweep has not visited.
         """
         before = self._hottest
         heat = self._hottest = before + len(self._names)
@@ -56,7 +56,7 @@ class SavedBlocks:
             heat -= 1
 
     def _coldest(self, most: int) -> Iterator[int]:
-        """Slots in the order of their heats, which are at most `most` when it comes to them."""
+        """Yield slots by increasing heat. A slot with a heat above `most` at that time is skipped."""
         heap = [(heat, slot) for slot, heat in enumerate(self._heats) if heat <= most]
         heapq.heapify(heap)
         while heap:
@@ -65,5 +65,5 @@ class SavedBlocks:
                 yield slot
 
     def heats(self) -> Iterator[tuple[int, int]]:
-        """Slot and heat of each block."""
+        """Return slot and heat of each saved block."""
         return ((slot, self._heats[slot]) for slot in self._slots.values())

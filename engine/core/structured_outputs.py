@@ -1,4 +1,4 @@
-"""What form an answer must have, as users ask for it."""
+"""Structured outputs: the required form of a completion, as clients specify it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ MAX_TAGS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:
-    """Free text before the answer: between the marks, white space around them."""
+    """Reasoning text before the answer, between two marks with optional white space around them."""
 
     begin: str
     end: str
-    opened: bool  # the prompt ends with `begin`: there are thoughts; else there may be
+    opened: bool  # the prompt ends with `begin`, so there is reasoning; else it is optional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
     """A part of an answer: `begin`, an instance of a JSON Schema, `end`.
 
-    `grammar`: of the text that is the instance's only property, its name and a grammar in Lark's notation.
+    `grammar`: name of the instance's only property, a text, and a grammar of that text in Lark's notation.
     """
 
     begin: str
     schema: dict[str, Any]
     end: str
     grammar: tuple[str, str] | None = None
-    lenient: bool = False  # what of the schema or grammar cannot be enforced is left out, else it is an error
-    head: str | None = None  # a regular expression: how it may also begin, where an answer begins with it
+    lenient: bool = False  # ignore the parts of schema or grammar that cannot be enforced; else they are an error
+    head: str | None = None  # a regular expression: an alternative to `begin` at the start of an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
     """Tags, as the last part of an answer: `trigger`, `opening`, one tag or several with `between`, `closing`.
 
-    The text before is free, but it ends where the trigger is written. Marks of the vocabulary's special tokens are those
-    tokens.
+    The text before is free and ends where the model writes the trigger. Marks that spell special tokens of the
+    vocabulary stand for those tokens.
     """
 
     trigger: str
@@ -45,29 +45,29 @@ class Tags:
     opening: str = ""
     between: str = ""
     closing: str = ""
-    several: bool = True  # false: one tag, and that is all
-    required: bool = False  # there is no text, and at least one tag
+    several: bool = True  # false: exactly one tag
+    required: bool = False  # no text, and at least one tag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What an answer has to be: one of the first five. `ValueError` when it is not one, or of the wrong type.
+    """The required form of an answer: exactly one of the first five fields. Raises `ValueError` otherwise.
 
-    With `tags` it is that or tags; with `tags` alone it is free text that may end in them. With `thoughts` it is that
-    after them. With `in_messages` it is the final one of an answer's messages, in gpt-oss's harmony format, and tags are
-    calls: `begin` is the function's name.
+    With `tags` the answer has that form or consists of tags; with `tags` alone it is free text that may end in tags.
+    With `thoughts` the answer follows the reasoning. With `in_messages` the form applies to the final message of an
+    answer in gpt-oss's harmony format, and tags are calls: `begin` is the function's name.
     """
 
     json: dict[str, Any] | str | None = None  # an instance of this JSON Schema
     regex: str | None = None  # a match of this regular expression, as a whole
     choice: list[str] | None = None  # one of these texts
-    grammar: str | None = None  # a sentence of this context-free grammar, in Lark's notation or GBNF
+    grammar: str | None = None  # a text of this context-free grammar, in Lark's notation or GBNF
     json_object: bool = False  # any JSON object
     tags: Tags | None = None
     thoughts: Thoughts | None = None
     in_messages: bool = False
-    compiled: str | None = None  # the same, checked and in the engine's own words; by input processors
-    notes: tuple[tuple[int | None, str], ...] = ()  # on what is not enforced, each with the tag's index; by the same
+    compiled: str | None = None  # the same, checked and in the engine's internal form; set by input processors
+    notes: tuple[tuple[int | None, str], ...] = ()  # parts that are not enforced, each with the tag's index
 
     def __post_init__(self) -> None:
         if self.compiled is not None:
