@@ -183,7 +183,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         if not self.model:
-            raise ConfigError("model is missing: name a folder with a model's files, or a Hugging Face id")
+            raise ConfigError("model is missing: give a folder with a model's files, or a Hugging Face id")
         if self.hf_overrides is not None:
             object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         if self.block_size & (self.block_size - 1):
@@ -192,17 +192,19 @@ class EngineConfig:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
         if self.distributed_executor_backend == "ray":
             if self.num_ranks == 1:
-                raise ConfigError("distributed_executor_backend ray needs tensor_parallel_size above 1, got 1")
+                raise ConfigError(
+                    "distributed_executor_backend ray needs tensor_parallel_size or pipeline_parallel_size above 1"
+                )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
         if self.expert_load_interval and self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "expert_load_interval needs pipeline_parallel_size 1: a stage counts its own layers alone"
-            )
+            raise ConfigError("expert_load_interval needs pipeline_parallel_size 1: a stage counts only its own layers")
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs kv_cache_dtype fp8, got 'auto'")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
-            raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
+            raise ConfigError(
+                "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV cache: give only one"
+            )
 
     @property
     def num_ranks(self) -> int:

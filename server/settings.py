@@ -161,7 +161,7 @@ class ServerConfig:
         self.read_keys()  # like the next line, reports a missing file before the model is loaded
         self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("ssl_keyfile needs ssl_certfile beside it")
+            raise ConfigError("ssl_keyfile also needs ssl_certfile")
         if self.otlp_traces_endpoint is not None:
             _check_traces_endpoint(self.otlp_traces_endpoint)
 
@@ -197,5 +197,5 @@ def _json_list(name: str, text: str) -> tuple[str, ...]:
     except ValueError:
         items = None
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ConfigError(f"{name} must be a list of texts, got {text!r}")
+        raise ConfigError(f"{name} must be a list of strings, got {text!r}")
     return tuple(items)

@@ -317,7 +317,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             case "*" | "**" if isinstance(left, int) and isinstance(right, int):
                 bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
                 if bits > MAX_NUMBER:
-                    raise jinja2.TemplateError(f"the chat template computes a number above {MAX_NUMBER} bits")
+                    raise jinja2.TemplateError(f"the chat template computes numbers of over {MAX_NUMBER} bits")
             case "*" if isinstance(left, int) or isinstance(right, int):
                 value, times = (right, left) if isinstance(left, int) else (left, right)
                 budget.spend(1, max(times, 0) * len(value) if isinstance(value, (str, bytes, list, tuple)) else 0)

@@ -151,7 +151,7 @@ class Tokenizer:
             bos, eos = self._frame
             return bos + self._encode(text, False) + eos
         except (TypeError, UnicodeEncodeError):
-            raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
+            raise TokenizerError("the text is not valid Unicode: it contains a lone surrogate") from None
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Return two texts as one prompt, with the tokenizer's special tokens around and between them.
@@ -164,7 +164,7 @@ class Tokenizer:
             bos, eos = self._frame
             return bos + self._encode(first, False) + self._encode(second, False) + eos
         except (TypeError, UnicodeEncodeError):
-            raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
+            raise TokenizerError("the text is not valid Unicode: it contains a lone surrogate") from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # unlike `encode`, this releases the GIL and computes no offsets, which take as long as the ids

@@ -105,7 +105,7 @@ class _Search:
         return self._answer(len(self.answers) - 1, collector)
 
     async def _answer(self, index: int, collector: OutputCollector) -> AsyncGenerator[RequestUpdate, None]:
-        """The consumer of the first answer runs the search for all; the other answers wait for it."""
+        """The consumer of the first answer runs the search; the other answers of the request wait for it."""
         if index == 0:
             await self._run()
             self._done.set()

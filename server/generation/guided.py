@@ -40,7 +40,7 @@ async def guided(
     if format is not None and (num_tools := len(request.callable_tools)) > MAX_TAGS:
         raise APIError(400, f"at most {MAX_TAGS} tools can be callable, got {num_tools}", "tools")
     if content and format is not None and format.bare:
-        reason = "cannot be given together with tools: this model writes its tool calls as JSON objects"
+        reason = "cannot be given together with tools, which this model calls with JSON objects: use tool_choice none"
         raise APIError(400, reason, "structured_outputs")
     thoughts = None
     in_messages = model.writes_harmony and not prompt.past_reasoning

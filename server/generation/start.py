@@ -131,7 +131,7 @@ def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
     if request.tool_mode == "none":
         return
     if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
-        raise APIError(400, '"auto" is disabled on this server (--no-enable-auto-tool-choice)', "tool_choice")
+        raise APIError(400, '"auto" is disabled on this server: use "none", "required" or a function', "tool_choice")
     if model.tool_format is None and model.template is not None:
         reason = "the chat template has no known tool call format: start the server with --tool-call-parser NAME"
         raise APIError(400, reason, "tools")

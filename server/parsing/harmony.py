@@ -65,7 +65,8 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 class HarmonyReader:
     """Divides one answer into pieces: analysis is reasoning, messages to functions are calls, the rest is content.
 
-    A message to a recipient that is not one of the client's tools is reasoning.
+    If the client gave tools, a message to `functions.…` or to one of the tools is a call. Other messages with a
+    recipient are reasoning.
     """
 
     def __init__(

@@ -1,2 +1,2 @@
-// Loaded before the page is drawn, so that a chosen theme does not flash in the other one.
+// Runs before the page is drawn, so that the other theme does not flash.
 document.documentElement.dataset.theme = localStorage.getItem("quire.theme") ?? "auto";

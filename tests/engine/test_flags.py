@@ -179,7 +179,7 @@ def test_engine_config_checks_itself() -> None:
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1, got 1.5"),
-        ({"kv_cache_memory_bytes": 1, "num_gpu_blocks_override": 1}, "give one"),
+        ({"kv_cache_memory_bytes": 1, "num_gpu_blocks_override": 1}, "give only one"),
         ({"hf_overrides": "[1]"}, r"hf_overrides must be a JSON object, got '\[1\]'"),
         ({"hf_overrides": "[" * 100_000}, "hf_overrides must be a JSON object"),
         ({"hf_overrides": {"a": {1, 2}}}, r"hf_overrides must be a JSON object \(Object of type set"),

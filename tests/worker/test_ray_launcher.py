@@ -173,5 +173,5 @@ def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_needs_several_ranks() -> None:
-    with pytest.raises(ConfigError, match="distributed_executor_backend ray needs tensor_parallel_size above 1"):
+    with pytest.raises(ConfigError, match="needs tensor_parallel_size or pipeline_parallel_size above 1"):
         EngineConfig(model="m", distributed_executor_backend="ray")

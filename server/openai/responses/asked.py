@@ -99,5 +99,5 @@ def _previous(kept: Kept, caller: Caller, response_id: str | None) -> Turn | Non
         return stored.turn
     if kept.background.get(caller.name, response_id) is not None:
         raise APIError(400, f"{response_id!r} is still being generated: retry later", "previous_response_id")
-    reason = f"no stored response has the id {response_id[:100]!r}: not stored, deleted or evicted"
+    reason = f"no stored response has the id {response_id[:100]!r}: never stored, deleted or evicted"
     raise APIError(404, reason, "previous_response_id")

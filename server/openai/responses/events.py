@@ -151,7 +151,7 @@ class ResponseBuilder:
 
     @property
     def _item(self) -> dict[str, Any]:
-        """The last one."""
+        """The current output item."""
         item: dict[str, Any] = self.response["output"][-1]
         return item
 

@@ -133,6 +133,6 @@ def _stored(store: ResponseStore, caller: Caller, response_id: str) -> StoredRes
     """Return a stored response. Raises `APIError` 404 for an unknown id."""
     found = store.get(caller.name, response_id)
     if found is None:
-        reason = f"no stored response has the id {response_id[:100]!r}: not stored, deleted or evicted"
+        reason = f"no stored response has the id {response_id[:100]!r}: never stored, deleted or evicted"
         raise APIError(404, reason, "response_id", lead=None)
     return found

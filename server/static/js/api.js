@@ -1,10 +1,10 @@
-// The server's HTTP API, for the page. Addresses are relative: the server may be mounted below a path.
+// Client for the server's HTTP API. URLs are relative: the server may be mounted below a path.
 import { readEvents } from "./sse.js";
 import { load, save } from "./dom.js";
 
 const KEY = "quire.key";
 
-/** What went wrong, in words for the reader. status: the HTTP status, or 0 when no answer came at all. */
+/** An error with a message for the user. status: the HTTP status, or 0 if there was no response. */
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -12,44 +12,44 @@ export class ApiError extends Error {
   }
 }
 
-// The key is kept until the tab is closed.
+// The API key is stored until the tab is closed.
 export const apiKey = {
   get: () => load(KEY, "", sessionStorage),
   set: (value) => save(KEY, value || undefined, sessionStorage),
 };
 
-/** The model cards of /v1/models. */
+/** Return the model cards of /v1/models. */
 export async function listModels() {
   return (await (await request("v1/models")).json()).data;
 }
 
-/** The schema of a chat completion's body: the parameters with their types, ranges and descriptions. */
+/** Return the schema of a chat completion's parameters, with types, ranges and descriptions. */
 export async function chatParameters() {
   const { components } = await (await request("openapi.json")).json();
   return components.schemas.ChatCompletionRequest.properties;
 }
 
-/** The metrics in Prometheus' text format. */
+/** Return the metrics in Prometheus' text format. */
 export async function readMetrics() {
   return (await request("metrics")).text();
 }
 
-/** { ok, state }: whether the server can answer, and what /readyz says of the engine where there is one. */
+/** Return { ok, state }: whether the server is ready, and the engine state from /readyz, if available. */
 export async function readiness() {
   const ready = await fetch("readyz", { headers: authorization(), cache: "no-store" });
   if (ready.status === 200 || ready.status === 503) return { ok: ready.ok, state: await ready.json().catch(() => ({})) };
   return { ok: (await fetch("health", { cache: "no-store" })).ok, state: {} };
 }
 
-/** The number of tokens of a conversation as the model reads it. */
+/** Return the number of tokens of a conversation's prompt. */
 export async function countTokens(body) {
   const response = await request("tokenize", { method: "POST", body: JSON.stringify(body) });
   return (await response.json()).count;
 }
 
 /**
- * One streamed chat completion. Yields { text, reasoning, calls, logprobs, finish, usage, metrics }, each empty or null
- * when the server did not send it. Throws ApiError; an abort through `signal` throws the browser's AbortError.
+ * Stream a chat completion. Yields { text, reasoning, calls, logprobs, finish, usage, metrics }, each empty or null if
+ * the server did not send it. Throws ApiError; an abort through `signal` throws the browser's AbortError.
  */
 export async function* streamChat(body, signal) {
   const streaming = { ...body, stream: true, stream_options: { include_usage: true } };
@@ -92,7 +92,7 @@ async function request(path, options = {}) {
   }
   if (response.ok) return response;
   if (response.status === 401) {
-    throw new ApiError(apiKey.get() ? "The server does not accept this API key." : "The server asks for an API key.", 401);
+    throw new ApiError(apiKey.get() ? "The server rejected this API key." : "The server requires an API key.", 401);
   }
   const told = errorText(await response.json().catch(() => null));
   throw new ApiError(told ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".", response.status);

@@ -1,4 +1,4 @@
-// The page: which conversation is open, and what happens when something is asked.
+// The page: the open conversation, and sending questions and answers.
 import { countTokens } from "./api.js";
 import { Composer } from "./composer.js";
 import { Conversation, isBusy, newId, ROOT } from "./conversation.js";
@@ -14,20 +14,20 @@ import { Thread } from "./thread.js";
 import { resultOf } from "./tools.js";
 
 const MOST_TOOL_ROUNDS = 8;
-const STALE = 10_000; // milliseconds without a sign of the tab that writes an answer
+const STALE = 10_000; // milliseconds without an update by the tab that writes an answer
 
 let conversation = Conversation.create(defaultSettings());
-let model = ""; // chosen in the header; else the server's first
+let model = ""; // chosen in the header; default: the server's first model
 let models = [];
-const runs = new Map(); // message id → Run, of every conversation
-const gone = new Set(); // ids of conversations that were deleted while an answer was being written
-const live = new Map(); // conversation id → the object that answers are being written into
+const runs = new Map(); // message id → Run, for all conversations
+const gone = new Set(); // ids of conversations deleted while an answer was being written
+const live = new Map(); // conversation id → the Conversation that answers are being written into
 
 const isKept = () => conversation.messages.size > 0;
 
 // ---- opening conversations ----------------------------------------------------------------------------------------
 
-/** Show the conversation that the address names; without one a new chat. */
+/** Show the conversation named in the address, or a new chat. */
 async function open() {
   const id = location.hash.match(/^#\/c\/(\w+)$/)?.[1];
   if (id && id === conversation.id) return;
@@ -43,10 +43,10 @@ async function open() {
   showConversation();
   thread.followAgain();
   sidebar.refresh(found?.id ?? "");
-  if (!matchMedia("(pointer: coarse)").matches) composer.focus(); // a touch screen would open its keyboard
+  if (!matchMedia("(pointer: coarse)").matches) composer.focus(); // focus would open the keyboard of a touch screen
 }
 
-// What a closed page left unfinished stays as far as it came.
+// Mark answers that a closed page left unfinished as stopped.
 function endStale(found) {
   for (const message of found.messages.values()) {
     if (isBusy(message) && !runs.has(message.id) && Date.now() - message.beat > STALE) message.state = "stopped";
@@ -85,7 +85,7 @@ async function ask(text, attachments) {
   await begin(question);
 }
 
-/** Answer `question`, which is new: the conversation is kept and has an address from now on. */
+/** Answer a new question. From now on the conversation is saved and has an address. */
 async function begin(question) {
   const { id } = conversation;
   if (location.hash !== `#/c/${id}`) history.replaceState(null, "", `#/c/${id}`);
@@ -96,7 +96,7 @@ async function begin(question) {
   await answer(conversation, question.id);
 }
 
-/** Answers to the message `parent`: one, or one of each model that is to be compared. */
+/** Generate the answer to the message `parent`, or one answer from each compared model. */
 async function answer(within, parent, round = 0) {
   const chosen = (within.settings.models ?? []).filter((id) => models.includes(id));
   const names = chosen.length > 1 ? chosen : [chosen[0] ?? model];
@@ -132,7 +132,7 @@ async function write(within, message, { resume = false, round = 0 } = {}) {
   if (message.state === "done" && message.calls.length) await runTools(within, message, round);
 }
 
-// Calls of the demonstration tools are answered here; the others wait for the user.
+// Run the demonstration tools. Other calls wait for the user to enter a result.
 async function runTools(within, message, round) {
   for (const call of message.calls) call.result ??= resultOf(call, within.settings);
   await store.saveConversation(within, [message]);
@@ -167,7 +167,7 @@ const actions = {
     if (!conversation.busy) write(conversation, message, { resume: true });
   },
 
-  /** The message with another text: an alternative to it, which for a question is answered. */
+  /** Add an alternative to the message with a new text. A new question is answered. */
   edit(message, content) {
     if (conversation.busy) return;
     const { role, parent, attachments } = message;
@@ -238,7 +238,7 @@ $("system-strip").addEventListener("click", () => settings.open("system"));
 $("log").addEventListener("click", (event) => {
   const button = event.target.closest(".copy-code");
   if (button) copy(button.closest(".code").querySelector("code").textContent, button);
-  const link = event.target.closest('a[href^="#"]'); // a footnote: the address names the conversation
+  const link = event.target.closest('a[href^="#"]'); // a footnote: its link must not replace the conversation in the address
   if (link) {
     event.preventDefault();
     document.getElementById(link.getAttribute("href").slice(1))?.scrollIntoView({ block: "center" });

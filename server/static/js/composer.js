@@ -1,4 +1,4 @@
-// The field in which messages are written: draft, attached files, sending.
+// The message field: draft, attached files, sending.
 import { $, element, iconButton, load, save, toast } from "./dom.js";
 
 const MOST_BYTES = 1_000_000; // of an attached file
@@ -11,7 +11,7 @@ export class Composer {
   #draft = "new";
   #busy = false;
 
-  /** `send(text, attachments)`, `editLast()`: the user wants to change the last question. */
+  /** Callbacks: `send(text, attachments)`, and `editLast()` to edit the last question. */
   constructor({ send, editLast }) {
     this.send = send;
     this.editLast = editLast;
@@ -34,7 +34,7 @@ export class Composer {
     });
   }
 
-  /** Show the draft of a conversation, or with "new" that of the next one. */
+  /** Show the draft of a conversation; with "new", the draft of the next conversation. */
   open(id) {
     this.#draft = id;
     ({ text: prompt.value, attachments: this.#attachments } = load(draftName(id), { text: "", attachments: [] }));

@@ -1,12 +1,12 @@
-// A conversation: a tree of messages, of which one branch is shown. Plain data: no page, no storage.
+// A conversation: a tree of messages, one branch of which is shown. Plain data, without DOM or storage.
 //
 // A message: { conversation, id, index, parent, role: "user" | "assistant", content, created }, and
-//   of a user: attachments: [{ name, text }];
-//   of an assistant: model, state: "waiting" | "streaming" | "done" | "stopped" | "failed", error, reasoning, thoughtSeconds,
+//   for a user: attachments: [{ name, text }];
+//   for an assistant: model, state: "waiting" | "streaming" | "done" | "stopped" | "failed", error, reasoning, thoughtSeconds,
 //   calls: [{ id, name, arguments, result }], tokens: [[text, logprob, [[text, logprob], …]], …], finish, stats, and
-//   group: answers of several models side by side have the same.
+//   group: the same for answers of several models shown side by side.
 
-export const ROOT = ""; // the parent of first messages
+export const ROOT = ""; // the parent of the first messages
 
 export function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(12)); // randomUUID exists only on https and localhost
@@ -38,12 +38,12 @@ export class Conversation {
     return this.meta.settings;
   }
 
-  /** The messages after `parent`, oldest first: alternatives to each other. */
+  /** Return the alternative messages after `parent`, oldest first. */
   children(parent) {
     return [...this.messages.values()].filter((message) => message.parent === parent).sort((a, b) => a.index - b.index);
   }
 
-  /** The branch that is shown, or with `end` the branch that leads to this message, it included. */
+  /** Return the shown branch, or with `end` the branch up to and including that message. */
   path(end = null) {
     if (end !== null) {
       const path = [];
@@ -60,13 +60,13 @@ export class Conversation {
     return path;
   }
 
-  /** The answers that are shown side by side with `message`, it included. */
+  /** Return the answers shown side by side with `message`, including it. */
   group(message) {
     if (!message.group) return [message];
     return this.children(message.parent).filter(({ group }) => group === message.group);
   }
 
-  /** `message` and what may stand in its place: of answers side by side, others count as one. */
+  /** Return `message` and its alternatives. Another group of side-by-side answers counts as one. */
   alternatives(message) {
     const others = new Set([message.group || message.id]);
     return this.children(message.parent).filter((each) => {
@@ -75,7 +75,7 @@ export class Conversation {
     });
   }
 
-  /** Add a message; it is the one shown after its parent. */
+  /** Add a message and show it after its parent. */
   add(fields) {
     const index = 1 + Math.max(-1, ...Array.from(this.messages.values(), (message) => message.index));
     const message = { conversation: this.id, id: newId(), index, created: Date.now(), ...fields };

@@ -2,7 +2,7 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element with properties (`class`, `dataset`, `on…` listeners, attributes) and children. Texts stay text. */
+/** Create an element with properties (`class`, `on…` listeners, attributes) and children. Strings become text nodes. */
 export function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -30,14 +30,14 @@ export function iconButton(name, label, onclick, className = "") {
   return element("button", { type: "button", "aria-label": label, title: label, class: className, onclick }, icon(name));
 }
 
-/** For screen readers. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   $("announcer").textContent = text;
 }
 
 let toastTimer = 0;
 
-/** A notice for some seconds, with at most one thing to do about it. */
+/** Show a notice for 8 seconds, with an optional action. */
 export function toast(text, action = "", run = null) {
   clearTimeout(toastTimer);
   const close = () => ($("toast").hidden = true);
@@ -66,7 +66,7 @@ function showCopied(button, copied) {
   else button.textContent = copied ? "Copied" : "Copy";
 }
 
-// navigator.clipboard exists only on https and localhost; elsewhere a selection has to do.
+// navigator.clipboard exists only on https and localhost; elsewhere copy a selection.
 async function toClipboard(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = element("textarea", { class: "unseen" });
@@ -77,14 +77,14 @@ async function toClipboard(text) {
   area.remove();
 }
 
-/** Offer `text` as a file. */
+/** Download `text` as a file. */
 export function download(name, text, type) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   element("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** A shorter name of a model that is served from a folder: the last part of the path. */
+/** Return a short name for a model served from a folder: the last part of its path. */
 export function shortName(id) {
   return id.startsWith("/") || id.startsWith(".") ? id.replace(/\/+$/, "").split("/").pop() : id;
 }
@@ -102,6 +102,6 @@ export function save(name, value, storage = localStorage) {
     if (value === undefined) storage.removeItem(name);
     else storage.setItem(name, JSON.stringify(value));
   } catch {
-    // Full or forbidden storage: the page works on, it only forgets.
+    // Storage is full or blocked: the page still works without saving.
   }
 }

@@ -1,14 +1,14 @@
-// Markdown to elements, fit for streaming: what is finished keeps its elements, and only the rest is parsed again.
+// Renders streaming Markdown: finished blocks keep their elements, and only the rest is parsed again.
 //
-// markdown-it makes tokens of the text, and HTML of single paragraphs and the like, in which the model's own HTML is text;
-// DOMPurify lets through what is on its list. Lists, quotes and tables are built here as elements, so that a change in one
-// item leaves the others alone.
+// markdown-it produces tokens, and HTML for leaf blocks such as paragraphs; the model's own HTML is escaped. DOMPurify
+// removes everything not on its allow-list. Lists, quotes and tables are built here as elements, so that a change in one
+// item does not affect the others.
 import { DOMPurify } from "../vendor/dompurify.js";
 import { footnote, MarkdownIt, tasklist, tex } from "../vendor/markdown-it.js";
 import { element } from "./dom.js";
 
 const CONTAINERS = new Set(["bullet_list", "ordered_list", "list_item", "blockquote", "table", "thead", "tbody", "tr"]);
-const MOST_HIGHLIGHTED = 60_000; // characters; colouring more would hold up the page
+const MOST_HIGHLIGHTED = 60_000; // characters; highlighting more would block the page
 const MOST_HIGHLIGHTED_STREAMING = 6_000;
 const REFERENCES = /^ {0,3}\[[^\]\n]+\]:/m; // link references and footnotes may be defined after their use
 
@@ -20,8 +20,8 @@ md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 md.validateLink = (url) => /^(https?:|mailto:)/i.test(url.trim());
 md.core.ruler.push("fit_into_page", ({ tokens }) => {
   for (const token of tokens) {
-    if (token.type.startsWith("heading")) token.tag = `h${Math.min(6, Number(token.tag[1]) + 2)}`; // below the page's own
-    const style = token.attrGet("style"); // of a table's cell; the policy of the page has no inline styles
+    if (token.type.startsWith("heading")) token.tag = `h${Math.min(6, Number(token.tag[1]) + 2)}`; // below the page's own headings
+    const style = token.attrGet("style"); // of a table cell; the page's security policy forbids inline styles
     if (style) token.attrs = [["class", style.replace("text-align:", "align-")]];
   }
 });
@@ -32,7 +32,7 @@ md.renderer.rules.link_open = (tokens, index, options, env, self) => {
 };
 md.renderer.rules.footnote_block_open = () => '<section class="footnotes"><ol>';
 md.renderer.rules.footnote_block_close = () => "</ol></section>";
-// Nothing is loaded from elsewhere: a picture is a link to it.
+// The page loads nothing from other servers: an image becomes a link.
 md.renderer.rules.image = (tokens, index) => {
   const address = md.utils.escapeHtml(tokens[index].attrGet("src"));
   const label = md.utils.escapeHtml(tokens[index].content || "picture");
@@ -58,7 +58,7 @@ const PURE = {
 let temml = null;
 let highlighter = null;
 
-/** Resolves when formulas and code can be drawn with their libraries; until then both are plain text. */
+/** Promises of the libraries for formulas and code. Until they are loaded, both are shown as plain text. */
 const libraries = { temml: null, highlighter: null };
 const loadTemml = () => (libraries.temml ??= import("../vendor/temml.js").then((module) => (temml = module.temml)));
 const loadHighlighter = () =>
@@ -74,7 +74,7 @@ function drawMath(span) {
 
 // ---- the text as a tree of nodes -----------------------------------------------------------------------------------
 // A container: { key, tag, attributes, children, line }; a code block: { key, code, line }; else { key: its HTML, line }.
-// Equal keys: the same element can stay.
+// Nodes with equal keys can keep their element.
 
 function parse(text, env) {
   const tokens = md.parse(text, env);
@@ -121,7 +121,7 @@ function leaf(tokens, start, end, env) {
     return { key: `code ${language}`, code: { language, text: token.content.replace(/\n$/, "") }, line };
   }
   let html = md.renderer.render(tokens.slice(start, end), md.options, env);
-  // The text of an item in a tight list has no paragraph of its own.
+  // An item of a tight list has no paragraph element around its text.
   if (token.type === "paragraph_open" && token.hidden) html = `<p class="tight">${html}</p>`;
   return { key: html, line };
 }
@@ -130,7 +130,7 @@ function leaf(tokens, start, end, env) {
 
 const drawn = new WeakMap(); // element → the node it shows
 
-/** Make the children of `parent` from `first` on show `nodes`. `done`: the last one grows no more. */
+/** Update the children of `parent`, starting at `first`, to show `nodes`. `done`: the last node is final. */
 function sync(parent, nodes, first, done) {
   nodes.forEach((node, index) => {
     const old = parent.children[first + index];
@@ -149,7 +149,7 @@ function sync(parent, nodes, first, done) {
   while (parent.children.length > first + nodes.length) parent.lastElementChild.remove();
 }
 
-// A table stands in a box in which it scrolls.
+// A table is wrapped in a scrolling box.
 const inner = (built) => (built.matches(".table") ? built.firstElementChild : built);
 
 function build(node, streaming) {
@@ -167,7 +167,7 @@ function build(node, streaming) {
   return built;
 }
 
-// The browser drops cells that stand outside a table.
+// Browsers drop table cells outside a table.
 function insideTable(html) {
   return /^<t[hd]/.test(html) ? `<table><tbody><tr>${html}</tr></tbody></table>` : html;
 }
@@ -206,20 +206,20 @@ function highlighted(node) {
   return element("span", { class: `hljs-${(node.scope ?? "").split(".")[0]}` }, ...node.children.map(highlighted));
 }
 
-// ---- the face of this module ---------------------------------------------------------------------------------------
+// ---- public interface ----------------------------------------------------------------------------------------------
 
-/** A growing text in an element. */
+/** Shows a growing text in an element. */
 export class MarkdownView {
   #text = "";
-  #start = 0; // where the text begins that may still change
-  #kept = 0; // how many elements before it are finished
+  #start = 0; // start of the text that may still change
+  #kept = 0; // number of finished elements before it
 
   constructor(container, name) {
     this.container = container;
     this.name = name; // makes the ids of footnotes unique in the page
   }
 
-  /** Show `text`. `done`: nothing will be appended to it. */
+  /** Show `text`. `done`: the text is complete. */
   update(text, done) {
     text = text.replace(/\r\n?/g, "\n");
     const whole = done && REFERENCES.test(text);
@@ -242,7 +242,7 @@ export class MarkdownView {
     if (nodes.length < 2 || !last.line || REFERENCES.test(rest)) return;
     let offset = 0;
     for (let line = 0; line < last.line; line += 1) offset = rest.indexOf("\n", offset) + 1;
-    // The block before the last was drawn as finished by `sync`.
+    // `sync` has drawn the block before the last as finished.
     this.#start += offset;
     this.#kept += nodes.length - 1;
   }

@@ -1,4 +1,4 @@
-// One message on the page: its elements, and what can be done with it.
+// One message on the page: its elements and actions.
 import { isBusy } from "./conversation.js";
 import { $, copy, element, iconButton, shortName } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
@@ -8,7 +8,7 @@ import { tokensView } from "./tokens.js";
 const number = (value) => value.toLocaleString("en");
 const rate = (value) => (value < 10 ? value.toFixed(1) : number(Math.round(value)));
 
-/** A view of a message. `update()` brings it up to date. `actions`: what the page does for its buttons. */
+/** Return the view of a message. `update()` redraws it. `actions`: callbacks for its buttons. */
 export function viewOf(message, conversation, actions) {
   return new (message.role === "user" ? QuestionView : AnswerView)(message, conversation, actions);
 }
@@ -28,7 +28,7 @@ class MessageView {
     this.part(name).addEventListener("click", run);
   }
 
-  /** ‹ 2/3 ›, where the message has alternatives. */
+  /** Show ‹ 2/3 › if the message has alternatives. */
   showAlternatives() {
     const alternatives = this.conversation.alternatives(this.message);
     const at = alternatives.indexOf(this.message);
@@ -41,7 +41,7 @@ class MessageView {
     this.part("branches").replaceChildren(...(alternatives.length > 1 ? [back, label, forth] : []));
   }
 
-  /** Let the user change the text in its place. */
+  /** Let the user edit the text in place. */
   edit(shown, submitLabel) {
     const area = element("textarea", { class: "edit-text", "aria-label": "Edit message", dir: "auto" });
     area.value = this.message.content;
@@ -142,7 +142,7 @@ class AnswerView extends MessageView {
   #showCalls(busy) {
     const calls = (this.message.calls ?? []).filter(Boolean);
     const state = JSON.stringify([calls, busy]);
-    if (state === this.shownCalls) return; // an input that is being filled in stays
+    if (state === this.shownCalls) return; // keep a result form that the user is filling in
     this.shownCalls = state;
     this.part("calls").replaceChildren(...calls.map((call) => this.#callView(call, busy)));
   }
@@ -157,7 +157,7 @@ class AnswerView extends MessageView {
 
   #resultForm(call) {
     const input = element("textarea", { rows: "1", "aria-label": `Result of ${call.name}`, placeholder: "The tool’s result" });
-    const form = element("form", { class: "result" }, input, element("button", { type: "submit", class: "plain" }, "Give result"));
+    const form = element("form", { class: "result" }, input, element("button", { type: "submit", class: "plain" }, "Submit result"));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.actions.giveResult(this.message, call, input.value);
@@ -187,14 +187,14 @@ function summary({ stats, finish, state }) {
   if (stats) {
     parts.push(`${number(stats.tokens)} token${stats.tokens === 1 ? "" : "s"}`);
     if (stats.tokens > 2 && stats.decodeRate) parts.push(`${rate(stats.decodeRate)} tokens/s`);
-    parts.push(`first after ${(stats.firstToken / 1000).toFixed(2)} s`);
+    parts.push(`first token after ${(stats.firstToken / 1000).toFixed(2)} s`);
   }
   if (finish === "length") parts.push("reached the token limit");
   if (state === "stopped") parts.push("stopped");
   return parts.join(" · ");
 }
 
-// All figures of an answer, in a small panel below its line.
+// Show all statistics of an answer in a panel below the button.
 function showFigures(button, { stats }) {
   const rows = [
     ["Time to first token", `${(stats.firstToken / 1000).toFixed(3)} s`],
@@ -202,9 +202,9 @@ function showFigures(button, { stats }) {
     ["Prefill", stats.prefillRate ? `${rate(stats.prefillRate)} tokens/s` : ""],
     ["Decode", stats.decodeRate ? `${rate(stats.decodeRate)} tokens/s` : ""],
     ["Prompt", `${number(stats.prompt)} tokens`],
-    ["of these cached", number(stats.cached)],
+    ["of which cached", number(stats.cached)],
     ["Answer", `${number(stats.tokens)} tokens`],
-    ["of these reasoning", stats.reasoning ? number(stats.reasoning) : ""],
+    ["of which reasoning", stats.reasoning ? number(stats.reasoning) : ""],
   ].filter(([, value]) => value !== "");
   const panel = $("figures");
   panel.querySelector("dl").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));

@@ -1,14 +1,14 @@
-// From a conversation to the body of a chat completion.
+// Converts a conversation to the body of a chat completion request.
 import { toolsOf } from "./tools.js";
 
 const NO_RESULT = "No result was given.";
 
-/** The body that asks for `answer`, a message of the conversation. `resume`: go on with what it already says. */
+/** Return the request body for `answer`, a message of the conversation. `resume`: continue its text. */
 export function requestFor(conversation, answer, resume) {
   const { settings } = conversation;
   const path = conversation.path(answer.parent);
   const body = { messages: messagesFor(resume ? [...path, answer] : path, settings), ...settings.parameters };
-  if (answer.model) body.model = answer.model; // else the server's only one
+  if (answer.model) body.model = answer.model; // otherwise the server's only model
   if (resume) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   const tools = toolsOf(settings);
   if (tools.length) body.tools = tools;
@@ -19,7 +19,7 @@ export function requestFor(conversation, answer, resume) {
   return body;
 }
 
-/** The API's messages for a branch. */
+/** Return the API's messages for a branch. */
 export function messagesFor(path, settings) {
   const messages = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
   for (const message of path) {
@@ -28,7 +28,7 @@ export function messagesFor(path, settings) {
     } else if (message.content !== "" || message.calls?.length) {
       messages.push(...answered(message));
     } else if (messages.at(-1)?.role === "user") {
-      messages.pop(); // templates want user and assistant to alternate: a question that got no answer is left out
+      messages.pop(); // templates require alternating roles: leave out a question without an answer
     }
   }
   return messages;

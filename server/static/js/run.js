@@ -1,9 +1,9 @@
-// One answer being written: the stream into a message, its times, what it ended with.
+// Streams one answer into a message, with its timings and finish reason.
 import { ApiError, streamChat } from "./api.js";
 
-const SAVE_EVERY = 1000; // milliseconds: what a closed page may lose
+const SAVE_EVERY = 1000; // milliseconds between saves: the most that a closed page loses
 
-/** Fills `message` from the server. `changed()` is called for each piece, `save()` now and then and at the end. */
+/** Fills `message` from the server. `changed()` is called for each piece, `save()` at most every second and at the end. */
 export class Run {
   #controller = new AbortController();
   #clock = { start: performance.now(), first: 0, last: 0, thought: 0 };
@@ -22,7 +22,7 @@ export class Run {
     this.#controller.abort();
   }
 
-  /** Never throws: a failure is the message's. Returns the error that the page may have to act on, or null. */
+  /** Never throws: an error is stored in the message. Returns the error for the page to act on, or null. */
   async write(body, resume = false) {
     const { message } = this;
     const fresh = resume ? {} : { content: "", reasoning: "", calls: [], tokens: [], thoughtSeconds: null };
@@ -62,7 +62,7 @@ export class Run {
     this.changed();
   }
 
-  // Only the newest text is looked at: this is done for every piece.
+  // Runs for every piece, so it looks at the newest text only.
   #thinksInText() {
     const { content } = this.message;
     if (content.length < 100) this.#thinking = /^\s*<think>/.test(content) && !content.includes("</think>");
@@ -70,7 +70,7 @@ export class Run {
     return this.#thinking;
   }
 
-  // The first piece of a call has its id and name; the arguments come in pieces.
+  // The first piece of a call has its id and name; its arguments arrive in pieces.
   #addCall({ index, id, function: { name, arguments: text } }) {
     const call = (this.message.calls[index] ??= { id, name, arguments: "", result: null });
     call.arguments += text ?? "";
@@ -91,7 +91,7 @@ export class Run {
     const { finish } = this.message;
     if (finish === null) throw new ApiError("The answer ended before it was complete.", 500);
     if (finish === "abort") throw new ApiError("The server ended this request early.", 500);
-    if (finish === "error") throw new ApiError("The server failed while it wrote this answer.", 500);
+    if (finish === "error") throw new ApiError("The server failed while generating this answer.", 500);
   }
 
   #fail(error) {
@@ -107,7 +107,7 @@ export class Run {
     if (!message.tokens?.length) delete message.tokens;
   }
 
-  // What the server measured, else what the page saw. Times are milliseconds.
+  // The server's measurements, otherwise the page's. Times are in milliseconds.
   #statistics() {
     const usage = this.#usage;
     if (!usage?.completion_tokens) return null;
@@ -129,7 +129,7 @@ export class Run {
   }
 }
 
-/** Text and reasoning. Models whose reasoning the server does not parse write it into the text, as <think>…</think>. */
+/** Return text and reasoning. Reasoning that the server does not parse is in the text, as <think>…</think>. */
 export function splitThoughts({ content, reasoning = "" }) {
   const opened = content.match(/^\s*<think>/);
   if (!opened) return { content, reasoning };

@@ -1,10 +1,10 @@
-// The settings of a conversation: system prompt, sampling, form of the answer, tools, models; the key and the theme.
+// Conversation settings (system prompt, sampling, answer format, tools, models), the API key and the theme.
 import { apiKey, chatParameters } from "./api.js";
 import { $, element, load, save, shortName, toast } from "./dom.js";
 import { parseTools } from "./tools.js";
 
 const DEFAULTS = "quire.settings";
-// Parameters that have a control of their own, or that the page sets itself.
+// Parameters with their own control, or set by the page itself.
 const OWN = new Set(
   ("model messages user tools tool_choice stream stream_options response_format n logprobs top_logprobs prompt_logprobs " +
     "return_token_ids return_tokens_as_token_ids temperature max_tokens max_completion_tokens continue_final_message " +
@@ -13,16 +13,16 @@ const OWN = new Set(
 );
 const FIRST = ["top_p", "top_k", "min_p", "seed", "stop", "reasoning_effort", "enable_thinking", "presence_penalty"];
 
-/** The settings of a new conversation. */
+/** Return the settings of a new conversation. */
 export function defaultSettings() {
   return load(DEFAULTS, {});
 }
 
 export class Settings {
   #conversation = null;
-  #fields = null; // of the server's further parameters: name → { input, schema }
+  #fields = null; // the server's other parameters: name → { input, schema }
 
-  /** `changed()`: settings of the conversation; `keyChanged()`. */
+  /** Callbacks: `changed()` for the conversation's settings, `keyChanged()` for the API key. */
   constructor({ changed, keyChanged }) {
     this.changed = changed;
     const dialog = $("settings");
@@ -34,7 +34,7 @@ export class Settings {
     $("reset").addEventListener("click", () => this.#reset());
     $("keep-settings").addEventListener("click", () => {
       save(DEFAULTS, this.#conversation.settings);
-      toast("New chats begin with these settings.");
+      toast("New chats start with these settings.");
     });
     for (const button of document.querySelectorAll("[data-set-theme]")) {
       button.addEventListener("click", () => this.#setTheme(button.dataset.setTheme));
@@ -58,7 +58,7 @@ export class Settings {
 
   askForKey(reason) {
     $("key-row").hidden = false;
-    $("key-help").textContent = `${reason} It is kept until this tab is closed.`;
+    $("key-help").textContent = `${reason} The key is stored until you close this tab.`;
     return this.open("api-key");
   }
 
@@ -72,7 +72,7 @@ export class Settings {
     $("compare").replaceChildren(...boxes);
     $("compare-row").hidden = cards.length < 2;
     const length = cards[0]?.max_model_len;
-    $("max-tokens-help").textContent = length ? `The model holds ${length.toLocaleString("en")} tokens: the conversation and the answer together.` : "";
+    $("max-tokens-help").textContent = length ? `The context holds ${length.toLocaleString("en")} tokens: the conversation and the answer together.` : "";
   }
 
   #draw() {
@@ -81,7 +81,7 @@ export class Settings {
     $("system").value = settings.system ?? "";
     $("temperature").value = temperature ?? 1;
     $("temperature").classList.toggle("unset", temperature === undefined);
-    $("temperature-value").textContent = temperature?.toFixed(2) ?? "the model’s own";
+    $("temperature-value").textContent = temperature?.toFixed(2) ?? "model default";
     $("max-tokens").value = maxTokens ?? "";
     $("schema").value = settings.schema ?? "";
     $("logprobs").checked = Boolean(settings.logprobs);
@@ -122,12 +122,12 @@ export class Settings {
     try {
       this.#set(input.dataset.parameter, read(input.value, schema));
     } catch {
-      input.setCustomValidity("This is not JSON.");
+      input.setCustomValidity("This is not valid JSON.");
     }
     input.reportValidity();
   }
 
-  // JSON that cannot be read is said at once, not when a message is sent.
+  // Report invalid JSON immediately, not when a message is sent.
   #check() {
     for (const [id, parse] of [["schema", JSON.parse], ["tools", parseTools]]) {
       let error = "";
@@ -157,7 +157,7 @@ export class Settings {
       $("parameters").replaceChildren(...names.map((name) => this.#field(name, schemas[name])));
       this.#draw();
     } catch (error) {
-      $("parameters").replaceChildren(element("p", { class: "help" }, `The parameters cannot be read: ${error.message}`));
+      $("parameters").replaceChildren(element("p", { class: "help" }, `Cannot load the parameters: ${error.message}`));
     }
   }
 
@@ -180,7 +180,7 @@ export class Settings {
   }
 }
 
-// ---- fields made of the server's own description -------------------------------------------------------------------
+// ---- controls made from the server's own schema --------------------------------------------------------------------
 
 const typesOf = ({ type, enum: values, anyOf = [] }) => {
   const kinds = anyOf.map((each) => (each.enum ? "enum" : each.type));
@@ -190,7 +190,7 @@ const isList = (schema) => typesOf(schema).includes("array");
 const isNumber = (schema) => typesOf(schema).every((kind) => kind === "number" || kind === "integer");
 const holdsTexts = ({ anyOf = [] }) => anyOf.some((each) => each.type === "array" && each.items?.type === "string");
 
-/** A control for a parameter, or null when it is none of the user's. */
+/** Return a control for a parameter, or null if it is not for users. */
 function controlFor(schema) {
   const types = typesOf(schema);
   if (/^(Accepted; has no effect|Not supported)/.test(schema.description ?? "") || !types.length) return null;

@@ -1,4 +1,4 @@
-// Keys for the whole page; the sheet that lists them is part of index.html.
+// Keyboard shortcuts of the page. The dialog that lists them is in index.html.
 import { $ } from "./dom.js";
 
 export function listenForShortcuts(actions) {

@@ -9,9 +9,9 @@ const wide = matchMedia("(min-width: 60rem)");
 export class Sidebar {
   #current = "";
   #menuFor = null; // the conversation of the open menu
-  #shown = 0; // counts the searches: only the newest one is shown
+  #shown = 0; // number of the latest search: older results are dropped
 
-  /** `renamed(id, title)`, `deleted(id)`: what the page has to follow. */
+  /** Callbacks: `renamed(id, title)`, `deleted(id)`. */
   constructor({ renamed, deleted }) {
     this.renamed = renamed;
     this.deleted = deleted;
@@ -40,7 +40,7 @@ export class Sidebar {
     $("search").select();
   }
 
-  /** The list is one thing on a wide page, and above the page on a narrow one. */
+  /** Close the list on a narrow page, where it covers the conversation. */
   close() {
     if (!wide.matches) this.#show(false);
   }
@@ -60,13 +60,13 @@ export class Sidebar {
     const listed = all.filter(({ id }) => !found || found.has(id));
     $("conversations").replaceChildren(...listed.map((meta) => this.#item(meta)));
     $("no-conversations").hidden = listed.length > 0;
-    $("no-conversations").textContent = wanted ? "Nothing found." : "Conversations are kept in this browser.";
+    $("no-conversations").textContent = wanted ? "Nothing found." : "Conversations are stored in this browser.";
   }
 
   #item(meta) {
     const link = element("a", { href: `#/c/${meta.id}`, dir: "auto" }, meta.title || "Conversation");
     if (meta.id === this.#current) link.setAttribute("aria-current", "page");
-    const more = iconButton("more", `More about ${meta.title}`, () => this.#openMenu(meta, item, more), "more");
+    const more = iconButton("more", `Options for ${meta.title}`, () => this.#openMenu(meta, item, more), "more");
     const item = element("li", {}, link, more);
     return item;
   }

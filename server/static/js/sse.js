@@ -1,6 +1,6 @@
-// Server-sent events: bytes in, the data of each event out.
+// Parser for server-sent events.
 
-/** Incremental parser: push text cut anywhere, get the data strings of the events completed by it. */
+/** Incremental parser: `push` takes text split anywhere and returns the data of the completed events. */
 export class EventParser {
   #buffer = "";
   #data = [];
@@ -15,12 +15,12 @@ export class EventParser {
       } else if (line === "data" || line.startsWith("data:")) {
         const value = line.slice(5);
         this.#data.push(value.startsWith(" ") ? value.slice(1) : value);
-      } // comments (": …") and other fields carry nothing for us
+      } // comments (": …") and other fields are ignored
     }
     return events;
   }
 
-  // A line ends with LF, CRLF or CR; a CR at the end of the buffer may be half of a CRLF, so it waits.
+  // A line ends with LF, CRLF or CR. A CR at the end of the buffer may be half of a CRLF, so wait for more text.
   #nextLine() {
     const end = this.#buffer.search(/[\r\n]/);
     if (end < 0 || (this.#buffer[end] === "\r" && end === this.#buffer.length - 1)) return null;
@@ -31,7 +31,7 @@ export class EventParser {
   }
 }
 
-/** The data of each event in a ReadableStream of bytes. Leaving the loop early cancels the stream. */
+/** Yield the data of each event in a ReadableStream of bytes. Leaving the loop early cancels the stream. */
 export async function* readEvents(stream) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();

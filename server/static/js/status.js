@@ -1,21 +1,21 @@
-// What the server is doing: the dot in the header, and the panel behind it.
+// Server status: the dot in the header, and the panel that it opens.
 import { listModels, readiness, readMetrics } from "./api.js";
 import { $, element, shortName } from "./dom.js";
 
-const LOOK = { ready: 15_000, waiting: 2_000 }; // milliseconds between looks at the server's health
-const SAMPLE = 2_000; // milliseconds between looks at its metrics, while the panel is open
-const SPAN = 240_000; // milliseconds in the plot
+const LOOK = { ready: 15_000, waiting: 2_000 }; // milliseconds between health checks
+const SAMPLE = 2_000; // milliseconds between metrics requests while the panel is open
+const SPAN = 240_000; // milliseconds covered by the plot
 
 const WORDS = { offline: "server not reachable", locked: "needs an API key", dead: "engine not running" };
 
 export class Status {
   kind = "connecting";
   #timer = 0;
-  #samples = []; // { at, generated, prompt }: counters
+  #samples = []; // { at, generated, prompt }: token counters
   #sampling = 0;
   #cards = [];
 
-  /** `connected(cards)`: the models, when they are known anew; `locked(reason)`: a key is wanted. `context()`: tokens, or null. */
+  /** Callbacks: `connected(cards)` with the models, `locked(reason)` if a key is required, `context()`: tokens or null. */
   constructor({ connected, locked, context }) {
     Object.assign(this, { connected, locked, context });
     document.addEventListener("visibilitychange", () => document.hidden || this.look());
@@ -28,7 +28,7 @@ export class Status {
     return this.#cards[0]?.max_model_len ?? null;
   }
 
-  /** Look at the server now, and then again and again while the page is seen. */
+  /** Check the server now, and periodically while the page is visible. */
   async look() {
     clearTimeout(this.#timer);
     try {
@@ -41,12 +41,12 @@ export class Status {
       if (error.status === 401) this.locked(error.message);
     }
     if (document.hidden || this.kind === "locked") return;
-    // Now and then without the panel, too, so that its plot has a past when it is opened.
+    // Also sample while the panel is closed, so that its plot has data when it opens.
     if (this.kind === "ready" && !$("status").open) this.#read().catch(() => {});
     this.#timer = setTimeout(() => this.look(), this.kind === "ready" ? LOOK.ready : LOOK.waiting);
   }
 
-  /** The server did not answer, or the key has changed: what was known holds no more. */
+  /** Reconnect after the server failed to answer or the key changed. */
   doubt() {
     this.kind = "connecting";
     return this.look();
@@ -109,7 +109,7 @@ export class Status {
       ["Prefix cache hits", percent(read.hits / read.queries)],
       ["Generated", `${of(Math.round(rates.at(-1)?.generated ?? 0))} tokens/s`],
       ["Prefilled", `${of(Math.round(rates.at(-1)?.prompt ?? 0))} tokens/s`],
-      ["Tokens of this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)}` : ""}`],
+      ["Tokens in this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)}` : ""}`],
     ];
     $("status-figures").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
     $("status-note").textContent = "";
@@ -117,7 +117,7 @@ export class Status {
   }
 }
 
-// What /readyz says of an engine that is not ready.
+// Describe the state from /readyz of an engine that is not ready.
 function phaseText({ phase, fraction, seconds_left: left }) {
   if (!phase || phase === "dead") return WORDS.dead;
   const part = typeof fraction === "number" ? ` ${Math.round(100 * fraction)} %` : "";
@@ -135,7 +135,7 @@ const NAMES = {
   prompt: "vllm:prompt_tokens_total",
 };
 
-/** The wanted metrics of Prometheus' text format, each summed over its labels. */
+/** Parse the metrics in NAMES from Prometheus' text format, each summed over its labels. */
 export function parseMetrics(text) {
   const read = {};
   for (const [key, name] of Object.entries(NAMES)) {
@@ -144,7 +144,7 @@ export function parseMetrics(text) {
   return read;
 }
 
-/** Tokens per second between the samples. A counter that has fallen belongs to a new server. */
+/** Return tokens per second between samples. A decreased counter means that the server restarted. */
 export function ratesOf(samples) {
   return samples.slice(1).map((sample, index) => {
     const before = samples[index];

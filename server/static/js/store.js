@@ -1,4 +1,4 @@
-// Conversations in IndexedDB; tabs tell each other what has changed.
+// Conversations in IndexedDB. Tabs notify each other of changes.
 import { openDB } from "../vendor/idb.js";
 import { Conversation } from "./conversation.js";
 
@@ -12,25 +12,25 @@ const opened = openDB("quire", 1, {
 
 const messagesOf = (id) => IDBKeyRange.bound([id], [id, []]);
 
-/** Calls `changed(id)` when another tab has written or deleted a conversation. */
+/** Call `changed(id)` when another tab has written or deleted a conversation. */
 export function onChangeElsewhere(changed) {
   channel.onmessage = ({ data }) => changed(data);
 }
 
-/** The conversations without their messages, the last used first. */
+/** Return the conversations without their messages, most recently used first. */
 export async function listConversations() {
   const db = await opened;
   return (await db.getAll("conversations")).sort((a, b) => b.updated - a.updated);
 }
 
-/** The conversation, or null. */
+/** Return the conversation, or null. */
 export async function loadConversation(id) {
   const db = await opened;
   const meta = await db.get("conversations", id);
   return meta ? new Conversation(meta, await db.getAll("messages", messagesOf(id))) : null;
 }
 
-/** Write the conversation's own fields and `messages`, by default all. */
+/** Save the conversation's own fields and `messages`, by default all of them. */
 export async function saveConversation(conversation, messages = [...conversation.messages.values()]) {
   const transaction = (await opened).transaction(["conversations", "messages"], "readwrite");
   transaction.objectStore("conversations").put(conversation.meta);
@@ -47,7 +47,7 @@ export async function deleteConversation(id) {
   channel.postMessage(id);
 }
 
-/** Ids of the conversations whose title or messages hold `text`, in whatever case. */
+/** Return ids of the conversations with `text` in the title or a message, ignoring case. */
 export async function searchConversations(text) {
   const wanted = text.toLowerCase();
   const holds = (found) => (found ?? "").toLowerCase().includes(wanted);

@@ -1,4 +1,4 @@
-// The conversation on screen: the shown branch as views, and following a growing answer down.
+// The conversation on screen: views of the shown branch, scrolling along with a growing answer.
 import { $, element } from "./dom.js";
 import { viewOf } from "./message.js";
 import { hideAlternatives } from "./tokens.js";
@@ -20,7 +20,7 @@ export class Thread {
     $("to-latest").addEventListener("click", () => this.followAgain());
   }
 
-  /** Show `conversation`, as it is now. Views of messages that are still there stay. */
+  /** Show `conversation`. Views of messages that remain are kept. */
   show(conversation) {
     if (conversation !== this.#conversation) {
       this.#conversation = conversation;
@@ -38,7 +38,7 @@ export class Thread {
     this.#followDown();
   }
 
-  // Answers of one group stand side by side in one row.
+  // Answers of one group are shown side by side in one row.
   #row(message) {
     const group = this.#conversation.group(message);
     const roots = group.map((each) => this.#view(each).root);
@@ -63,7 +63,7 @@ export class Thread {
     $("system-text").textContent = system ?? "";
   }
 
-  /** Draw the message again with the next frame; frames leave the page three times the time that drawing takes. */
+  /** Redraw the message in the next frame. After a slow frame, pause for three times its duration. */
   changed(message) {
     const view = this.#views.get(message.id);
     if (view?.message !== message) return;
@@ -81,7 +81,7 @@ export class Thread {
     else setTimeout(() => (this.#frame = this.#pending.size ? requestAnimationFrame(() => this.#draw()) : 0), 3 * taken);
   }
 
-  /** The view of the message, drawn as it is now: for its end. */
+  /** Redraw the finished message immediately. */
   finished(message) {
     const view = this.#views.get(message.id);
     if (view?.message !== message) return;
@@ -105,7 +105,7 @@ export class Thread {
     this.#noticeScroll();
   }
 
-  // A reader who scrolls up is left alone until they come back to the end.
+  // Stop following when the user scrolls up, until they return to the end.
   #noticeScroll() {
     const below = scroller.scrollHeight - scroller.clientHeight - scroller.scrollTop;
     if (below < 32) this.#following = true;

@@ -1,10 +1,10 @@
-// The tokens of an answer with their probabilities, and at each the likeliest alternatives.
+// The tokens of an answer with their probabilities and most likely alternatives.
 import { $, element } from "./dom.js";
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -0.01 ? 0 : 1)} %`;
 const visible = (text) => text.replace(/\n/g, "⏎\n").replace(/^ | $/g, "·");
 
-/** An element that shows `tokens`: [text, logprob, alternatives]. Pointer or arrow keys choose one. */
+/** Return an element that shows `tokens`: [text, logprob, alternatives]. Pointer or arrow keys select a token. */
 export function tokensView(tokens) {
   const spans = tokens.map(([text, logprob], index) => {
     const certainty = Math.min(4, Math.floor(Math.exp(logprob) * 5)); // 0: unlikely … 4: nearly certain

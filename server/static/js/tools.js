@@ -21,7 +21,7 @@ const DEMONSTRATION = {
   },
 };
 
-/** The tools of a conversation as the API wants them. Throws when the user's are not JSON. */
+/** Return a conversation's tools in the API's format. Throws if the user's tools are not valid JSON. */
 export function toolsOf(settings) {
   const builtIn = Object.entries(settings.demoTools ? DEMONSTRATION : {}).map(([name, { description, parameters }]) => ({
     type: "function",
@@ -30,14 +30,14 @@ export function toolsOf(settings) {
   return [...builtIn, ...parseTools(settings.tools ?? "")];
 }
 
-/** Tools from their JSON: a list of the API's tools, or of bare functions. */
+/** Parse tools from JSON: a list of tools in the API's format, or of bare functions. */
 export function parseTools(text) {
   if (text.trim() === "") return [];
   const given = JSON.parse(text);
   return (Array.isArray(given) ? given : [given]).map((tool) => (tool.function ? tool : { type: "function", function: tool }));
 }
 
-/** The result of a call of a demonstration tool, or null when the user has to give it. */
+/** Return the result of a demonstration tool's call, or null if the user must enter it. */
 export function resultOf(call, settings) {
   if (!settings.demoTools || !Object.hasOwn(DEMONSTRATION, call.name)) return null;
   try {
@@ -47,7 +47,7 @@ export function resultOf(call, settings) {
   }
 }
 
-/** The value of an arithmetic expression, by recursive descent. Throws an Error that says what is wrong. */
+/** Evaluate an arithmetic expression by recursive descent. Throws an Error that says what is wrong. */
 export function calculate(text) {
   const tokens = text.match(/\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|sqrt|\*\*|[-+*/^()]|\S/gi) ?? [];
   let at = 0;

@@ -1,4 +1,4 @@
-// Conversations as files: JSON to take elsewhere and back, Markdown to read.
+// Conversations as files: JSON for export and import, Markdown for reading.
 import { Conversation, isBusy, newId } from "./conversation.js";
 
 const FORMAT = "quire-conversations";
@@ -8,7 +8,7 @@ export function toJSON(conversations) {
   return JSON.stringify({ format: FORMAT, version: 1, conversations: written }, null, 1);
 }
 
-/** The branch that is shown, as Markdown. */
+/** Return the shown branch as Markdown. */
 export function toMarkdown(conversation) {
   const parts = [`# ${conversation.meta.title}`];
   if (conversation.settings.system?.trim()) parts.push(`> **System:** ${conversation.settings.system.replace(/\n/g, "\n> ")}`);
@@ -21,7 +21,7 @@ export function toMarkdown(conversation) {
   return `${parts.join("\n\n")}\n`;
 }
 
-/** Conversations of an exported file, under new ids: nothing that exists is replaced. Throws when it is another file. */
+/** Read an exported file. Conversations get new ids, so none is replaced. Throws for any other file. */
 export function fromJSON(text) {
   const given = JSON.parse(text);
   if (given?.format !== FORMAT || !Array.isArray(given.conversations)) throw new Error("not a file of exported conversations");
@@ -32,7 +32,7 @@ const string = (value) => (typeof value === "string" ? value : "");
 const object = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
 const list = (value) => (Array.isArray(value) ? value : []);
 
-// Only what the page knows is taken, each of the type that it has.
+// Only known fields are read, each converted to its type.
 function readConversation({ title, named, created, updated, settings, selected, messages }) {
   const conversation = Conversation.create(object(settings));
   const kept = { title: string(title), named: Boolean(named), created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };

@@ -25,7 +25,7 @@ def test_an_answer_streams_into_the_page(page: ChatPage, stub: Stub) -> None:
     assert page.run(shape) == "P OL code P"
     assert page.tab.locator(".prose > ol > li").count() == 3
     assert page.texts(".prose pre")[0].endswith("* block_size + position % block_size")
-    assert re.fullmatch(r"[\d,]+ tokens · 50 tokens/s · first after 0\.12 s", page.texts(".stats")[0])
+    assert re.fullmatch(r"[\d,]+ tokens · 50 tokens/s · first token after 0\.12 s", page.texts(".stats")[0])
     assert page.run("document.querySelector('#announcer').textContent").startswith("A **paged** KV cache")
 
 
@@ -39,7 +39,7 @@ def test_all_figures_of_an_answer(page: ChatPage) -> None:
         "Prefill": "2,000 tokens/s",
         "Decode": "50 tokens/s",
         "Prompt": "12 tokens",
-        "of these cached": "8",
+        "of which cached": "8",
         "Answer": "5 tokens",
     }
 

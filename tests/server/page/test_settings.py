@@ -140,11 +140,11 @@ def test_a_key_is_asked_for_only_when_the_server_wants_one(context: Any, stub: S
     assert page.run("document.querySelector('#key-row').hidden")
     stub.api_key = "sesame"
     page.open(url, until="locked")
-    page.see("#key-help", "asks for an API key")
+    page.see("#key-help", "requires an API key")
     assert page.run("document.activeElement.id") == "api-key"
     page.tab.keyboard.type("wrong")
     page.tab.keyboard.press("Escape")
-    page.see("#key-help", "does not accept this API key")
+    page.see("#key-help", "rejected this API key")
     page.tab.fill("#api-key", "sesame")
     page.tab.keyboard.press("Escape")
     page.wait_for_status("ready")
@@ -152,7 +152,7 @@ def test_a_key_is_asked_for_only_when_the_server_wants_one(context: Any, stub: S
     assert page.texts(".prose") == ["1 plus 2 is 3."]
     stub.api_key = "changed"
     page.ask("1 and 2", until="failed")
-    page.see(".failure-text", "does not accept this API key")
+    page.see(".failure-text", "rejected this API key")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -34,7 +34,7 @@ def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
     assert (figures["Running"], figures["Waiting"]) == ("3", "2")
     assert (figures["KV cache in use"], figures["Prefix cache hits"]) == ("25.0 %", "75.0 %")
     assert figures["Generated"] != "0 tokens/s"
-    assert figures["Tokens of this chat"].endswith(" of 2,048")
+    assert figures["Tokens in this chat"].endswith(" of 2,048")
     assert page.run("[...document.querySelectorAll('.links a')].map((each) => each.getAttribute('href'))") == [
         "docs",
         "metrics",
