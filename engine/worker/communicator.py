@@ -1,4 +1,4 @@
-"""How the ranks of one model meet: collectives of PyTorch, over NCCL on GPUs and gloo on CPUs."""
+"""Communication between the ranks of a model: PyTorch's collectives, over NCCL on GPUs and gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SMALL_BYTES = 256 << 10  # up to which one kernel that reads all ranks' memory is faster than NCCL
-# PyTorch is renaming it.
+SMALL_BYTES = 256 << 10  # up to this size, one kernel that reads all ranks' memory is faster than NCCL
+# Newer versions of PyTorch have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class GroupCommunicator:
-    """The ranks of a process group, the default one if none is given. Every rank makes the same calls in the same order."""
+    """Collectives in a process group, by default of all ranks. Every rank makes the same calls in the same order."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._device, self._ranks = device, group
@@ -32,25 +32,25 @@ class GroupCommunicator:
         return gathered.view(size, num_tokens, width).movedim(0, 1).reshape(num_tokens, -1)
 
     def least(self, number: int) -> int:
-        """Of all ranks of all stages."""
+        """Return the minimum over all ranks of all stages."""
         tensor = torch.tensor([number], device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor.item())
 
 
 class StageLink:
-    """Hands hidden states from each stage of a pipeline to the next one, between ranks that hold the same part of layers."""
+    """Sends hidden states from one pipeline stage to the next, between ranks with the same index in their stages."""
 
     def __init__(
         self, before: int | None, after: int | None, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`before`, `after`: the ranks of the neighbouring stages; None: there is none."""
+        """`before`, `after`: ranks of the previous and next stage; None if there is none."""
         self._before, self._after = before, after
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._sent: tuple[dist.Work | None, Tensor] | None = None
 
     def receive(self, num_tokens: int) -> Tensor | None:
-        """[num_tokens, hidden] of the stage before; None: this is the first."""
+        """Receive [num_tokens, hidden] from the previous stage; None in the first stage."""
         if self._before is None:
             return None
         hidden = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
@@ -58,7 +58,7 @@ class StageLink:
         return hidden
 
     def send(self, hidden: Tensor) -> None:
-        """To the next stage, once it has taken the step before."""
+        """Send to the next stage. Waits until it has received the previous step."""
         assert self._after is not None
         if self._sent is not None and self._sent[0] is not None:
             self._sent[0].wait()
@@ -67,10 +67,13 @@ class StageLink:
 
 
 class GpuCommunicator(GroupCommunicator):
-    """The GPUs of one host. Few tokens are summed by one kernel that reads the peers' memory, without NVLink multicast."""
+    """Collectives between the GPUs of one host. Sums few tokens with a kernel that reads the peers' memory.
+
+    Does not use NVLink multicast.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Of every rank at the same time: the peers' memory is made known to each other."""
+        """Create it on all ranks at the same time: they exchange the addresses of their buffers."""
         import torch.distributed._symmetric_memory as symmetric
 
         super().__init__(device)
@@ -82,6 +85,6 @@ class GpuCommunicator(GroupCommunicator):
         if x.nbytes > SMALL_BYTES or x.nbytes % 16 or x.dtype not in (torch.bfloat16, torch.float32):
             return super().all_reduce(x)
         own = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        own.copy_(x)  # the sum before has ended when all ranks had read it, so that this may overwrite it
+        own.copy_(x)  # safe: the previous sum finished only after all ranks had read their peers' buffers
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._group)
         return total

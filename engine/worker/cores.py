@@ -1,4 +1,4 @@
-"""The CPU cores that a process may compute on. Needs no PyTorch."""
+"""The CPU cores that a process may use. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 import os
 from pathlib import Path
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's time on the CPU: microseconds, or "max", in a period
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's CPU quota: microseconds, or "max", and period
 NODES = Path("/sys/devices/system/node")
 
 _log = logging.getLogger(__name__)
 
 
 def num_cores() -> int:
-    """Cores that this process may use at the same time, by its affinity and by its container's share of the CPU."""
+    """Return how many cores this process may use, limited by its affinity and its container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text().split()
@@ -23,9 +23,10 @@ def num_cores() -> int:
 
 
 def keep_to_one_node(index: int) -> None:
-    """Of several NUMA nodes, this process takes the cores of one, and so its memory: another node's is far slower.
+    """Bind this process to the cores of one NUMA node, and thereby to its memory: that of other nodes is far slower.
 
-    `index`: of the replica; neighbours take different nodes. To be called before there are threads and weights.
+    `index`: the replica's index; successive replicas use different nodes. Call it before threads start and weights
+    load.
     """
     nodes = numa_nodes()
     if len(nodes) > 1:
@@ -35,7 +36,7 @@ def keep_to_one_node(index: int) -> None:
 
 
 def numa_nodes() -> dict[str, set[int]]:
-    """The cores of each node that this process may use any of, the node with the most of them first."""
+    """Return the usable cores of each NUMA node that has any, the node with the most cores first."""
     if not hasattr(os, "sched_getaffinity"):
         return {}
     allowed, found = os.sched_getaffinity(0), {}
@@ -47,6 +48,6 @@ def numa_nodes() -> dict[str, set[int]]:
 
 
 def _listed(text: str) -> set[int]:
-    """Numbers written as in "0-3,8"."""
+    """Parse a list of numbers such as "0-3,8"."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}

@@ -1,4 +1,4 @@
-"""CUDA graphs: of decode steps, for each padded batch size, and of small steps that prefill, for each padded number of tokens."""
+"""CUDA graphs of decode steps, by padded batch size, and of small steps with prefill, by padded number of tokens."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from engine.worker.device import Device, Graph
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes worth a graph: 1, 2, 4, steps of 8 to 64, 16 to 256, 64 to 512, 128 to 1024; `max_num_seqs` is one of them."""
+    """Return the sizes to capture: 1, 2, 4, steps of 8 to 64, 16 to 256, 64 to 512, 128 to 1024, and `max_num_seqs`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, 1025, 128)]
     return sorted({s for s in sizes if s < max_num_seqs} | {min(max_num_seqs, 1024)})
 
 
-# Tokens of steps that prefill which are worth a graph. In larger ones the GPU takes longer than launching its kernels one by one.
+# Token counts of steps with prefill to capture. In larger steps the GPU takes longer than launching its kernels.
 PREFILL_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 class DecodeGraphs:
-    """`decode(packed, size)`, which gives logits and tokens, and `filtered(logits, tokens)`, captured for each of the sizes.
+    """Graphs of `decode(packed, size)`, which returns logits and tokens, and `filtered(logits, tokens)`, for each size.
 
-    Owns the static buffer that the graphs read packed steps from.
+    Owns the static buffer from which the graphs read packed steps.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DecodeGraphs:
         shared: Graph | None = None
         for done, size in enumerate(sizes[::-1]):
             progress("capturing", done, len(sizes))
-            filtered(*decode(buffer, size))  # compile and choose algorithms outside the capture
+            filtered(*decode(buffer, size))  # compile and select algorithms before the capture
             first, self._outputs[size] = device.capture(partial(decode, buffer, size), shared)
             shared = shared or first
             second, _ = device.capture(partial(filtered, *self._outputs[size]), shared)
@@ -55,7 +55,7 @@ class DecodeGraphs:
         progress("capturing", len(sizes), len(sizes))
 
     def padded_size(self, num_seqs: int) -> int:
-        """The captured size that `num_seqs` sequences run at; 0 when there is none."""
+        """Return the captured size for `num_seqs` sequences, 0 if there is none."""
         at = bisect.bisect_left(self._sizes, num_seqs)
         return self._sizes[at] if at < len(self._sizes) else 0
 
@@ -64,34 +64,34 @@ class DecodeGraphs:
         return len(packed) <= len(self._buffer)
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Queue the step, packed for a captured size; its (logits, tokens) stay the graph's own."""
+        """Queue a step that is packed for a captured size. The returned (logits, tokens) belong to the graph."""
         self._buffer[: len(packed)].copy_(packed, non_blocking=True)
         self._graphs[size][0].replay()
         return self._outputs[size]
 
     def run_filtered(self, size: int) -> None:
-        """Queue what follows the last step, which was of this size, for its filtered and masked sequences."""
+        """Queue the `filtered` pass after the last step, which had this size."""
         self._graphs[size][1].replay()
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """A step that may prefill, as it is captured. What a step has less of is padding."""
+    """The shape of a captured step with prefill. Smaller steps are padded."""
 
     num_tokens: int
-    num_seqs: int  # the last one is padding without tokens; the padding tokens are one sequence before it
-    num_decodes: int  # the first sequences, as far as they have one token each, may decode
-    num_tiles: Mapping[int, int]  # of prefill attention, by the queries in each
+    num_seqs: int  # incl. two for padding: the second last has all padding tokens, the last has none
+    num_decodes: int  # of the first so many sequences, those with one token each may decode
+    num_tiles: Mapping[int, int]  # of prefill attention, by queries per tile
 
     @classmethod
     def of_size(cls, num_tokens: int, max_num_seqs: int, decodes: bool, tile_queries: set[int]) -> PrefillShape:
         seqs = min(num_tokens, max_num_seqs)
-        more = min(num_tokens // 8, 32)  # tiles that prompts do not fill
+        more = min(num_tokens // 8, 32)  # partially filled tiles
         tiles = {queries: -(-num_tokens // queries) + more for queries in tile_queries}
         return cls(num_tokens, seqs + 2, seqs if decodes else 0, tiles)
 
     def holds(self, num_decodes: int, prefill_lens: Sequence[int]) -> bool:
-        """Whether a step of at most `num_tokens` tokens fits: so many decodes, and chunks of these lengths."""
+        """Whether a step with these decodes and prefill chunks fits, given that it has at most `num_tokens` tokens."""
         return (
             num_decodes + len(prefill_lens) <= self.num_seqs - 2
             and num_decodes <= self.num_decodes
@@ -100,9 +100,9 @@ class PrefillShape:
 
 
 class PrefillGraphs:
-    """`forward(packed, shape, tiles)`, which gives hidden states, captured for each shape, the smallest first.
+    """Graphs of `forward(packed, shape, tiles)`, which returns hidden states, for each shape. `shapes`: smallest first.
 
-    Owns the static buffers that the graphs read: packed steps, and tiles of prefill attention by the queries in each.
+    Owns the static buffers that the graphs read: packed steps, and tiles of prefill attention by queries per tile.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class PrefillGraphs:
                 self._write_tiles(shape, queries, [])
             tiles = {queries: tiles[: shape.num_tiles[queries]] for queries, tiles in self._tiles.items()}
             work = partial(forward, buffer, shape, tiles)
-            work()  # compile and choose algorithms outside the capture
+            work()  # compile and select algorithms before the capture
             graph, hidden = device.capture(work, shared)
             shared = shared or graph
             self._graphs[shape.num_tokens] = graph, hidden
         progress("capturing", len(shapes), len(shapes))
 
     def shape_for(self, output: SchedulerOutput) -> PrefillShape | None:
-        """The shape that the step runs at; None when there is none."""
+        """Return the next larger shape if it holds the step, else None."""
         batch = output.batch
         at = bisect.bisect_left(self._shapes, batch.total_num_tokens, key=lambda shape: shape.num_tokens)
         if at == len(self._shapes) or not self._shapes[at].holds(
@@ -149,7 +149,7 @@ class PrefillGraphs:
     def run(
         self, shape: PrefillShape, packed: Tensor, num_decodes: int, query_lens: list[int], context_lens: list[int]
     ) -> Tensor:
-        """Queue the step, packed for a shape; hidden states [shape.num_tokens, hidden], which stay the graph's own."""
+        """Queue a step packed for a shape. The result, hidden states [num_tokens, hidden], belongs to the graph."""
         self._buffer[: len(packed)].copy_(packed, non_blocking=True)
         for queries in self._tiles:
             tiles = kernels.make_prefill_tiles(query_lens[num_decodes:], context_lens[num_decodes:], queries)
@@ -159,7 +159,7 @@ class PrefillGraphs:
         return hidden
 
     def _write_tiles(self, shape: PrefillShape, queries: int, tiles: list[tuple[int, int]]) -> None:
-        """Padding is a tile of the last sequence, which writes nothing."""
+        """Write the tiles. Padding tiles are of the last sequence, which has no tokens and writes nothing."""
         padding = [(shape.num_seqs - 1, 0)] * (shape.num_tiles[queries] - len(tiles))
         made = torch.tensor(tiles + padding, dtype=torch.int32)
         self._tiles[queries][: len(made)].copy_(self._device.upload(made))

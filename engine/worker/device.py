@@ -1,6 +1,7 @@
-"""The device that a worker computes on: its memory, its queue of work, copies to it, and the capture of graphs.
+"""The device of a worker: memory, work queue, copies to the device, and graph capture.
 
-`find_device` picks one. To support another kind of device, add a class to `DEVICES`, and its kernels to `kernels.BACKENDS`.
+`find_device` selects a device. To support another kind of device, add a class to `DEVICES`, and its kernels to
+`kernels.BACKENDS`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Memory:
     """Bytes of a device's memory."""
 
     total: int
-    free: int  # that no process holds
-    used: int  # that this process holds, what its allocator keeps for later included
-    peak: int  # the most that this process has held since it began, or since `reset_peak_memory`
+    free: int  # held by no process
+    used: int  # held by this process, including memory cached by its allocator
+    peak: int  # the most held by this process since its start or `reset_peak_memory`
 
 
 class Event(Protocol):
-    """A point in a device's queue of work."""
+    """A point in a device's work queue."""
 
     def query(self) -> bool:
         """Whether all work queued before it is done."""
@@ -44,22 +45,22 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Queue it again. It reads and writes the tensors that it did when it was captured."""
+        """Queue the work again. It reads and writes the same tensors as during the capture."""
 
 
 class Device(Protocol):
-    """What the engine asks of a device, beside tensors and kernels."""
+    """What the engine needs from a device, besides tensors and kernels."""
 
     @property
     def torch_device(self) -> torch.device: ...
 
     @property
     def name(self) -> str:
-        """For people: "NVIDIA H200"."""
+        """For display, such as "NVIDIA H200"."""
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it has memory of its own and works off a queue beside the CPU."""
+        """Whether the device has its own memory and executes a queue asynchronously to the CPU."""
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -70,12 +71,12 @@ class Device(Protocol):
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether it has instructions for that."""
+        """Whether the device has instructions for bfloat16 products."""
 
     def memory(self) -> Memory: ...
 
     def reset_peak_memory(self) -> None:
-        """Give back memory that is not in use, and measure `Memory.peak` from here on."""
+        """Release cached memory, and measure `Memory.peak` from here on."""
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
@@ -87,16 +88,18 @@ class Device(Protocol):
         """An uninitialised CPU tensor that the device can copy from and to without the CPU waiting."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros on the device. On a CPU they cost memory only as they are written: `torch.zeros` writes them all at once."""
+        """Allocate zeros on the device. On a CPU, unlike with `torch.zeros`, memory is used only as it is written."""
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor on the device, without waiting for what is queued; on a CPU, itself. It must not be changed any more."""
+        """Copy a CPU tensor to the device without waiting for queued work; a CPU returns it. Do not change it later."""
 
     def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
-        """A graph of what `work` queues, and what it returned, whose tensors every replay writes again.
+        """Capture the work that `work` queues. Returns the graph and the result of `work`, which every replay
+        overwrites.
 
-        Run `work` once before, so that kernels are compiled. Graphs with common memory must be replayed in the order of their
-        captures, and each result be read before the next replay. Raises `NotImplementedError` if the device captures nothing.
+        Run `work` once before, so that kernels are compiled. Graphs that share memory must be replayed in the order of
+        their captures, and each result must be read before the next replay. Raises `NotImplementedError` if the device
+        does not support graphs.
         """
 
 
@@ -112,12 +115,13 @@ class _Done:
 
 
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # a container's
+CGROUP = Path("/sys/fs/cgroup")  # of a container
 
 
 def _available() -> int:
-    """Bytes that processes may still take of the CPU's memory: what holds copies of files, which are given up, counts as free.
-    In a container, at most what is left of its limit.
+    """Return the available bytes of the CPU's memory. The page cache counts as free.
+
+    In a container this is at most the rest of its limit.
     """
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
@@ -128,13 +132,13 @@ def _available() -> int:
         limit, held = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         of_kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         return max(min(free, limit - held + int(of_kinds["inactive_file"])), 0)
-    except (OSError, ValueError, LookupError):  # it has no limit
+    except (OSError, ValueError, LookupError):  # there is no limit
         return free
 
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
-    """The CPU: every call returns when its work is done."""
+    """The CPU. Every call is synchronous."""
 
     torch_device = torch.device("cpu")
     name = "CPU"
@@ -157,7 +161,7 @@ class CpuDevice:
     def memory(self) -> Memory:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        # Linux tells the peak for free, what is used now only in /proc.
+        # The peak is cheap to read; the memory used now is only in /proc.
         return Memory(total, _available(), used=peak, peak=peak)
 
     def reset_peak_memory(self) -> None:
@@ -185,7 +189,7 @@ class CpuDevice:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """An NVIDIA GPU, and the current stream of the calling thread as its queue."""
+    """An NVIDIA GPU. Its work queue is the current stream of the calling thread."""
 
     index: int
     is_accelerator = True
@@ -245,7 +249,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         pool = share_memory_with.pool() if isinstance(share_memory_with, torch.cuda.CUDAGraph) else None
         self.synchronize()
-        # NCCL's own thread may ask about events meanwhile.
+        # NCCL's own thread may query events during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph, result
@@ -255,11 +259,11 @@ DEVICES: dict[str, type[CpuDevice] | type[CudaDevice]] = {"cuda": CudaDevice, "c
 
 
 class DeviceNotFoundError(ValueError):
-    """This machine has no such device, or PyTorch does not see it."""
+    """This machine has no such device, or PyTorch does not support it."""
 
 
 def find_device(name: str) -> Device:
-    """The device of a name in `DEVICES`; "auto": the first of them that is there. Raises `DeviceNotFoundError`."""
+    """Return the device with a name in `DEVICES`; "auto": the first available one. Raises `DeviceNotFoundError`."""
     available = {known: device for known, device in DEVICES.items() if device.is_available()}
     if name == "auto":
         return next(iter(available.values())).current()

@@ -1,4 +1,4 @@
-"""How many tokens each expert gets in some steps: counted on the device, read when the step is done."""
+"""Counts the tokens of each expert in some steps, on the device. Read when the step is done."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from engine.worker.device import Device
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounts:
-    """Counts of one step on their way from the device."""
+    """Counts of one step, being copied from the device."""
 
     layers: list[int]
-    counts: Tensor  # [layers, 1 + experts] int64 on the CPU, filled when the step is done; the first: padding
+    counts: Tensor  # [layers, 1 + experts] int64 on the CPU, filled when the step is done; column 0: padding
 
     def read(self) -> dict[int, list[int]]:
-        """After the device is done: layer → tokens of each expert."""
+        """Return layer → tokens of each expert. Call it when the step is done."""
         return dict(zip(self.layers, self.counts[:, 1:].tolist(), strict=True))
 
 
 class ExpertLoad:
-    """Watches every `interval`-th step that it is shown. Such steps must not be captured: routers count in them alone."""
+    """Counts in every `interval`-th step. Such a step must not run as a CUDA graph: routers count only in it."""
 
     def __init__(self, model: Decoder, interval: int, device: Device) -> None:
         routers = {
@@ -43,7 +43,7 @@ class ExpertLoad:
         self._num_steps = 0
 
     def begin(self) -> bool:
-        """Before a step's layers run: whether it is watched. Then `end` must follow."""
+        """Call it before a step's layers run. Returns whether the step is counted; then call `end` after it."""
         self._num_steps += 1
         if not self._routers or self._num_steps % self._interval:
             return False

@@ -1,6 +1,7 @@
-"""The process of a rank that follows rank 0: `python -m engine.worker.follower DESCRIPTOR`, started by `engine.worker.launcher`.
+"""The process of a follower, a rank other than 0: `python -m engine.worker.follower DESCRIPTOR`.
 
-Its standard input is its lifeline: when that closes, rank 0 is gone, however it ended, and this process ends at once.
+`engine.worker.launcher` starts it. Its standard input is its lifeline: it closes when rank 0 ends for any reason, and
+then this process exits at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.worker.ranks import follow
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then closes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C, and then closes its followers
     end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     if "OMP_NUM_THREADS" not in os.environ:

@@ -1,4 +1,4 @@
-"""Device rows, and the one packed buffer that a step sends: which request holds which row, and how far it is computed."""
+"""Device rows of requests, and the packed buffer that each step sends to the device."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from engine.worker.device import Device
 from kernels import layout
 from kernels.layout import RowState, StepTensors
 
-RING = 3  # packed buffers in turn: the step before the last has been read back before a buffer is written again
+RING = 3  # packed buffers: the step before the last has been read before its buffer is written again
 
 
 @dataclass(slots=True)
 class Row:
-    """The CPU's side of a row."""
+    """The CPU's record of a device row."""
 
     index: int
-    token_ids: np.ndarray  # int32: the tokens known when it was given to its request
+    token_ids: np.ndarray  # int32: the tokens known when the request got the row
     num_prompt_tokens: int
     sampling: SamplingParams
-    pooling: PoolingParams | None  # its prompt's embedding is wanted, and no token
+    pooling: PoolingParams | None  # the request wants an embedding and no tokens
 
 
 class Members:
-    """What stays the same in all steps of the same `ScheduledBatch` of n requests."""
+    """Data derived from a `ScheduledBatch` of n requests, the same in all steps with that batch."""
 
     def __init__(self, batch: ScheduledBatch, rows: dict[str, Row]) -> None:
         self.batch = batch
@@ -47,7 +47,7 @@ class Members:
 class PackedStep:
     """A step in the packed buffer; see `kernels.layout`."""
 
-    packed: Tensor  # int32, on the CPU (pinned where the device is a GPU)
+    packed: Tensor  # int32, on the CPU (pinned if the device is a GPU)
     segment: int
     num_seqs: int  # with padding
     num_tokens: int  # with padding
@@ -57,33 +57,30 @@ class PackedStep:
 
 
 class InputBatch:
-    """Owns the rows: `num_rows` for requests, and one more, the last, for padding.
+    """Owns the device rows: `num_rows` for requests, and a last one for padding.
 
-    The device's record of a row is the truth about its length; the CPU keeps count beside it, to know which tokens to send
-    and how long the longest context is.
+    The device's record of a row determines its length. The CPU counts along, to know which tokens to send and how long
+    the longest context is.
     """
 
     def __init__(self, num_rows: int, num_groups: int, max_blocks: int, device: Device) -> None:
-        """`max_blocks`: of a block table."""
+        """`max_blocks`: entries of a block table."""
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
         self.rows: dict[str, Row] = {}
-        self.num_scored = 0  # rows that want log-probabilities of their prompt
-        self.num_pooled = 0  # rows that want an embedding
-        self._num_computed = np.zeros(
-            num_rows, dtype=np.int32
-        )  # tokens of each row that the steps packed so far compute
-        self._num_known = np.zeros(
-            num_rows, dtype=np.int32
-        )  # tokens of each row that were known when it was given away
-        self._num_blocks = np.zeros((num_groups, num_rows), dtype=np.int32)  # entries of the block tables in use
-        self._members: Members | None = None  # of the last step
+        self.num_scored = 0  # rows with requested log-probabilities of the prompt
+        self.num_pooled = 0  # rows of pooling requests
+        # For each row: tokens computed by the steps packed so far, and tokens known when a request got the row.
+        self._num_computed = np.zeros(num_rows, dtype=np.int32)
+        self._num_known = np.zeros(num_rows, dtype=np.int32)
+        self._num_blocks = np.zeros((num_groups, num_rows), dtype=np.int32)  # used entries of the block tables
+        self._members: Members | None = None  # the last step's
         self._free = list(range(num_rows - 1, -1, -1))
         self._ring = [self._new_buffer(4096) for _ in range(RING)]
-        self._newest = 0  # in the ring
+        self._newest = 0  # index in the ring
 
     def apply(self, output: SchedulerOutput) -> tuple[list[Row], list[Row]]:
-        """Free the rows of removed requests, then give rows to new ones; the rows of both."""
+        """Free the rows of removed requests, then assign rows to new requests. Returns both lists of rows."""
         removed = []
         for request_id in output.removed:
             row = self.rows.pop(request_id, None)
@@ -124,8 +121,10 @@ class InputBatch:
         self._free = list(range(self.num_rows - 1, -1, -1))
 
     def pack(self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0) -> PackedStep:
-        """Write the step into the next packed buffer, padded to `padded_seqs` sequences when that is not 0: of one token each,
-        or, with `padded_tokens`, the first of them of those that are missing to so many, the others of none.
+        """Write the step into the next packed buffer, padded to `padded_seqs` sequences; 0: no padding.
+
+        Each padding sequence has one token. With `padded_tokens`, the first padding sequence instead has all tokens
+        that are missing to that number, and the others have none.
         """
         members = self.members(output.batch)
         at, real, tokens_end = members.row_indices, len(members.rows), output.batch.total_num_tokens
@@ -157,8 +156,9 @@ class InputBatch:
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:
-        """The blocks to append to block tables, group after group, each in the order of the batch; and how many of them
-        each request gets [G, n] int32, None when there are no new blocks.
+        """Return the blocks to append to block tables, group after group, each in batch order, and their counts.
+
+        The counts, [G, n] int32, are per group and request; None if there are no new blocks.
         """
         new_blocks = output.new_block_ids
         if output.new_requests:
@@ -192,11 +192,11 @@ class InputBatch:
             self._num_blocks[group, at] += counts
 
     def num_computed(self, row: Row) -> int:
-        """Tokens that the steps packed so far compute."""
+        """Return how many of the row's tokens the steps packed so far compute."""
         return int(self._num_computed[row.index])
 
     def defer(self, packed: PackedStep, step: StepTensors, indices: list[int]) -> None:
-        """These requests of the last step compute its last token once more in the next one: nothing was sampled for them."""
+        """Let requests for which the last step sampled nothing compute its last token again in the next step."""
         self._num_computed[packed.members.row_indices[indices]] -= 1
         at = self.device.upload(torch.tensor(indices))
         rows, newest = step.rows[at], step.input_ids[step.last_index[at]]
@@ -204,7 +204,7 @@ class InputBatch:
         self.state.num_computed.scatter_(0, rows, step.next_position[at] - 1)
 
     def members(self, batch: ScheduledBatch) -> Members:
-        """What is derived from a batch, whatever step it is in."""
+        """Return the data derived from a batch, cached for successive steps."""
         if self._members is None or self._members.batch is not batch:
             self._members = Members(batch, self.rows)
         return self._members
@@ -217,11 +217,11 @@ class InputBatch:
         return self._ring[self._newest]
 
     def _new_buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
-        """A tensor, and the same memory as an array."""
+        """Allocate a tensor, and return it with a NumPy view of its memory."""
         buffer = self.device.pinned(size, dtype=torch.int32)
         return buffer, buffer.numpy()
 
 
 def segment_of(num_seqs: int) -> int:
-    """The length of a segment in the packed buffer of so many sequences: whole 16-byte words."""
+    """Return the length of a segment in the packed buffer for `num_seqs` sequences, in whole 16-byte words."""
     return -(-(num_seqs + 1) // 4) * 4

@@ -1,4 +1,4 @@
-"""The KV cache's memory: how layers share its blocks, how many blocks fit, and the tensors that hold them."""
+"""Memory of the KV cache: the layout of layers in blocks, the number of blocks, and the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from engine.worker.options import RunnerOptions
 
 
 class KVCacheTooSmallError(ValueError):
-    """The KV cache cannot hold one sequence of the context length that was asked for."""
+    """The KV cache cannot hold one sequence of the requested context length."""
 
 
-HEADROOM = 2.0  # how much larger than in its calibration a key or value may be before it saturates
+HEADROOM = 2.0  # a key or value may exceed the calibrated maximum by this factor before it saturates
 
 
 def e4m3_scales(kv: Tensor) -> Tensor:
-    """What to divide K and V of each head by before they become e4m3: [2, num_kv_heads] float32.
+    """Return the scales by which K and V of each head are divided before conversion to e4m3: [2, num_kv_heads] float32.
 
-    kv [2, num_blocks, num_kv_heads, block_size, head_dim] shows how large they get, in any dtype.
+    kv [2, num_blocks, num_kv_heads, block_size, head_dim], in any dtype: calibration data.
     """
     largest = kv.abs().amax((1, 3, 4)).float()
     return torch.where(largest > 0, largest * (HEADROOM / torch.finfo(torch.float8_e4m3fn).max), 1.0)
 
 
-GRAPH_RESERVE = 512 << 20  # bytes left free for what CUDA graphs hold
-LEAST_CONTEXT = 1024  # tokens: the engine does not start with less, unless it is told to
-MAX_PADDING = 1.15  # how much larger than its layers a block may be made, to have fewer groups
+GRAPH_RESERVE = 512 << 20  # bytes left free for CUDA graphs
+LEAST_CONTEXT = 1024  # tokens: the engine does not start with less, unless configured
+MAX_PADDING = 1.15  # factor by which padding may enlarge the cache, to have fewer groups
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """What a layer keeps of the past."""
+    """The part of the past that a layer keeps."""
 
     window: int  # 0: all of it
     num_kv_heads: int
@@ -48,17 +48,17 @@ class CachedLayer:
 
     @property
     def width(self) -> int:
-        """Numbers of a token, in each part."""
+        """Numbers per token in each part (K or V)."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
-    """How layers share the KV cache's blocks. All blocks have the same size, so that every group can use any of them.
+    """The layout of layers in KV blocks. All blocks have the same size, so that every group can use any block.
 
-    A block holds K and V, or what stands for both, of `block_size` tokens in the layers of one group, in `num_slots` slots. A
-    slot has room for the widest layer, or for several that are narrower. Layers that are alike are divided into groups of at
-    most what fits; layer l is in group `group_of[l]`, at `slot_of[l]` of its blocks, `offset_of[l]` numbers of a token into it.
+    A block holds K and V, or latents, of `block_size` tokens in the layers of one group, in `num_slots` slots. A slot
+    holds the widest layer or several narrower ones. Layers of the same kind are divided into groups that fit a block.
+    Layer l is in group `group_of[l]`, in slot `slot_of[l]` of its blocks, at `offset_of[l]` numbers per token.
     """
 
     layers: tuple[CachedLayer, ...]
@@ -70,7 +70,7 @@ class KVCacheLayout:
     block_size: int
     dtype: torch.dtype
     num_parts: int  # 2: K and V; 1: latents
-    own_layers: range  # of this stage; the groups are those of the whole model
+    own_layers: range  # the layers of this stage; groups are those of the whole model
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class KVCacheLayout:
         dtype: torch.dtype,
         num_parts: int = 2,
     ) -> KVCacheLayout:
-        """Of layers that differ in their windows alone; 0: full attention."""
+        """Create the layout of layers that differ only in their windows; 0: full attention."""
         layers = [CachedLayer(window, num_kv_heads, head_dim) for window in windows]
         return cls.of_layers(layers, [None] * len(layers), block_size, dtype, num_parts)
 
@@ -95,13 +95,13 @@ class KVCacheLayout:
         dtype: torch.dtype,
         num_parts: int = 2,
     ) -> KVCacheLayout:
-        """`sources`: of each layer, an earlier one whose part of the cache it reads; None: it has its own."""
+        """`sources`: for each layer, an earlier layer with the cache that it reads; None: the layer has its own."""
         counts = Counter(layer for layer, source in zip(layers, sources, strict=True) if source is None)
         widest = max(layer.width for layer in counts)
         num_slots = _slots_of_a_block([-(-count // (widest // layer.width)) for layer, count in counts.items()])
         groups: list[CacheGroup] = []
-        found: list[tuple[int, int, int]] = []  # of each layer: group, slot, offset
-        open_groups: dict[CachedLayer, tuple[int, int]] = {}  # the group that is being filled, its layers so far
+        found: list[tuple[int, int, int]] = []  # for each layer: group, slot, offset
+        open_groups: dict[CachedLayer, tuple[int, int]] = {}  # the group being filled, its layers so far
         for layer, source in zip(layers, sources, strict=True):
             if source is not None:
                 assert layers[source] == layer, "they keep different parts of the past"
@@ -122,8 +122,8 @@ class KVCacheLayout:
 
     @classmethod
     def of_model(cls, spec: ModelSpec, options: RunnerOptions, stage: Stage = WHOLE) -> KVCacheLayout:
-        """`spec`: of one rank's part. `stage`: whose layers it holds."""
-        # A window that holds the longest context is none.
+        """`spec`: of one rank's part. `stage`: the pipeline stage of the layers to hold."""
+        # A window as large as the longest context is full attention.
         windows = [window if window < options.max_model_len else 0 for window in spec.windows]
         mixers = [layer.mixer for layer in spec.layers]
         layers = [CachedLayer(window, *mixer.cached[1:]) for window, mixer in zip(windows, mixers, strict=True)]
@@ -137,19 +137,19 @@ class KVCacheLayout:
 
     @property
     def _slot_size(self) -> int:
-        """Numbers of a slot in each part of a block."""
+        """Numbers per slot in each part of a block."""
         return self.block_size * max(layer.width for layer in self.layers)
 
     @property
     def _own_slots(self) -> list[int]:
-        """The slots of a block that layers of this stage use."""
+        """The slots of a block that the layers of this stage use."""
         return sorted({self.slot_of[layer] for layer in self.own_layers})
 
     def allocate(self, num_blocks: int, device: Device) -> list[Tensor]:
-        """For each layer [num_parts, num_blocks, num_kv_heads, block_size, head_dim], K then V; blocks of a narrow layer have
-        gaps between them. Layers at the same slot of different groups have the same memory, and never the same block.
+        """Allocate [num_parts, num_blocks, num_kv_heads, block_size, head_dim] for each layer, K then V.
 
-        Zeroed: a slot never written must not read as NaN.
+        Blocks of a narrow layer have gaps between them. Layers in the same slot of different groups share memory but
+        never use the same block. The memory is zeroed, because an unwritten slot must not read as NaN.
         """
         shape = self.num_parts, num_blocks, self._slot_size
         slots = {slot: device.zeros(*shape, dtype=self.dtype) for slot in self._own_slots}
@@ -163,27 +163,25 @@ class KVCacheLayout:
         return [view(slot, offset, layer.num_kv_heads, layer.head_dim) for slot, offset, layer in own]
 
     def slots(self, kv_cache: Sequence[Tensor]) -> list[Tensor]:
-        """The memory of the slots that this stage uses, whichever layers have it, as bytes: each
-        [num_parts, num_blocks, bytes].
-        """
+        """Return the memory of each slot that this stage uses, as bytes [num_parts, num_blocks, bytes]."""
         slot_of = [self.slot_of[layer] for layer in self.own_layers]
         first = [kv_cache[slot_of.index(slot)] for slot in self._own_slots]
         shape = self.num_parts, first[0].shape[1], self._slot_size
         return [kv.as_strided(shape, (shape[1] * shape[2], shape[2], 1), 0).view(torch.uint8) for kv in first]
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """The most blocks that a request of so many tokens holds at a time; a step computes up to `max_chunk` of them."""
+        """Return the most blocks that a request of `num_tokens` holds at a time, with steps of up to `max_chunk`."""
         return most_blocks(self.groups, num_tokens, self.block_size, max_chunk)
 
     def longest_context(self, num_blocks: int, options: RunnerOptions) -> int:
-        """The tokens of the longest sequence that `num_blocks` blocks hold, up to `options.max_model_len`."""
+        """Return the length of the longest sequence in `num_blocks` blocks, at most `options.max_model_len`."""
         max_chunk, most = options.max_num_batched_tokens, options.max_model_len
         return longest_sequence(self.groups, num_blocks, self.block_size, max_chunk, most)
 
     def context_that_fits(self, num_blocks: int, options: RunnerOptions) -> int:
-        """`options.max_model_len`; less where that was not asked for and `num_blocks` blocks hold no sequence of it.
+        """Return `options.max_model_len`, reduced if it was not requested and `num_blocks` blocks are too few for it.
 
-        `KVCacheTooSmallError` where it was asked for, or where hardly anything fits.
+        Raises `KVCacheTooSmallError` if it was requested, or if fewer than `LEAST_CONTEXT` tokens fit.
         """
         longest, wanted = self.longest_context(num_blocks, options), options.max_model_len
         if longest < (min(wanted, LEAST_CONTEXT) if options.shortens_context else wanted):
@@ -195,7 +193,7 @@ class KVCacheLayout:
         return longest
 
     def cpu_cache_bytes(self, options: RunnerOptions, free: int) -> tuple[int, str]:
-        """On a CPU with `free` bytes: how large the cache may be, and what bounds it, for people."""
+        """Return the cache's size on a CPU with `free` bytes, and what limits it, for display."""
         of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.block_bytes
         bounds = {
             f"room for {options.max_num_seqs:,} full contexts": options.max_num_seqs * of_one,
@@ -207,7 +205,7 @@ class KVCacheLayout:
 
 
 def _slots_of_a_block(counts: Sequence[int]) -> int:
-    """The number of layers in a block that makes the fewest groups, then the least padding; counts: layers of each kind."""
+    """Return the slots per block for the fewest groups, then the least padding. counts: slots of each layer kind."""
 
     def cost(num_slots: int) -> tuple[int, int]:
         num_groups = sum(-(-count // num_slots) for count in counts)
@@ -217,7 +215,7 @@ def _slots_of_a_block(counts: Sequence[int]) -> int:
 
 
 def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[int, str] | None:
-    """And by what flag; None: as many as fit."""
+    """Return the requested number of blocks and the flag that requests it. None: as many as fit."""
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override, "--num-gpu-blocks-override"
     if options.kv_cache_memory_bytes is not None:
@@ -226,10 +224,10 @@ def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[int
 
 
 def blocks_that_fit(layout: KVCacheLayout, memory: Memory, utilization: float) -> int:
-    """Blocks that fill the share of a GPU's memory this process may use, less what it holds at its peak.
+    """Return how many blocks fit in the fraction `utilization` of a GPU's memory beside this process's peak use.
 
-    `memory` is measured after a profiling run, so that its peak is that of weights and activations. What other processes
-    hold counts against the share. `GRAPH_RESERVE` stays free.
+    `memory` is measured after a profiling run, so its peak includes weights and activations. Memory of other processes
+    counts against the fraction. `GRAPH_RESERVE` stays free.
     """
     outside = memory.total - memory.free - memory.used
     num_bytes = int(memory.total * utilization) - outside - memory.peak - GRAPH_RESERVE

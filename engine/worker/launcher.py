@@ -1,4 +1,4 @@
-"""Starts the ranks that follow rank 0, each in a process of its own: here those of this machine."""
+"""Starts the followers (all ranks except 0), each in its own process. `LocalLauncher` starts them on this machine."""
 
 from __future__ import annotations
 
@@ -21,46 +21,44 @@ EXIT_SECONDS = 10
 
 
 class LaunchError(Exception):
-    """The ranks cannot be started. The message says what to do."""
+    """The ranks cannot be started. The message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a rank runs."""
+    """The host and device of a rank."""
 
     host: str
-    device_index: int  # of its GPU, among those that its process sees
+    device_index: int  # of its GPU, among those visible to its process
 
 
-Lost = Callable[[str], None]  # is told which rank is lost, and how, before rank 0's process ends
+Lost = Callable[[str], None]  # called with the lost rank and the reason before rank 0's process exits
 
 
 class Follower(Protocol):
-    """The process of another rank, as rank 0 has it. If it is lost, rank 0's process ends."""
+    """Rank 0's handle of a follower's process. If the follower is lost, rank 0's process exits."""
 
     rank: int
-    where: str  # its process
-    connection: Connection  # over which it gives signs of life
+    where: str  # describes its process, for messages
+    connection: Connection  # for its heartbeats and replies
 
     def send(self, data: bytes) -> None: ...
-    def expect_end(self) -> None: ...  # its end is no failure any more
-    def end(self, kill: bool) -> None: ...  # wait until it has ended
+    def expect_end(self) -> None: ...  # from now on, its exit is no failure
+    def end(self, kill: bool) -> None: ...  # wait until it has exited
 
 
 class Launcher(Protocol):
-    """What starts the ranks of one model."""
+    """Starts the ranks of a model."""
 
     @property
     def locations(self) -> Sequence[Location]: ...  # by rank
-    def start(self, lost: Lost) -> Sequence[Follower]: ...  # all but rank 0
-    def rendezvous(
-        self,
-    ) -> AbstractContextManager[str]: ...  # a URL for PyTorch, as long as the ranks look for each other
-    def close(self) -> None: ...  # release what the ranks had
+    def start(self, lost: Lost) -> Sequence[Follower]: ...  # all ranks except 0
+    def rendezvous(self) -> AbstractContextManager[str]: ...  # a URL for PyTorch, valid while the ranks connect
+    def close(self) -> None: ...  # release the resources of the ranks
 
 
 class LocalLauncher:
-    """Processes of this machine."""
+    """Starts processes on this machine."""
 
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
@@ -78,7 +76,7 @@ class LocalLauncher:
 
 
 class _Process:
-    """A follower whose standard input is its lifeline: it ends when this process does."""
+    """A follower with its standard input as lifeline: it exits when this process does."""
 
     def __init__(self, rank: int, lost: Lost) -> None:
         self.rank, self._lost = rank, lost
@@ -124,10 +122,10 @@ class _Process:
 
 
 def end_without(follower: Follower, how: str, lost: Lost) -> NoReturn:
-    """End this process, which has lost a rank: a collective without one of its ranks never ends."""
+    """Exit this process, because a rank is lost: a collective without one of its ranks would wait forever."""
     reason = f"the process of rank {follower.rank} {how}: {follower.where}"
     _log.critical("%s", reason)
     lost(reason)
-    follower.end(kill=True)  # one that is stopped would stay
+    follower.end(kill=True)  # a stopped process would remain
     logging.shutdown()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The lifeline of a child process: its standard input, which closes when its parent is gone, however that ended."""
+"""The lifeline of a child process: its standard input, which closes when the parent ends for any reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Watch the lifeline in a thread, and end this process at once when it closes."""
+    """Watch the lifeline in a thread, and exit this process at once when it closes."""
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
 
 

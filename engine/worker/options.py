@@ -1,4 +1,4 @@
-"""What a model runner is built with."""
+"""The options of a model runner."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.worker.device import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """All resolved: no "auto" left."""
+    """The options of a model runner. All values are resolved: none is "auto"."""
 
     device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype  # `dtype` or torch.float8_e4m3fn
     max_model_len: int
-    shortens_context: bool = False  # where the KV cache does not hold so many tokens
+    shortens_context: bool = False  # reduce `max_model_len` if the KV cache is too small for it
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = 16
@@ -28,6 +28,6 @@ class RunnerOptions:
     num_gpu_blocks_override: int | None = None
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
-    expert_load_interval: int = 0  # of steps with prompts, in which experts' tokens are counted; 0: in none
-    num_ranks_per_stage: int = 1  # that hold a stage of the model together, each on a device of its own
-    num_stages: int = 1  # of successive layers
+    expert_load_interval: int = 0  # count experts' tokens in every n-th step with prompts; 0: never
+    num_ranks_per_stage: int = 1  # tensor-parallel ranks of a stage, each on its own device
+    num_stages: int = 1  # pipeline stages, of successive layers

@@ -1,9 +1,8 @@
-"""Several ranks that run one model together: rank 0 in this process, the others in processes that follow it, wherever a
-launcher has started them.
+"""Several ranks that run one model: rank 0 in this process, the followers in processes started by a launcher.
 
-Every rank launches the same steps. Each computes its heads and columns, all of them gather the same logits, and so all
-sample the same tokens, which nothing sends back: what a follower is told is the scheduler's output and the masks of
-grammars.
+Every rank launches the same steps. Each computes its heads and columns, all gather the same logits, and so all sample
+the same tokens, which need not be sent back. Rank 0 sends only the scheduler's output and grammar masks to the
+followers.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from engine.worker.options import RunnerOptions
 from engine.worker.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
 from engine.worker.startup import build_runner as build_single
 
-LOSS_SECONDS = 5  # in which a follower's end is noticed
-BEAT_SECONDS = 1.0  # between a follower's signs of life
-MAX_MISSED = 7  # signs of life, one after another, until a follower is lost
-START_SECONDS = 600  # that ranks may take to find each other
+LOSS_SECONDS = 5  # time within which the exit of a follower is noticed
+BEAT_SECONDS = 1.0  # between a follower's heartbeats
+MAX_MISSED = 7  # a follower is lost after more successive missed heartbeats
+START_SECONDS = 600  # time for the ranks to connect
 NO_BATCH = ScheduledBatch([], [], 0, 0, [])
 
 
@@ -52,25 +51,26 @@ NO_BATCH = ScheduledBatch([], [], 0, 0, [])
 class Build:
     """The first message to a follower."""
 
-    rank: int  # of all
+    rank: int  # the global rank
     shard: Shard
     stage: Stage
     device_index: int  # of its GPU
-    one_host: bool  # all ranks are on
-    rendezvous: str  # a URL where ranks find each other
+    one_host: bool  # all ranks are on one host
+    rendezvous: str  # a URL for the ranks to connect
     folder: Path
     spec: ModelSpec
     options: RunnerOptions
 
     def own_file(self, options: BlockFileOptions, folder: Path | None = None) -> BlockFileOptions:
-        """The options of this rank's file of blocks. `folder`: has the model, where that is another one than rank 0's."""
+        """Return the options of this rank's block file. `folder`: the model's, if it differs from rank 0's."""
         return of_rank(options, self.rank, f"{self.shard}, {self.stage}", folder or options.folder)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step to run; `repeated`: with the batch of the one before it, which the output leaves out. `sampled`: in a pipeline the
-    newest tokens of requests, which its first stage needs by now.
+    """A step to run. `repeated`: it has the batch of the previous step, which the output leaves out.
+
+    `sampled`: with pipeline parallelism, the newest tokens of requests, for the first stage.
     """
 
     output: SchedulerOutput
@@ -80,7 +80,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The masks of the last step's guided requests, and which of them miss theirs."""
+    """The grammar masks of the last step's guided requests, and the indices to defer."""
 
     masks: bytes
     deferred: list[int]
@@ -100,8 +100,10 @@ def build_runner(
     launcher: Launcher | None = None,
     lost: Lost = lambda reason: None,
 ) -> ModelRunner | RankedRunner:
-    """A runner of the model in `folder`, ready to step, on as many ranks as the options say. `launcher`: starts them, else
-    they are processes of this machine. `lost`: is told which rank is lost, before this process ends for that.
+    """Build a runner of the model in `folder`, ready to step, on as many ranks as the options say.
+
+    `launcher`: starts the ranks; default: processes on this machine. `lost`: called with the reason before this process
+    exits because a rank was lost.
     """
     num_ranks = options.num_ranks_per_stage * options.num_stages
     if num_ranks == 1:
@@ -111,7 +113,7 @@ def build_runner(
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a rank has of the others, and the options for its device."""
+    """A rank's connections to the other ranks, and the options for its device."""
 
     options: RunnerOptions
     communicator: Communicator
@@ -119,7 +121,7 @@ class Membership:
 
 
 def join(build: Build) -> Membership:
-    """Meet the other ranks, on this rank's device."""
+    """Connect to the other ranks, using this rank's device."""
     device, size, stage = build.options.device, build.shard.size, build.stage
     num_ranks = size * stage.count
     if isinstance(device, CudaDevice):
@@ -147,14 +149,16 @@ def join(build: Build) -> Membership:
 
 
 class PipelinedStep:
-    """A launched step that the stages before the last one work on; this one, the last, does its part when it is read: by then
-    the next steps are launched, which the others work on meanwhile.
+    """A launched step that runs on the stages before the last one.
+
+    This rank, on the last stage, runs its part when the step is read. The next steps are launched by then, and the
+    other stages work on them meanwhile.
     """
 
     device_waited, has_ended = False, False
 
     def __init__(self, launch: Callable[[], StepHandle], sampled: dict[str, int]) -> None:
-        """`launch`: this rank's part. `sampled`: gains the tokens that it gives."""
+        """`launch`: launches this rank's part. `sampled`: receives its tokens."""
         self._launch, self._sampled = launch, sampled
         self._handle: StepHandle | None = None
 
@@ -163,14 +167,14 @@ class PipelinedStep:
         return self._handle is not None
 
     def run(self) -> StepHandle:
-        """Launch this rank's part, unless that was done. Steps that were launched before have been run."""
+        """Launch this rank's part, if not done yet. All earlier steps must have been run."""
         if self._handle is None:
             self._handle = self._launch()
         return self._handle
 
     @property
     def guided(self) -> list[int]:
-        """Of a step that has not run: none."""
+        """The guided indices of a step that has run; empty before."""
         return [] if self._handle is None else self._handle.guided
 
     @property
@@ -194,14 +198,15 @@ class PipelinedStep:
 
 
 class Watch:
-    """Receives the followers' answers, and looks for their signs of life: a follower that is stopped, or whose machine is
-    gone, ends nothing by itself, and the others wait for it for ever.
+    """Receives the followers' replies and checks their heartbeats.
+
+    If a follower is stopped or its machine is lost, no process exits by itself, and the other ranks would wait forever.
     """
 
     def __init__(self, followers: Sequence[Follower], lost: Lost) -> None:
         self.answers: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in followers]
         self._followers, self._lost = followers, lost
-        self._missed = [0] * len(followers)  # looks since the last message of each follower
+        self._missed = [0] * len(followers)  # checks since each follower's last message
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="answers of ranks", daemon=True).start()
         self._thread = threading.Thread(target=self._look, name="watch over ranks", daemon=True)
@@ -210,14 +215,14 @@ class Watch:
     def _listen(self) -> None:
         indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
         while indices and not self._ended.is_set():
-            with contextlib.suppress(OSError):  # closed by this process, which ends the followers
+            with contextlib.suppress(OSError):  # this process has closed it, to stop the followers
                 for connection in wait(list(indices), BEAT_SECONDS):
                     self._receive(connection, indices)
 
     def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
         try:
             data = connection.recv_bytes()
-        except (OSError, EOFError):  # its end is noticed elsewhere
+        except (OSError, EOFError):  # the follower's exit is noticed elsewhere
             del indices[connection]
             return
         self._missed[indices[connection]] = 0
@@ -225,7 +230,7 @@ class Watch:
             self.answers[indices[connection]].put(json.loads(data))
 
     def _look(self) -> None:
-        """Looks are counted, not time: when this process or its machine sleeps, that says nothing about the others."""
+        """Count checks, not time: when this process or its machine sleeps, that says nothing about the followers."""
         while not self._ended.wait(BEAT_SECONDS):
             for i, follower in enumerate(self._followers):
                 self._missed[i] += 1
@@ -239,7 +244,7 @@ class Watch:
 
 
 class RankedRunner:
-    """Rank 0's runner, which the processes of the other ranks follow. If one of those is lost, this process ends."""
+    """Rank 0's runner, which sends its calls to the followers. If a follower is lost, this process exits."""
 
     def __init__(
         self, build: Build, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch
@@ -253,11 +258,11 @@ class RankedRunner:
             runner.max_model_len,
         )
         self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
-        self._batch = NO_BATCH  # of the last step
+        self._batch = NO_BATCH  # the last step's
         self._is_pipelined = runner.options.num_stages > 1
-        self._sampled: dict[str, int] = {}  # by requests, their newest tokens that no other rank knows
-        self._guided: set[str] = set()  # requests
-        self._waiting: list[PipelinedStep] = []  # that this rank has not run, the oldest first
+        self._sampled: dict[str, int] = {}  # request id → newest token, not yet sent to the other ranks
+        self._guided: set[str] = set()  # ids of guided requests
+        self._waiting: list[PipelinedStep] = []  # steps that this rank has not run, the oldest first
 
     @classmethod
     def build(
@@ -270,9 +275,9 @@ class RankedRunner:
         *,
         progress: Progress,
     ) -> RankedRunner:
-        """Start the followers and load every rank's part side by side. ModelError as `startup.build_runner`."""
+        """Start the followers and load all parts in parallel. Raises `ModelError` as `startup.build_runner` does."""
         size, num_stages, locations = options.num_ranks_per_stage, options.num_stages, launcher.locations
-        spec.for_rank(Shard(0, size))  # says at once what cannot be divided
+        spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
         Stage(0, num_stages).layers(spec.num_layers)
         one_host = len({location.host for location in locations}) == 1
         with launcher.rendezvous() as rendezvous:
@@ -310,7 +315,7 @@ class RankedRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of all ranks together."""
+        """The sum over all ranks."""
         return self._runner.kv_cache_bytes * (1 + len(self.followers))
 
     @property
@@ -329,7 +334,7 @@ class RankedRunner:
         self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
         step = PipelinedStep(partial(self._launch_here, output), self._sampled)
         self._waiting = [*(each for each in self._waiting if not each.has_run), step]
-        if not self._guided.isdisjoint(output.batch.request_ids):  # whose masks are filled before it is read
+        if not self._guided.isdisjoint(output.batch.request_ids):  # their masks are filled before the step is read
             self._run_waiting()
         return step
 
@@ -345,8 +350,9 @@ class RankedRunner:
         return handle
 
     def reset(self) -> None:
-        """After a failed step ranks wait for each other in vain: nothing but a new start helps. Where the step failed since a
-        rank was lost, this process ends while it waits here, and the log has the rank's name.
+        """Raise an error: after a failed step the ranks wait for each other forever, and only a restart helps.
+
+        If the step failed because a rank was lost, this process exits during the wait, and the log names the rank.
         """
         time.sleep(LOSS_SECONDS)
         raise RuntimeError("a step failed on one of several ranks")
@@ -361,18 +367,18 @@ class RankedRunner:
             follower.send(data)
 
     def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
-        """Rank 0's file, which calls the followers' files. None when a rank's file cannot be used."""
+        """Open rank 0's file, which calls the followers' files. Returns None if a rank's file cannot be used."""
         self._tell(OpenFile(options))
         followers = Followers(self._call_files, self._watch.answers)
         return self._runner.open_block_file(self._build.own_file(options), followers)
 
     def _call_files(self, call: FileCall) -> None:
-        self._run_waiting()  # so that blocks have the same content as on the other stages
+        self._run_waiting()  # so that the blocks are up to date, as on the other stages
         self._tell(call)
 
     def close(self) -> None:
-        """End the followers and release the devices' memory."""
-        self._run_waiting()  # what the other stages have begun
+        """Stop the followers and release the devices' memory."""
+        self._run_waiting()  # steps that the other stages have started
         self._watch.end()
         for follower in self.followers:
             follower.expect_end()
@@ -385,8 +391,9 @@ class RankedRunner:
 
 
 def follow(connection: Connection, folder: Path | None = None) -> None:
-    """A follower's whole life: build its part, then launch what rank 0 launches, until `Close`. `folder`: has the model,
-    where that is another one than rank 0's. ModelError as `startup.build_runner`.
+    """Run a follower: build its part, then execute rank 0's messages until `Close`.
+
+    `folder`: the model's, if it differs from rank 0's. Raises `ModelError` as `startup.build_runner` does.
     """
     build: Build = pickle.loads(connection.recv_bytes())
     try:
@@ -429,7 +436,7 @@ def _beat(leader: Leader) -> None:
 
 
 def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:
-    """A rank's runner, once it has met the others."""
+    """Connect to the other ranks, and build this rank's runner."""
     member = join(build)
     return build_single(
         folder, build.spec, member.options, progress=progress, shard=build.shard, stage=build.stage,
@@ -438,8 +445,9 @@ def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:
 
 
 def _leave(runner: ModelRunner) -> None:
-    """Part from the other ranks, which do so at the same time: NCCL's connections end together, and after the graphs that
-    use them.
+    """Release the runner and disconnect from the other ranks. All ranks do so at the same time.
+
+    NCCL's connections must be closed together, and after the graphs that use them.
     """
     runner.device.synchronize()
     runner.close()

@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Ray cluster: an actor for each rank but the first, in a placement group that has room for all.
+"""Ranks on the nodes of a Ray cluster: an actor for each rank except 0, in a placement group for all ranks.
 
-Rank 0 is this process. It sends its messages over connections of its own, which both sides must know a secret for: Ray
-only starts the actors, and says when one is lost.
+Rank 0 is this process. It sends messages over its own connections, authenticated by a shared secret. Ray only starts
+the actors, and reports when one is lost.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from engine.worker.ranks import follow
 
 _log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 1800.0  # for resources: a cluster that grows with demand starts machines meanwhile
-SAY_SECONDS = 10.0  # until the log says that it waits
+WAIT_SECONDS = 1800.0  # for resources: an autoscaling cluster starts machines meanwhile
+SAY_SECONDS = 10.0  # until the log reports the wait
 START_SECONDS = 300.0  # for the actors to start, and to find the model
 NODE_LABEL = "ray.io/node-id"
-# Variables that the ranks of other nodes have as rank 0 has them.
+# Prefixes of environment variables that are copied from rank 0 to the other ranks.
 PASSED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_LAUNCH", "HF_", "QUIRE_CACHE", "QUIRE_LOG", "OMP_")
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What an actor knows of where it is."""
+    """The location of an actor."""
 
     node_id: str
     host: str
@@ -46,13 +46,16 @@ class Seat:
 
 
 class RayLauncher:
-    """Connects to the cluster and reserves a GPU for each rank, or on CPUs a core: on this node if it has as many, else on as
-    few nodes as can be. From now on this process sees the GPUs of this node that are reserved.
+    """Connects to the cluster and reserves a GPU, or on CPUs a core, for each rank.
+
+    Uses this node if it has enough, else as few nodes as possible. Afterwards this process sees only the reserved GPUs
+    of this node.
     """
 
     def __init__(self, num_ranks: int, device: str, folder: Path) -> None:
-        """`device`: "cpu", "cuda" or "auto". `folder`: has the model; it is found, or downloaded, on all nodes.
-        `LaunchError`: there is no cluster, or the ranks cannot be placed.
+        """`device`: "cpu", "cuda" or "auto". `folder`: the model's, which is found or downloaded on all nodes.
+
+        Raises `LaunchError` if there is no cluster or the ranks cannot be placed.
         """
         self._ray, self._owns_connection = _connect()
         self._group: Any = None
@@ -88,7 +91,7 @@ class RayLauncher:
             for index in range(num_ranks)
         ]
         seats = self._seats(actors, folder)
-        ray.kill(actors[0])  # rank 0 is here, on the GPU that it was given
+        ray.kill(actors[0])  # rank 0 is this process, on the actor's GPU
         first, *others = zip(seats, actors, strict=True)
         others.sort(key=lambda each: (each[0].node_id != own, each[0].node_id))
         self._actors = [actor for _, actor in others]
@@ -153,13 +156,13 @@ class RayLauncher:
 
 
 class RankActor:
-    """The process of a rank."""
+    """The actor of a rank."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
     def sit(self, folder: Path) -> Seat:
-        """Find the model. Where this is."""
+        """Find the model, and return the location of this actor."""
         import ray
 
         self._folder = find_model(folder)
@@ -168,7 +171,7 @@ class RankActor:
         return Seat(context.get_node_id(), ray.util.get_node_ip_address(), tuple(map(str, gpu_ids)), os.getpid())
 
     def live(self, rank: int, address: tuple[str, int], secret: bytes, environment: Mapping[str, str]) -> None:
-        """Follow rank 0, which listens at the address, until it closes."""
+        """Follow rank 0, which listens at `address`, until it closes."""
         os.environ.update(environment)
         with Client(address, authkey=secret) as connection:
             _send_at_once(connection)
@@ -177,7 +180,7 @@ class RankActor:
 
 
 class _Actor:
-    """A follower. Ray ends it when this process ends."""
+    """A follower. Ray stops it when this process exits."""
 
     connection: Any = None  # a Connection, once it has connected
 
@@ -212,8 +215,10 @@ class _Actor:
 
 
 def find_model(folder: Path) -> Path:
-    """The model's files on this node: in the same folder, else, for one of the Hugging Face Hub, in this node's cache, where
-    they are downloaded to. `ModelError`: they are not to be had.
+    """Return the folder with the model's files on this node.
+
+    This is the same folder if it exists. A model of the Hugging Face Hub is otherwise found in, or downloaded to, this
+    node's cache. Raises `ModelError` if the model is not available.
     """
     match = re.search(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$", str(folder))
     if folder.is_dir() or match is None:
@@ -222,8 +227,8 @@ def find_model(folder: Path) -> Path:
 
 
 def _connect() -> tuple[Any, bool]:
-    """Ray, and whether this connected it."""
-    import ray  # an extra
+    """Return Ray, and whether this call has connected it."""
+    import ray  # an optional dependency
 
     if ray.is_initialized():
         return ray, False
@@ -238,7 +243,7 @@ def _connect() -> tuple[Any, bool]:
 
 
 def _gpus_by_node(seats: Sequence[Seat]) -> dict[str, list[str]]:
-    """The GPUs of the ranks on each node."""
+    """Return the GPU ids of the ranks on each node."""
     gpus: dict[str, list[str]] = {seat.node_id: [] for seat in seats}
     for seat in seats:
         gpus[seat.node_id] += seat.gpu_ids
@@ -246,7 +251,7 @@ def _gpus_by_node(seats: Sequence[Seat]) -> dict[str, list[str]]:
 
 
 def _accept(listener: Listener) -> tuple[int, Connection]:
-    """The next rank that connects. Who does not know the secret is turned away."""
+    """Accept the next rank that connects. Peers without the secret are rejected."""
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):
             connection = listener.accept()
@@ -255,12 +260,12 @@ def _accept(listener: Listener) -> tuple[int, Connection]:
 
 
 def _send_at_once(connection: Connection) -> None:
-    """Small messages do not wait for others."""
+    """Send small messages without delay (TCP_NODELAY)."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _said(error: Exception) -> str:
-    """The first line of what Ray, or the actor, says."""
+    """Return the first line of the error of Ray or of the actor."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Decode steps of few sequences on a CPU, recorded: done again, one costs a single call instead of Python for each operation."""
+"""Recorded decode steps of few sequences on a CPU: replaying a step takes one call, without Python per operation."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 import kernels
 from engine.worker.step_threads import StepThreads
 
-MAX_SEQS = 16  # in more the operations themselves take long
+MAX_SEQS = 16  # with more, the operations themselves take longer than Python
 
 
 class RecordedSteps:
-    """`decode(packed, size)`, which gives logits, recorded for each size when that is first wanted.
+    """Records `decode(packed, size)`, which returns logits, for each size at its first use.
 
-    Owns the buffer that packed steps are read from. A model of which PyTorch computes a part is not recorded; of others
-    it computes no more than sampling, for which one thread does: more would spin beside those of the kernels.
+    Owns the buffer from which steps read their packed input. A model is not recorded if PyTorch computes a part of it.
+    With a recorded model, PyTorch computes only sampling and gets one thread: more would spin beside the kernels'.
     """
 
     def __init__(self, decode: Callable[[Tensor, int], Tensor], buffer: Tensor) -> None:
         self._decode, self._buffer = decode, buffer
         self._recorded: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
-        self._threads: dict[int, StepThreads] = {}  # by size, of steps that are not recorded
+        self._threads: dict[int, StepThreads] = {}  # by size, for steps that are not recorded
 
     def fits(self, packed: Tensor, size: int) -> bool:
         return size <= MAX_SEQS and len(packed) <= len(self._buffer)
 
     def run(self, packed: Tensor, size: int) -> Tensor:
-        """Logits [size, V] of a step that fits; the next step of this size overwrites them."""
+        """Return logits [size, V] of a step that fits. The next step of this size overwrites them."""
         self._buffer[: len(packed)] = packed
         decode = partial(self._decode, self._buffer, size)
         if (recorded := self._recorded.get(size)) is not None:

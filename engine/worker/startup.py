@@ -1,4 +1,4 @@
-"""From a model's files to a runner that is ready to step: weights, compiled kernels, KV scales, KV cache, CUDA graphs."""
+"""Builds a runner from a model's files: weights, compiled kernels, KV scales, KV cache, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def build_runner(
     communicator: Communicator | None = None,
     link: StageLink | None = None,
 ) -> ModelRunner:
-    """A runner of the model in `folder`, ready to step: of the part of rank `shard` of `stage`, which meets the other ranks
-    by `communicator`, and the other stages by `link`.
+    """Build a runner, ready to step, for the part `shard` of `stage` of the model in `folder`.
 
-    Raises `ModelError` for files that do not fit and `KVCacheTooSmallError` for a context that does not.
+    `communicator`: connects the ranks of a stage. `link`: connects the stages.
+
+    Raises `ModelError` for unsuitable files, and `KVCacheTooSmallError` for a context that does not fit.
     """
     if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
@@ -81,20 +82,20 @@ def build_runner(
 
 @torch.inference_mode()
 def compile_kernels(runner: ModelRunner) -> None:
-    """Compile the kernels of every kind of step side by side: one after another takes several times as long."""
+    """Compile the kernels of every kind of step in parallel: this is several times as fast as one after another."""
     max_num_seqs = runner.options.max_num_seqs
     with _temporary_cache(runner, 1), kernels.compiling_only():
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
         for size in graph_sizes(max_num_seqs) if runner.model.stage.count == 1 else ():
-            # Powers of two and those halfway between: others share their kernels.
+            # Powers of two and the sizes halfway between: other sizes use the same kernels.
             if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
                 runner.run_filtered(*runner.run_decode(packed, size))
-    runner.batch.state.last_token.zero_()  # what the dummy run left there was not sampled
+    runner.batch.state.last_token.zero_()  # remove what the dummy run has left there
 
 
 def calibrate_kv_scales(runner: ModelRunner) -> None:
-    """Set every layer's scales of the e4m3 cache by a prompt of random tokens, whose K and V a wider cache takes."""
+    """Set every layer's scales of the e4m3 cache from a prompt of random tokens, run with an unquantised cache."""
     options, name = runner.options, "calibration"
     num_tokens = min(CALIBRATION_TOKENS, options.max_model_len - 1, options.max_num_batched_tokens)
     generator = torch.Generator().manual_seed(options.seed)
@@ -114,7 +115,7 @@ def calibrate_kv_scales(runner: ModelRunner) -> None:
 
 
 def count_blocks(runner: ModelRunner) -> tuple[int, str]:
-    """Blocks of the KV cache, as asked for or what fits into memory beside a full step; and what bounds them, for people."""
+    """Return the number of KV blocks, as requested or as fits beside a full step, and what limits it, for display."""
     options, layout = runner.options, runner.kv_layout
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         return asked_for
@@ -131,27 +132,27 @@ def count_blocks(runner: ModelRunner) -> tuple[int, str]:
 
 
 def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
-    """Capture the decode step for every padded batch size, and small steps that prefill."""
+    """Capture the decode step for every padded batch size, and small steps with prefill."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])
     runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
-    # With sums over ranks in them, graphs of steps that prefill have not run on GPUs yet.
+    # Graphs of steps with prefill have not been run with several ranks on GPUs yet.
     if runner.options.num_ranks_per_stage == 1 and (shapes := runner.prefill_shapes()):
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
         runner.prefill_graphs = PrefillGraphs(runner.device, runner.run_prefill, buffer, shapes, progress)
 
 
 def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
-    """Zeros as large as a packed decode step of `num_seqs` sequences (see `kernels.layout`), with room for new blocks.
+    """Return zeros of the size of a packed decode step of `num_seqs` sequences (see `kernels.layout`) with new blocks.
 
-    As a step: every sequence is row 0, and computes nothing.
+    As a step, every sequence is row 0 and computes nothing.
     """
-    per_seq = 5 + 4 * len(runner.cache_groups)  # two segments, two for each group and a token; the rest for blocks
+    per_seq = 5 + 4 * len(runner.cache_groups)  # two segments, two per group, a token; the rest is for blocks
     return torch.zeros(per_seq * (num_seqs + 8), dtype=torch.int32, device=runner.device.torch_device)
 
 
 def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
-    """Run full steps as `launch` runs them, all on block 0: it compiles every kernel and reaches the memory's peak."""
+    """Run full steps by `launch`, all on block 0, to compile every kernel and reach the peak of memory use."""
     options = runner.options
     tokens_each = max(min(tokens_each, options.max_model_len - 1), 2)
     num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
@@ -168,7 +169,7 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
         for i, name in enumerate(ids)
     ]
     _run(runner, requests, ScheduledBatch(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, []))
-    half = num_seqs // 2  # a mixed step: the first half decode, the others are new again
+    half = num_seqs // 2  # a mixed step: the first half decodes, the others are new again
     _remove(runner, ids[half:])
     lens = [1] * half + [tokens_each] * (num_seqs - half)
     _run(runner, requests[half:], ScheduledBatch(ids, lens, sum(lens), half, []))
@@ -176,7 +177,7 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
 
 
 def _run(runner: ModelRunner, requests: list[NewRequest], batch: ScheduledBatch) -> None:
-    """A step whose grammars allow everything."""
+    """Run a step with grammar masks that allow every token."""
     handle = runner.launch(SchedulerOutput(0, requests, batch, {}, []))
     if handle.guided:
         handle.masks.fill(-1)
@@ -190,7 +191,7 @@ def _remove(runner: ModelRunner, request_ids: list[str]) -> None:
 
 @contextmanager
 def _temporary_cache(runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """A KV cache of `num_blocks` for as long as the context lasts. `dtype`: another than the one it is to have."""
+    """Provide a KV cache of `num_blocks` within the context. `dtype`: overrides the cache's dtype."""
     layout = runner.kv_layout if dtype is None else replace(runner.kv_layout, dtype=dtype)
     runner.kv_cache = layout.allocate(num_blocks, runner.device)
     try:

@@ -1,4 +1,4 @@
-"""How many threads PyTorch takes for a step on a CPU: all, or one while that is faster."""
+"""Chooses PyTorch's number of threads for a step on a CPU: all, or one while that is faster."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 R = TypeVar("R")
 
 TRY_EVERY = 64  # steps
-FAR_LONGER = 1.5  # times as long
-TRY_STEPS = 2  # at the end of these, of which the last one counts
-NEWEST = 0.25  # the weight of the newest step in the mean
+FAR_LONGER = 1.5  # factor of a step's duration over the shortest
+TRY_STEPS = 2  # steps with the other number of threads, of which the last one counts
+NEWEST = 0.25  # weight of the newest step in the moving average
 
 
 class StepThreads:
-    """Of steps of one kind, which it times.
+    """Times the steps of one kind and chooses their number of threads.
 
-    PyTorch's threads wait for each other after each operation: small models are slower with several, and every model is
-    where another process keeps one of the cores busy. One thread is tried where steps take far longer than they did, all
-    threads are tried now and then.
+    PyTorch's threads synchronise after each operation. Several threads are therefore slower for small models, and for
+    any model while another process keeps one of the cores busy. One thread is tried when steps take far longer than
+    before; all threads are tried from time to time.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class StepThreads:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._most, self._set_num_threads, self._clock = most, set_num_threads, clock
-        self._seconds = {most: 0.0, 1: 0.0}  # that a step takes, by the number of threads; 0: not known yet
-        self._least = float("inf")  # seconds of a step with all threads
+        self._seconds = {most: 0.0, 1: 0.0}  # duration of a step, by number of threads; 0: not known yet
+        self._least = float("inf")  # shortest step with all threads
         self._num_steps = 0
 
     def run(self, step: Callable[[], R]) -> R:
-        """Do a step. Afterwards PyTorch has all threads again."""
+        """Run a step. Afterwards PyTorch uses all threads again."""
         best, other = sorted(self._seconds, key=self._seconds.__getitem__) if self._most > 1 else (1, 1)
         index = self._num_steps % TRY_EVERY
         self._num_steps += 1

@@ -1,1 +1,1 @@
-"""From logits to tokens and log-probabilities."""
+"""Sampling: from logits to tokens and log-probabilities."""

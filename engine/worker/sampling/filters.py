@@ -1,7 +1,7 @@
-"""What processors do to logits: tensors in, tensors out.
+"""Tensor functions of the logits processors.
 
-Logits are [n, V] float32, changed in place; -inf is a token that cannot be sampled. Histories are [n, L] token ids, of
-which the first `lengths` [n] of each row count and the first `prompt_lengths` [n] are the prompt.
+Logits are [n, V] float32 and changed in place; -inf excludes a token. Histories are [n, L] token ids: the first
+`lengths` [n] of each row are valid, and the first `prompt_lengths` [n] of these are the prompt.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 import kernels
 
 MAX_PENALTY = 1e30
-DRY_MAX_MATCH = 50  # a longer repetition is punished like one of this length
-DRY_ELEMENTS = 1 << 26  # comparisons at once
-COIN = -1  # in place of a token id: the random bits of a (seed, position) that belong to no token
+DRY_MAX_MATCH = 50  # longer repetitions are penalised like one of this length
+DRY_ELEMENTS = 1 << 26  # most comparisons at a time
+COIN = -1  # replaces a token id: random bits of a (seed, position) that no token uses
 
 
 def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
-    """[n, W] int32 -> [n, V] bool, the lowest bit first."""
+    """Unpack bit masks [n, W] int32, lowest bit first, to [n, V] bool."""
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     return ((masks.unsqueeze(2) >> bits) & 1).bool().view(len(masks), -1)[:, :vocab_size]
 
@@ -34,7 +34,7 @@ def penalize(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Repetition penalty over prompt and answer, then frequency and presence penalties over the answer; all [n]."""
+    """Apply the repetition penalty to all tokens, then frequency and presence penalties to output tokens; all [n]."""
     column = torch.arange(history.shape[1], device=history.device)
     known = column < lengths.unsqueeze(1)
     answered = known & (column >= prompt_lengths.unsqueeze(1))
@@ -54,10 +54,11 @@ def dont_repeat(
     base: Tensor,
     allowed_length: Tensor,
 ) -> None:
-    """DRY: a token that would prolong a repetition of the history's end loses multiplier * base ** (length - allowed).
+    """DRY: subtract multiplier * base ** (length - allowed) from a token that would extend a repetition of that length.
 
-    breakers [n, V] bool: tokens that no repetition reaches over, and that are not punished; the others are [n]. Of
-    several repetitions that a token would prolong the longest counts. A penalty excludes nothing: it is finite.
+    A repetition is an earlier occurrence of the history's last tokens. If a token would extend several, the longest
+    counts. breakers [n, V] bool: tokens that end repetitions and are not penalised. All other parameters are [n].
+    Penalties are finite, so they exclude no token.
     """
     n, num_tokens = history.shape
     step = max(DRY_ELEMENTS // (num_tokens * DRY_MAX_MATCH), 1)
@@ -69,17 +70,17 @@ def dont_repeat(
 
 
 def _longest_repetitions(history: Tensor, lengths: Tensor, breakers: Tensor) -> Tensor:
-    """How long a repetition each token would prolong [n, V] float32; 0: none."""
+    """Return the length of the longest repetition that each token would extend [n, V] float32; 0: none."""
     (n, num_tokens), device = history.shape, history.device
     m = min(DRY_MAX_MATCH, num_tokens)
     column = torch.arange(num_tokens, device=device)
     breaks = breakers.gather(1, history)
     padded = torch.cat([history.new_full((n, m - 1), -1), history], 1)
-    windows = padded.unfold(1, m, 1)  # [n, L, m]: the tokens up to and with each
+    windows = padded.unfold(1, m, 1)  # [n, L, m]: the last m tokens up to each position
     last = (lengths - 1).view(n, 1, 1).expand(n, 1, m)
     end = windows.gather(1, last)
     stop = torch.cat([breaks.new_zeros((n, m - 1)), breaks], 1).unfold(1, m, 1).gather(1, last)
-    end = end.masked_fill(stop | (end < 0), -2)  # equal to nothing
+    end = end.masked_fill(stop | (end < 0), -2)  # matches no token
     differs = torch.where(windows != end, torch.arange(1, m + 1, dtype=torch.int8, device=device), 0)
     matched = m - differs.amax(2).long()
     following = history.roll(-1, 1)
@@ -89,10 +90,10 @@ def _longest_repetitions(history: Tensor, lengths: Tensor, breakers: Tensor) -> 
 
 
 def completes(recent: Tensor, num_answered: Tensor, words: Tensor) -> Tensor:
-    """Whether an answer ends with all of a word but its last token -> [E] bool.
+    """Return whether each output ends with all tokens of a word except its last one, [E] bool.
 
-    words [E, m], padded in front with -1; recent [E, m - 1]: the newest tokens of the sequence; num_answered [E]: how
-    many tokens the answer has. A word that began in the prompt does not count.
+    words [E, m]: left-padded with -1; recent [E, m - 1]: the newest tokens of the sequence; num_answered [E]: the
+    number of output tokens. A word that begins in the prompt does not count.
     """
     begins = words[:, :-1]
     m = begins.shape[1]
@@ -101,7 +102,7 @@ def completes(recent: Tensor, num_answered: Tensor, words: Tensor) -> Tensor:
 
 
 def keep_top_n_sigma(logits: Tensor, sigmas: Tensor) -> None:
-    """Drop logits more than `sigmas` [n] standard deviations below the highest; <= 0: none. -inf counts for nothing."""
+    """Drop logits more than `sigmas` [n] standard deviations below the highest; <= 0: none. Ignores -inf."""
     possible = logits > -math.inf
     count = possible.sum(1, keepdim=True)
     mean = logits.masked_fill(~possible, 0).sum(1, keepdim=True) / count
@@ -112,13 +113,13 @@ def keep_top_n_sigma(logits: Tensor, sigmas: Tensor) -> None:
 
 
 def keep_nucleus(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Drop what `kernels.sample` would drop. Temperatures are above 0."""
+    """Apply top_k, top_p and min_p as `kernels.sample` does. Temperatures must be above 0."""
     floor = kernels.sampling_thresholds(logits, temperature, top_k, top_p, min_p)
     logits.masked_fill_(logits < floor.unsqueeze(1), -math.inf)
 
 
 def keep_typical(logits: Tensor, temperature: Tensor, mass: Tensor) -> None:
-    """Keep the tokens whose surprise is nearest to the expected one, until they have `mass` [n]; ties all stay."""
+    """Keep the tokens with surprise closest to the entropy, until they have probability `mass` [n]; ties all stay."""
     logprobs = (logits / temperature.unsqueeze(1)).log_softmax(1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).nan_to_num_(0).sum(1, keepdim=True)
@@ -132,20 +133,20 @@ def keep_typical(logits: Tensor, temperature: Tensor, mass: Tensor) -> None:
 def exclude_top_choices(
     logits: Tensor, temperature: Tensor, threshold: Tensor, probability: Tensor, seeds: Tensor, positions: Tensor
 ) -> None:
-    """XTC: where the coin falls so, of the tokens at least `threshold` [n] likely drop all but the least likely."""
+    """XTC: with `probability` [n], drop all tokens at least `threshold` [n] likely, except the least likely of them."""
     coin = kernels.random_bits(seeds, positions, torch.tensor(COIN)).double()
     tossed = (coin + 2.0**31 + 0.5) * 2.0**-32 < probability
     probs = (logits / temperature.unsqueeze(1)).softmax(1)
-    top = (probs >= threshold.unsqueeze(1)) & (logits > -math.inf)  # what is excluded already is no choice
+    top = (probs >= threshold.unsqueeze(1)) & (logits > -math.inf)  # excluded tokens do not count
     least = probs.masked_fill(~top, math.inf).amin(1, keepdim=True)
     logits.masked_fill_(top & (probs > least) & tossed.unsqueeze(1), -math.inf)
 
 
 def reasoning_lengths(history: Tensor, lengths: Tensor, prompt_lengths: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
-    """How many tokens of reasoning each of n requests has generated; -1 where it has not begun, or is over.
+    """Return the number of reasoning tokens that each request has generated, [n] int64; -1: not begun, or finished.
 
-    history: [n, L] int64, of which a row's first `lengths` [n] are its context and the first `prompt_lengths` [n] its
-    prompt. begins, ends: [n] int64, the tokens around the reasoning; a `begins` of -1: the prompt ends inside it. [n] int64.
+    history [n, L] int64. begins, ends [n] int64: the tokens around the reasoning; a `begins` of -1 means that the
+    prompt ends inside the reasoning.
     """
     at = torch.arange(history.shape[1], device=history.device)
     generated = (at >= prompt_lengths.unsqueeze(1)) & (at < lengths.unsqueeze(1))

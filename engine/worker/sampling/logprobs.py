@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of prompts, on their way from the device."""
+"""Log-probabilities of sampled tokens and of prompts, being copied from the device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import kernels
 from engine.core.batch import PromptScores, SchedulerOutput, TokenLogprobs
 from engine.worker.input_batch import InputBatch, Members, PackedStep
 
-MAX_ELEMENTS = 1 << 24  # logits of prompt tokens held at once
+MAX_ELEMENTS = 1 << 24  # most logits of prompt tokens held at a time
 
 
 @dataclass(slots=True)
 class SampledLogprobs:
-    """Those of a step's sampled tokens: indices of the batch, and tensors as `kernels.token_logprobs` gives."""
+    """Log-probabilities of a step's sampled tokens: batch indices, and the tensors of `kernels.token_logprobs`."""
 
     indices: list[int]
     num_top: list[int]
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    named_ids: list[list[int]]  # the tokens that each asks for by name
-    named: Tensor | None  # their log-probabilities, those of all in a row; None: there are none
+    named_ids: list[list[int]]  # each request's `logprob_token_ids`
+    named: Tensor | None  # their log-probabilities, concatenated; None: none requested
 
     @classmethod
     def of(
@@ -34,7 +34,7 @@ class SampledLogprobs:
         tokens: Tensor,
         to_device: Callable[[Tensor], Tensor],
     ) -> SampledLogprobs:
-        """For the sequences at `indices`, which asked for them; logits [B, V], tokens [B] of the step. Waits for nothing."""
+        """Compute them for the requests at `indices`. logits [B, V], tokens [B]: the step's. Does not wait."""
         asked = [members.rows[i].sampling for i in indices]
         named_ids = [each.logprob_token_ids or [] for each in asked]
         num_top = [0 if ids else each.logprobs or 0 for each, ids in zip(asked, named_ids, strict=True)]
@@ -49,7 +49,7 @@ class SampledLogprobs:
         return cls(indices, num_top, _to_cpu(tensors), named_ids, named)
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
-        """After the device is done: index → one for each of its tokens."""
+        """Return index → one entry for each new token. Call it when the step is done."""
         records, values = _records(self.tensors, self.num_top), iter(() if self.named is None else self.named.tolist())
         for row, ids in enumerate(self.named_ids):
             if ids:
@@ -61,13 +61,13 @@ class SampledLogprobs:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Those of a step's prompt tokens, in parts: index of the batch, first token, how many most likely ones, the tensors."""
+    """Log-probabilities of a step's prompt tokens. Parts: batch index, first token, number of top tokens, tensors."""
 
     parts: list[tuple[int, int, int, tuple[Tensor, Tensor, Tensor, Tensor]]] = field(default_factory=list)
 
     @staticmethod
     def indices(output: SchedulerOutput, batch: InputBatch) -> list[int]:
-        """The sequences of a step, not packed yet, that compute a token before one whose log-probability is wanted."""
+        """Return the indices of requests with log-probabilities to compute in a step that is not packed yet."""
         if not batch.num_scored:
             return []
         return [
@@ -82,7 +82,7 @@ class PromptLogprobs:
         cls, packed: PackedStep, indices: list[int], hidden: Tensor, to_logits: Callable[[Tensor], Tensor],
         vocab_size: int, to_device: Callable[[Tensor], Tensor],
     ) -> PromptLogprobs:  # fmt: skip
-        """For the sequences at `indices`; hidden [T, hidden]: of all the step's tokens."""
+        """Compute them for the requests at `indices`. hidden [T, hidden]: hidden states of all the step's tokens."""
         scores, members = cls(), packed.members
         num_rows = max(MAX_ELEMENTS // vocab_size, 1)
         for i in indices:
@@ -95,12 +95,12 @@ class PromptLogprobs:
             for start in range(0, len(tokens), num_rows):
                 part = tokens[start : start + num_rows]
                 logits = to_logits(own[start : start + len(part)])
-                found = kernels.token_logprobs(logits, part, max(num_top, 1))  # the likeliest shows NaN and infinity
+                found = kernels.token_logprobs(logits, part, max(num_top, 1))  # the top token reveals NaN and infinity
                 scores.parts.append((i, first, num_top, _to_cpu(found)))
         return scores
 
     def read(self) -> dict[int, PromptScores]:
-        """After the device is done: index → log-probabilities of the tokens that follow its own."""
+        """Return index → log-probabilities of the tokens after those computed. Call it when the step is done."""
         found: dict[int, PromptScores] = {}
         corrupted = {index for index, _, _, (*_, top) in self.parts if not top[:, 0].isfinite().all()}
         for index, first, num_top, tensors in self.parts:
@@ -112,7 +112,7 @@ class PromptLogprobs:
 
 
 def _to_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Nothing waits: they are there when the device is done."""
+    """Start copying tensors to the CPU. They are valid when the step is done."""
     return tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[return-value]
 
 

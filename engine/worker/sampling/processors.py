@@ -1,6 +1,6 @@
-"""What a request may have done to its logits besides temperature, top_k, top_p and min_p: a class for each effect.
+"""Logits processors: a class for each sampling parameter except temperature, top_k, top_p and min_p.
 
-To add one: a field in `SamplingParams`, a class here, and its position in `PROCESSORS`.
+To add one, add a field to `SamplingParams`, a class here, and its position in `PROCESSORS`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from engine.worker.input_batch import Row
 from engine.worker.sampling import filters
 from engine.worker.sampling.token_history import TokenHistory
 
-THINKING_START_TOKENS = 8  # of an answer, among which its reasoning begins
-FOREVER = 2**31 - 1  # more tokens than a context can have
+THINKING_START_TOKENS = 8  # reasoning begins within this many tokens of the output
+FOREVER = 2**31 - 1  # longer than any context
 
 
 @dataclass(slots=True, eq=False)
 class ProcessedRow:
-    """A row whose logits some processor changes."""
+    """A device row with logits that some processor changes."""
 
     row: Row
     until: int  # a processor other than the grammar mask is needed while the context has fewer tokens than this
-    guided: bool  # it waits for a grammar's mask in every step
+    guided: bool  # the row waits for a grammar mask in every step
     slot: int  # in the token history; -1: no processor reads it
-    tensors: dict[type[Processor], Tensor] = field(default_factory=dict)  # built once for all groups that it will be in
+    tensors: dict[type[Processor], Tensor] = field(default_factory=dict)  # cached for all groups that the row joins
 
     @property
     def sampling(self) -> SamplingParams:
@@ -40,7 +40,7 @@ class ProcessedRow:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """n rows that are processed together, and what processors build their tensors from."""
+    """n rows that are processed together, with the inputs from which processors build their tensors."""
 
     rows: list[ProcessedRow]
     history: TokenHistory
@@ -58,7 +58,7 @@ class RowGroup:
         return self.device.upload(torch.tensor(list(values), dtype=torch.float32))
 
     def column(self, name: str, indices: Iterable[int]) -> Tensor:
-        """A sampling parameter of some of the rows: [len(indices)] float32."""
+        """Return a sampling parameter of some of the rows, [len(indices)] float32."""
         return self.floats(getattr(self.rows[i].sampling, name) for i in indices)
 
     def slots(self, indices: Iterable[int]) -> Tensor:
@@ -70,7 +70,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class KernelParams:
-    """What the sampling kernel takes of each of n rows, in its order."""
+    """Parameters of n rows for the sampling kernel, in the order of its arguments."""
 
     temperature: Tensor  # [n] float32
     top_k: Tensor  # [n] int32; 0: all tokens
@@ -79,7 +79,7 @@ class KernelParams:
 
     @classmethod
     def of(cls, group: RowGroup, indices: Iterable[int], unfiltered: Iterable[int] = ()) -> KernelParams:
-        """Those of the rows at `indices`; the `unfiltered` ones among them keep all tokens."""
+        """Return the parameters of the rows at `indices`. The `unfiltered` rows among them keep all tokens."""
         unfiltered = set(unfiltered)
         params = [(group.rows[i].sampling, i in unfiltered) for i in indices]
         return cls(
@@ -92,38 +92,38 @@ class KernelParams:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The n rows of a group in the step at hand."""
+    """The n rows of a group in the current step."""
 
-    lengths: Tensor  # [n] int64: tokens in the context, which is the position of the token to be sampled
-    longest: int  # the highest of them
+    lengths: Tensor  # [n] int64: tokens in the context, also the position of the token to sample
+    longest: int  # the longest context
     seeds: Tensor  # [n] int64
-    masks: Tensor | None  # [n, (V + 31) // 32] int32: a bit for each token that a grammar allows, the lowest first
-    raw: Callable[[], Tensor]  # the model's own logits: [n, V] float32, a copy
+    masks: Tensor | None  # [n, (V + 31) // 32] int32: one bit for each token that a grammar allows, lowest first
+    raw: Callable[[], Tensor]  # returns a copy of the model's logits, [n, V] float32
 
 
 class Processor(ABC):
-    """Changes the logits of a group. Built when the group is, for as long as it stays the same."""
+    """Changes the logits of a group. Built together with the group, and used until the group changes."""
 
-    reads_history: ClassVar[bool] = False  # a row that needs it has its tokens on the device
-    filters_itself: ClassVar[bool] = False  # applies top_k, top_p and min_p, so that the sampling kernel does not
+    reads_history: ClassVar[bool] = False  # the processor needs the row's tokens on the device
+    filters_itself: ClassVar[bool] = False  # the processor, not the sampling kernel, applies top_k, top_p and min_p
 
     @staticmethod
     @abstractmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether it changes anything for a request with these parameters."""
+        """Return whether it changes the logits of a request with these parameters."""
 
     @classmethod
     def needed_until(cls, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """From this many tokens in the context on, it changes nothing any more."""
+        """Return the context length from which on it has no effect any more."""
         return FOREVER if cls.needed(params) else 0
 
     @abstractmethod
     def __init__(self, group: RowGroup) -> None:
-        """`group`: at least one of its rows needs it."""
+        """`group`: has at least one row that needs this processor."""
 
     @abstractmethod
     def apply(self, logits: Tensor, context: Context) -> None:
-        """Change logits [n, V] float32 in place; -inf is a token that cannot be sampled. Waits for nothing."""
+        """Change logits [n, V] float32 in place; -inf excludes a token. Must not wait for the device."""
 
 
 class LogitBias(Processor):
@@ -141,7 +141,7 @@ class LogitBias(Processor):
 
 
 class BannedTokens(Processor):
-    """Bad words of one token, and ends of text before `min_tokens`."""
+    """Bans bad words of one token, and stop tokens before `min_tokens`."""
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -187,7 +187,7 @@ def _bad_words(params: SamplingParams) -> list[list[int]]:
 
 
 class BadWords(Processor):
-    """Bad words of several tokens: the last one is banned where the others have just been generated."""
+    """Bans bad words of several tokens: the last token is banned if the others have just been generated."""
 
     reads_history = True
 
@@ -211,7 +211,7 @@ class BadWords(Processor):
 
 
 def _ban(logits: Tensor, rows: Tensor, tokens: Tensor, banned: Tensor) -> None:
-    """Entry i of rows, tokens and banned [n]: whether this token of this row is banned."""
+    """Exclude tokens[i] of row rows[i] where banned[i]; all [n]."""
     values = torch.zeros(len(rows), device=logits.device).masked_fill_(banned, -torch.inf)
     logits.index_put_((rows, tokens), values, accumulate=True)
 
@@ -240,7 +240,7 @@ class Penalties(Processor):
 
 
 class Dry(Processor):
-    """DRY: "don't repeat yourself"."""
+    """The DRY ("don't repeat yourself") penalty."""
 
     reads_history = True
 
@@ -292,7 +292,7 @@ class AllowedTokenIds(Processor):
 
 
 class ThinkingBudget(Processor):
-    """Ends the reasoning after so many tokens, if it began with the answer and has not ended by itself."""
+    """Ends reasoning after `thinking_token_budget` tokens, if it began with the output and has not ended by itself."""
 
     reads_history = True
 
@@ -325,7 +325,7 @@ class ThinkingBudget(Processor):
 
 
 class GrammarMask(Processor):
-    """The tokens that the request's grammar allows next."""
+    """Allows only the next tokens of the request's grammar."""
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -341,9 +341,10 @@ class GrammarMask(Processor):
 
 
 def _restrict(logits: Tensor, allowed: Tensor, raw: Tensor) -> None:
-    """Keep the tokens that are allowed [n, V] bool; with their `raw` logits [n, V] in a row where all of them are banned.
+    """Exclude all tokens except `allowed` [n, V] bool.
 
-    A row of which all tokens are allowed stays as it is: it is here because of others.
+    If all allowed tokens of a row are excluded already, they get their `raw` logits [n, V] back. A row with all tokens
+    allowed is unchanged: it is in the group because of other rows.
     """
     logits.masked_fill_(~allowed, -torch.inf)
     stuck = (logits.amax(1, keepdim=True) == -torch.inf) & ~allowed.all(1, keepdim=True)
@@ -364,7 +365,7 @@ class TopNSigma(Processor):
 
 
 class TypicalAndXtc(Processor):
-    """typical_p, then XTC. Both follow top_p, which is why the sampling kernel leaves that to this processor."""
+    """Applies typical_p, then XTC. Both come after top_p, so this processor applies top_p instead of the kernel."""
 
     filters_itself = True
 
@@ -387,7 +388,7 @@ class TypicalAndXtc(Processor):
         logits[self._rows] = own
 
 
-PROCESSORS: tuple[type[Processor], ...] = (  # in the order in which they are applied
+PROCESSORS: tuple[type[Processor], ...] = (  # in order of application
     LogitBias,
     BannedTokens,
     BadWords,

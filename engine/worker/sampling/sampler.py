@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens."""
+"""The sampler: from a step's logits to its tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from engine.worker.sampling.processors import (
 from engine.worker.sampling.token_history import TokenHistory
 from kernels.layout import StepTensors
 
-MAX_ELEMENTS = 1 << 24  # logits processed at once
+MAX_ELEMENTS = 1 << 24  # most logits processed at a time
 
 
 @dataclass(slots=True)
 class Group:
-    """n sequences that are processed and sampled together; all but `longest` stays the same while they are in the batch."""
+    """n sequences that are processed and sampled together. Only `longest` changes from step to step."""
 
     indices: list[int]  # in the batch
     members: list[ProcessedRow]
@@ -41,29 +41,29 @@ class Group:
     kernel_params: KernelParams
     processors: list[Processor]
     slots: Tensor  # [h] int64: in the token history
-    slots_of: Tensor  # [h] int64: whose slots those are, of the n
-    longest: int = 0  # tokens of the longest context in the step at hand
+    slots_of: Tensor  # [h] int64: index in the group of each slot's sequence
+    longest: int = 0  # tokens of the longest context in the current step
 
 
 @dataclass(slots=True)
 class SamplingPlan:
-    """Which sequences of a batch are sampled how. The same in all steps of a batch, until a `min_tokens` is reached.
+    """How each sequence of a batch is sampled. Valid for all steps of the batch until a processor is no longer needed.
 
-    `guided` indices wait for masks, in the order of the masks: first the `num_masked` that need nothing else and are
-    sampled by `Sampler.sample_filtered`, then those of the groups with masks.
+    `guided` indices wait for masks, in the order of the masks. First come the `num_masked` sequences that need nothing
+    else, which `Sampler.sample_filtered` samples, then those of the groups with masks.
     """
 
     members: Members | None = None
-    greedy: bool = True  # all of them
-    filtered: bool = False  # some need `Sampler.sample_filtered`
+    greedy: bool = True  # whether all sequences are greedy
+    filtered: bool = False  # whether some sequences need `Sampler.sample_filtered`
     guided: list[int] = field(default_factory=list)
     num_masked: int = 0
-    groups: list[tuple[Group, Tensor | None]] = field(default_factory=list)  # and their masks [n, words] int32
-    unsampled: list[int] = field(default_factory=list)  # unfinished chunks and pooling requests, the last one first
+    groups: list[tuple[Group, Tensor | None]] = field(default_factory=list)  # group, its masks [n, words] int32
+    unsampled: list[int] = field(default_factory=list)  # unfinished chunks and pooling requests, in descending order
     num_sampled: list[int] = field(default_factory=list)  # tokens of each sequence: 0 or 1
     with_logprobs: list[int] = field(default_factory=list)
-    lapsing: list[int] = field(default_factory=list)  # sequences that need a processor for a while only
-    lapse_at: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # contexts at which that while ends
+    lapsing: list[int] = field(default_factory=list)  # sequences that need a processor only up to some length
+    lapse_at: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # these context lengths
 
     def is_valid(self, packed: PackedStep) -> bool:
         if self.members is not packed.members:
@@ -72,40 +72,39 @@ class SamplingPlan:
 
 
 class Sampler:
-    """Samples each sequence of a step by its own parameters and seed, whatever else is in the batch.
+    """Samples each sequence of a step with its own parameters and seed, independent of the rest of the batch.
 
-    Three passes, of which a step runs those that it needs. Random numbers depend on seed and position only, so a later
-    pass replaces the tokens of an earlier one:
+    There are three passes, and a step runs those that it needs. Random numbers depend only on seed and position, so a
+    later pass replaces the tokens of an earlier one:
 
-    1. `sample_unfiltered`, in the step's CUDA graph: right for sequences that nothing but temperature concerns;
-    2. `sample_filtered`, in a graph of its own: for those with top_k, top_p or min_p, or with a mask and nothing else;
-    3. `sample_groups`: for those that processors are for, from copies of their logits.
+    1. `sample_unfiltered`, in the step's CUDA graph: for sequences that use only temperature;
+    2. `sample_filtered`, in a separate graph: for sequences with top_k, top_p or min_p, or with only a grammar mask;
+    3. `sample_groups`: for sequences with processors, from copies of their logits.
     """
 
     def __init__(
         self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int, max_len: int
     ) -> None:
-        """max_len: of a sequence, in tokens."""
+        """max_len: the maximum length of a sequence, in tokens."""
         self._batch, self._step = batch, step
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        # The CPU writes masks, and the device reads them from the CPU's memory. The step before has been read by then, so
-        # the device is done with the masks of that step.
+        # The CPU writes masks, and the device reads them from the CPU's memory. The previous step has been read by
+        # then, so the device no longer needs its masks.
         self.masks = batch.device.pinned(batch.num_rows, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
-        self._mask_of = torch.full(
-            (batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device
-        )  # [B]; -1: none
+        # [B]: index of each sequence's mask; -1: none.
+        self._mask_of = torch.full((batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device)
         self._new_history = partial(TokenHistory, batch.num_rows, max_len, batch.device)
         self.clear()
 
     def clear(self) -> None:
-        """Follow the input batch: all rows are free."""
+        """Forget all rows, as the input batch does."""
         self._mask_of.fill_(-1)
         self._history = self._new_history()
         self._processed: dict[int, ProcessedRow] = {}  # by device row
         self._plan = SamplingPlan()
 
     def update_rows(self, removed: list[Row], added: list[Row]) -> None:
-        """Follow the input batch: these rows were freed, then those were taken."""
+        """Update the state for rows that the input batch has freed, then for rows that it has assigned."""
         for row in removed:
             found = self._processed.pop(row.index, None)
             if found is not None and found.slot >= 0:
@@ -119,7 +118,7 @@ class Sampler:
                 self._processed[row.index] = ProcessedRow(row, max(untils, default=0), GrammarMask in needed, slot)
 
     def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
-        """Sample logits [B, V] → tokens [B] int64; those of sequences that need another pass mean nothing yet."""
+        """Sample logits [B, V] → tokens [B] int64. Tokens of sequences that need another pass are not valid yet."""
         if greedy:
             tokens = kernels.likeliest(logits)
         else:
@@ -128,14 +127,14 @@ class Sampler:
         return tokens
 
     def sample_filtered(self, logits: Tensor, tokens: Tensor) -> None:
-        """Sample filtered and masked sequences into tokens [B], putting masks on the logits [B, V] in place."""
+        """Sample filtered and masked sequences into tokens [B]. Applies masks to the logits [B, V] in place."""
         mask_of = self._mask_of[: len(logits)]
         kernels.mask_logits(logits, self.masks, mask_of)
         self._sample(logits, kernels.Part.REST, mask_of, tokens)
         self._store(tokens)
 
     def sample_groups(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor) -> None:
-        """Sample the groups of `plan` from logits [B, V], which stay as they are, into tokens [B]."""
+        """Sample the groups of `plan` from logits [B, V], which are not changed, into tokens [B]."""
         for group, masks in plan.groups:
             self._sample_group(group, masks, logits, tokens)
 
@@ -147,7 +146,7 @@ class Sampler:
         return kernels.sample(logits, *params, step.seed[:n], step.next_position[:n], part, mask_of, out)
 
     def _store(self, tokens: Tensor) -> None:
-        """Leave the tokens in their rows, where the next step finds them."""
+        """Store the tokens in their rows, where the next step reads them."""
         self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
 
     def _sample_group(self, group: Group, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
@@ -160,7 +159,8 @@ class Sampler:
         sampled = kernels.sample(
             own, params.temperature, params.top_k, params.top_p, params.min_p, group.seeds, lengths
         )  # fmt: skip
-        # What processors do with NaN is undefined, and what they make of finite logits is the request's own doing.
+        # Processors give undefined results for NaN. If logits are finite, an empty set of tokens is the request's
+        # fault.
         sampled.masked_fill_(sampled < 0, kernels.NOTHING_ALLOWED).masked_fill_(~is_finite, kernels.NOT_FINITE)
         tokens.scatter_(0, group.at, sampled)
         self._batch.state.last_token.scatter_(0, group.rows, sampled)
@@ -168,7 +168,7 @@ class Sampler:
             self._history.append(group.slots, lengths[group.slots_of], sampled[group.slots_of].clamp(min=0))
 
     def plan(self, packed: PackedStep) -> SamplingPlan:
-        """The plan of the step packed last."""
+        """Return the plan of the step packed last."""
         if not self._plan.is_valid(packed):
             self._plan = self._make_plan(packed)
         for group, _ in self._plan.groups:
@@ -196,7 +196,7 @@ class Sampler:
         return plan
 
     def _plan_processed(self, plan: SamplingPlan, packed: PackedStep) -> None:
-        """Find the sequences that processors are for."""
+        """Plan the sequences that need processors."""
         lengths, partial = packed.context_lens.tolist(), packed.members.batch.partial
         masked: list[int] = []
         guided: list[int] = []
@@ -209,7 +209,7 @@ class Sampler:
             if is_processed and found.until < FOREVER:
                 plan.lapsing.append(i)
             if found.guided:
-                # Log-probabilities are of raw logits, and `sample_filtered` puts masks on in place.
+                # Log-probabilities need raw logits, but `sample_filtered` masks logits in place.
                 (guided if is_processed or row.sampling.logprobs is not None else masked).append(i)
             elif is_processed:
                 free.append(i)
@@ -229,7 +229,7 @@ class Sampler:
         return [self._group(part, [self._processed[rows[i].index] for i in part]) for part in parts]
 
     def _group(self, indices: list[int], members: list[ProcessedRow]) -> Group:
-        """A group of these, the last plan's where it has one."""
+        """Return a group of these sequences, the last plan's if it has one."""
         for group, _ in self._plan.groups:
             if group.indices == indices and group.members == members:
                 return group
@@ -253,5 +253,5 @@ class Sampler:
 
 
 def is_filtered(params: SamplingParams) -> bool:
-    """Whether top_k, top_p or min_p may leave some tokens out."""
+    """Return whether top_k, top_p or min_p may exclude tokens."""
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)

@@ -1,4 +1,4 @@
-"""The tokens of requests whose sampling depends on them, on the device."""
+"""Token histories on the device, for requests with processors that need them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.worker.device import Device
 
 
 class TokenHistory:
-    """One slot for each request that asks for one: its tokens by position, the newest one too, which only the device knows.
+    """A slot for each request that needs one: its tokens by position, including the newest, known only to the device.
 
-    Memory is taken when the first request asks, and doubled when slots run out.
+    Memory is allocated by the first such request, and doubled when slots run out.
     """
 
     def __init__(self, max_slots: int, max_len: int, device: Device) -> None:
@@ -24,7 +24,7 @@ class TokenHistory:
         return torch.zeros(num_slots, self._max_len, dtype=torch.int32, device=self._device.torch_device)
 
     def take(self, token_ids: np.ndarray) -> int:
-        """A slot that holds these tokens."""
+        """Allocate a slot and fill it with these tokens."""
         if not self._free:
             old = len(self.tokens)
             new = min(max(2 * old, 4), self._max_slots)
@@ -39,14 +39,14 @@ class TokenHistory:
         self._free.append(slot)
 
     def read(self, slots: Tensor, num_tokens: int) -> Tensor:
-        """slots [n] int64 -> the first `num_tokens` tokens of each [n, num_tokens] int64."""
+        """Return the first `num_tokens` tokens of slots [n] int64: [n, num_tokens] int64."""
         return self.tokens[slots, :num_tokens].long()
 
     def recent(self, slots: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-        """slots, lengths [n] int64 -> the last `num_tokens` of the first `lengths` tokens [n, num_tokens] int32."""
+        """Return the last `num_tokens` of `lengths` tokens: slots, lengths [n] int64 → [n, num_tokens] int32."""
         at = lengths.unsqueeze(1) + torch.arange(-num_tokens, 0, device=lengths.device)
         return self.tokens[slots.unsqueeze(1), at.clamp(min=0)]
 
     def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """slots, positions, token_ids [n] int64."""
+        """Store tokens at positions; slots, positions, token_ids [n] int64."""
         self.tokens[slots, positions] = token_ids.int()
