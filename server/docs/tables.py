@@ -87,7 +87,9 @@ def _fields(description: str | None) -> str:
 
 
 def _described(title: str, rows: dict[str, str]) -> str:
-    return f"| {title} | what |\n|---|---|\n" + "".join(f"| `{name}` | {about} |\n" for name, about in rows.items())
+    return f"| {title} | description |\n|---|---|\n" + "".join(
+        f"| `{name}` | {about} |\n" for name, about in rows.items()
+    )
 
 
 def _flags(cls: type) -> str:
