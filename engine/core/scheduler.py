@@ -306,9 +306,8 @@ class Scheduler(LaunchedSteps):
 
         Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was preempted itself.
         """
-        start = min(
-            request.num_computed_tokens, request.num_tokens - 1
-        )  # a deferred request computes its last token again
+        # A deferred request computes its last token again.
+        start = min(request.num_computed_tokens, request.num_tokens - 1)
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted

@@ -17,9 +17,8 @@ EARLY = 0.75  # an owner is expected after this fraction of its shortest pause
 class _Owner:
     left: float = -math.inf  # when its last request finished, in monotonic seconds
     expected_from: float = math.inf  # when it becomes expected; infinite while it has requests
-    pauses: deque[float] = field(
-        default_factory=lambda: deque(maxlen=NUM_PAUSES)
-    )  # seconds between requests, if < AWAY_SECONDS
+    # Seconds between requests, if < AWAY_SECONDS.
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PAUSES))
 
 
 class Visits:
