@@ -46,12 +46,10 @@ class StepHandle:
     output: SchedulerOutput
     num_sampled: list[int] = field(default_factory=list)  # tokens sampled for each request
     unsampled: list[int] = field(default_factory=list)  # indices of requests without a token, in descending order
-    guided: list[int] = field(
-        default_factory=list
-    )  # indices of requests that wait for grammar masks before they are sampled
-    masks: np.ndarray = field(
-        default_factory=lambda: np.empty((0, 0), np.int32)
-    )  # [len(guided), words], filled by the caller
+    # Indices of requests that wait for grammar masks before they are sampled.
+    guided: list[int] = field(default_factory=list)
+    # [len(guided), words], filled by the caller.
+    masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))
     device_waited: bool = False  # the previous step had guided requests and finished before this one was launched
     wait_seconds: float = 0.0  # time that `read` waited for the device
     prompt_logprobs: PromptLogprobs | None = None
