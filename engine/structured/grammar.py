@@ -1,7 +1,7 @@
-"""Grammars for the library: written from what users ask for, compiled for a vocabulary, tried out.
+"""Builds grammars for llguidance from requests, compiles them for a vocabulary, and tries them out.
 
-A compiled grammar is an `LLMatcher` at its beginning. Compiling and trying run outside Python's global lock, and what
-they may cost is bounded: the library counts its work, and the limits here keep it where that count is honest.
+A compiled grammar is an `LLMatcher` at its initial state. Compiling and trying release Python's global lock, and their cost
+is bounded: the library limits its own work, and the limits here keep inputs where that accounting is reliable.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
 MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
-MAX_REMEMBERED = 10_000  # grammars that were checked
-MAX_COMPILED_LENGTH = 2_000_000  # characters of all compiled grammars that are kept: some 50 bytes for each
-# In JSON, wherever it may stand: blanks, or a line break and an indentation.
+MAX_REMEMBERED = 10_000  # results of `check` that are cached
+MAX_COMPILED_LENGTH = 2_000_000  # total characters of cached compiled grammars, at about 50 bytes each
+# White space in JSON: blanks, or a line break and indentation.
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
-_MARK = "\x02"  # before a text, parts it from the space that some vocabularies put before every first word
+_MARK = "\x02"  # put before a text to separate it from the space that some tokenizers add before the first word
 
 _LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 
 def json_grammar(schema: dict[str, Any] | str, notes: list[str] | None = None, lenient: bool = False) -> str:
-    """All instances of a JSON Schema. This and the next ones: `ValueError` says what is wrong or not supported.
+    """Return a grammar of all instances of a JSON Schema. `notes`, `lenient`: see `prepare`.
 
-    `notes`, `lenient`: as of `prepare`.
+    Like the next functions, raises `ValueError` with what is wrong or not supported.
     """
     prepared = prepare(schema, notes, lenient)
     return LLMatcher.grammar_from_json_schema(prepared, overrides={"whitespace_pattern": WHITESPACE})
 
 
 def regex_grammar(pattern: str) -> str:
-    """All texts that match as a whole."""
+    """Return a grammar of all texts that the pattern matches entirely."""
     return LLMatcher.grammar_from_regex(portable(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """Return a grammar of these texts."""
     if max(map(len, choices)) > MAX_TEXT_LENGTH:
         raise ValueError(f"a choice may have at most {MAX_TEXT_LENGTH} characters")
     if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHOICES_LENGTH:
@@ -65,11 +65,11 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(grammar: str) -> str:
-    """All sentences of a context-free grammar in Lark's notation, or llama.cpp's (GBNF)."""
+    """Return the grammar for a context-free grammar in the notation of Lark or llama.cpp (GBNF)."""
     if grammar.lstrip().startswith("{"):
         raise ValueError("a grammar begins with a rule, not with {")
     if "::=" in grammar and len(grammar) <= MAX_GBNF_LENGTH:
-        # From each blank line it would look to the end of all of them.
+        # The converter takes quadratic time on runs of blank lines.
         lines = [line for line in grammar.split("\n") if line.strip()]
         try:
             grammar = any_to_lark("\n".join(lines))
@@ -79,15 +79,15 @@ def lark_grammar(grammar: str) -> str:
 
 
 def text_grammar(name: str, grammar: str) -> str:
-    """All objects of the one property `name`, a text that is a sentence of a grammar in Lark's notation."""
+    """Return a grammar of objects with a single property `name`, a string that follows a grammar in Lark's notation."""
     return LLMatcher.grammar_from_lark(object_with_text(name, grammar))
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's tokens write. `tokens[i]` is b"" for an id that writes nothing; the ends of text are special.
+    """The text of each token. `tokens[i]` is b"" for an id without text. End-of-text tokens are special tokens.
 
-    `encode`: the tokens of a text as the model has learned to read and write them. None: one for each byte.
+    `encode`: encodes a text as the model's tokenizer does; None: one token per byte.
     """
 
     tokens: list[bytes]
@@ -97,23 +97,25 @@ class Vocabulary:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary. For several threads at once."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        """`load` is called by the first grammar: most servers never see one."""
+        """`load`: called for the first grammar, since most servers never see one."""
         self._load: Callable[[], Vocabulary] | None = load
         self._load_lock, self._lock = threading.Lock(), threading.Lock()
-        self._checked: dict[bytes, str] = {}  # digests of grammars; what `check` found wrong, or nothing
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # at their beginnings, the last used at the end
-        self._num_characters = 0  # of those grammars
+        self._checked: dict[bytes, str] = {}  # digest of a grammar → the error that `check` found, or ""
+        self._compiled: OrderedDict[str, LLMatcher] = (
+            OrderedDict()
+        )  # at their initial state, the most recently used last
+        self._num_characters = 0  # total length of these grammars
 
     def compile(self, grammar: str) -> LLMatcher:
-        """`ValueError` when the library refuses it. Takes from a millisecond to a second; no time when it is remembered."""
+        """Compile a grammar. Takes a millisecond to a second, or no time if cached. Raises `ValueError` if it is invalid."""
         found = self.remembered(grammar)
         if found is None:
             matcher = self._build(grammar)
             if f'"{MARK}"' in grammar:
-                self.endings  # noqa: B018  it takes a while, so not in the engine's loop
+                self.endings  # noqa: B018  computed here because it would delay the engine's loop
             found = matcher.deep_copy()
             self._remember(grammar, matcher)
         return found
@@ -121,13 +123,13 @@ class Compiler:
     def _build(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask takes longest: a request that begins finds it computed
+            matcher.compute_bitmask()  # the first mask takes longest, so it is computed in advance
         if matcher.is_error():
             raise ValueError(explain(matcher.get_error()))
         return matcher
 
     def remembered(self, grammar: str) -> LLMatcher | None:
-        """As `compile`, of a grammar that was compiled lately, else None."""
+        """Return the result of `compile` if the grammar is cached, else None."""
         with self._lock:
             if (matcher := self._compiled.get(grammar)) is None:
                 return None

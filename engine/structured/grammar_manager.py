@@ -1,7 +1,7 @@
-"""The grammars of guided requests, and all of their timing: compiled beside the engine's loop, advanced by each token, their
-masks filled before the device needs them.
+"""Grammars of guided requests: compiles them outside the engine's loop, advances them by each token, and fills their masks
+before the device needs them.
 
-One thread owns this. Only compiling happens in another one.
+Everything here runs in the engine's thread, except for compilation.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from engine.structured.compile_threads import CompileThreads
 from engine.structured.grammar import Compiler, explain
 from engine.structured.unique import UniqueItems, of_grammar
 
-MAX_WEIGHT = 16 << 20  # characters of all compiled grammars; requests beyond that wait
-IDLE_SECONDS = 0.02  # to wait for a grammar when there is nothing else to do
+MAX_WEIGHT = 16 << 20  # total characters of compiled grammars; further requests wait
+IDLE_SECONDS = 0.02  # how long to wait for a grammar if there is no other work
 MAX_THREADS = 8
-FEW = 64  # below so many masks one thread fills them: several are hardly faster, and hold up what drives the device
-LEAST = 4  # masks that are filled even when the deadline has passed
-LEAST_FRACTION = 4  # and at least one in so many of those that are needed
+FEW = 64  # fewer masks are filled in one thread: several are hardly faster, and delay the thread that drives the device
+# Even after the deadline, at least LEAST masks are filled, and at least one of every LEAST_FRACTION needed.
+LEAST = 4
+LEAST_FRACTION = 4
 MAX_MASKS = 1 << 20
-MAX_INTERVAL = 512  # fills between two trials of the slower method
+MAX_INTERVAL = 512  # longest interval between trials of the slower method, in fills
 
 T = TypeVar("T")  # a request
 
 
 @dataclass(slots=True)
 class _Held(Generic[T]):
-    """A request whose grammar is not compiled yet."""
+    """A request that waits for its grammar to be compiled."""
 
     request: T
     grammar: str
     owner: str
-    matcher: Future[LLMatcher] | None = None  # None: compiling has not begun
+    matcher: Future[LLMatcher] | None = None  # None: compilation has not started
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A running request's grammar."""
+    """The grammar of a running request."""
 
     matcher: LLMatcher
     unique: UniqueItems | None = None
-    forced: list[int] = field(default_factory=list)  # the only tokens that may come next, the last one first
+    forced: list[int] = field(default_factory=list)  # the only possible next tokens, in reverse order
 
 
-_Wanted = list[tuple[_Followed, int]]  # a grammar, and the row of its mask
+_Wanted = list[tuple[_Followed, int]]  # grammars and the rows of their masks
 
 
 @dataclass(slots=True)
 class _Method:
     fill: Callable[[_Wanted, np.ndarray], None]
-    seconds: float = 0.0  # for each mask, lately; 0: not known
+    seconds: float = 0.0  # moving average per mask; 0: unknown
 
 
 class _Filler:
-    """Fills masks in this thread, or in several at once where that has lately been faster.
+    """Fills masks in this thread, or in several threads if that was faster recently.
 
-    Waking threads may take as long as filling 50 masks does (on a virtual machine: a millisecond). So for many masks both
-    methods are tried, and the slower one again now and then.
+    Waking threads may take as long as filling 50 masks (on a virtual machine, a millisecond). So for many masks both methods
+    are tried, and the slower one is tried again now and then.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class _Filler:
         self._threads: LLExecutor | None = None
 
     def __call__(self, wanted: _Wanted, masks: np.ndarray) -> float:
-        """Fill the rows of masks [n, words] that are named; the seconds it took."""
+        """Fill the wanted rows of `masks` [n, words]. Returns the seconds that this took."""
         method, slower, is_trial = self._alone, self._together, False
         if len(wanted) >= FEW:
             if slower.seconds < method.seconds:
@@ -92,12 +93,12 @@ class _Filler:
                 method.seconds = each
             elif is_trial or each < method.seconds:
                 method.seconds = (method.seconds + each) / 2
-            else:  # a grammar's first masks take long, the next ones do not
+            else:  # only the first masks of a grammar take long
                 method.seconds += (each - method.seconds) / 8
         return seconds
 
     def number_in(self, seconds: float) -> int:
-        """How many masks this thread fills in that time, as far as is known."""
+        """Estimate how many masks this thread fills in `seconds`."""
         each = self._alone.seconds
         return int(min(seconds / each, MAX_MASKS)) if each else MAX_MASKS
 
@@ -119,7 +120,7 @@ def _allow_one(mask: np.ndarray, token_id: int) -> None:
 
 
 def _caught(function: Callable[..., None], *args: Any) -> str:
-    """Call a function that runs a grammar's own code; what went wrong, panics of the library in Rust among it."""
+    """Call a function of the grammar library. Returns the error message, also of a Rust panic, or ""."""
     try:
         function(*args)
     except (KeyboardInterrupt, SystemExit):
@@ -130,12 +131,13 @@ def _caught(function: Callable[..., None], *args: Any) -> str:
 
 
 class GrammarManager(Generic[T]):
-    """Holds guided requests until their grammars are compiled, then follows the grammars until the requests end.
+    """Holds guided requests until their grammars are compiled, then follows the grammars until the requests finish.
 
-    `add` a request; when `take_compiled` returns it, `advance` it by each of its tokens and `fill` its masks; `remove` it.
+    `add` a request. Once `take_compiled` returns it, `advance` it by each of its tokens and `fill` its masks. Finally `remove`
+    it.
 
-    A step with other requests in it does not wait for masks: there is a deadline, which is the time that the device is
-    busy with what comes before sampling. No request can ask a device for that time, so `learn_deadline` finds it by experience.
+    A step that has other requests does not wait for masks beyond a deadline: the time that the device is busy with the work
+    before sampling. The device cannot be asked for that time, so `learn_deadline` estimates it.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -145,13 +147,13 @@ class GrammarManager(Generic[T]):
         self._weights: dict[str, int] = {}  # characters of grammars being compiled or followed
         self._compile_thread = CompileThreads(1)
         self._fill = _Filler()
-        self._next = 0  # the row of masks to begin with when the deadline does not allow for all
-        self._seconds = float("inf")  # until the deadline
-        self._seconds_spent = 0.0  # in the last fill
+        self._next = 0  # the first row of the next fill, if the deadline does not allow for all rows
+        self._seconds = float("inf")  # time until the deadline
+        self._seconds_spent = 0.0  # duration of the last fill
 
     @property
     def num_held(self) -> int:
-        """Requests whose grammars are not compiled yet."""
+        """Number of requests that wait for their grammars."""
         return len(self._held)
 
     @property
@@ -162,7 +164,7 @@ class GrammarManager(Generic[T]):
         return request_id in self._held
 
     def add(self, request_id: str, grammar: str, request: T, owner: str = "") -> None:
-        """Hold the request until its grammar is compiled: one of each owner, then another of each."""
+        """Hold the request until its grammar is compiled. Grammars of different owners are compiled alternately."""
         self._held[request_id] = _Held(request, grammar, owner)
         self._start_compiling()
 
@@ -185,9 +187,10 @@ class GrammarManager(Generic[T]):
         return self._compile_thread.submit(held.owner, self._compiler.compile, held.grammar)
 
     def take_compiled(self, idle: bool = False) -> tuple[list[T], dict[str, str]]:
-        """The requests that may start; and by id, why the grammars of others cannot be compiled: these are removed.
+        """Return the requests whose grammars are compiled; and by request id, the errors of grammars that failed to compile.
+        Their requests are removed.
 
-        `idle`: there is nothing else to do than to wait a little for one of them.
+        `idle`: there is no other work, so wait a little for one of the grammars.
         """
         if idle:
             futures = [held.matcher for held in self._held.values() if held.matcher is not None]
@@ -207,7 +210,7 @@ class GrammarManager(Generic[T]):
         return ready, errors
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request, if it is here. Whether it was held."""
+        """Forget a request, if it is known. Returns whether it was waiting for its grammar."""
         self._followed.pop(request_id, None)
         held = self._held.pop(request_id, None)
         if held is not None and held.matcher is not None:
@@ -217,9 +220,9 @@ class GrammarManager(Generic[T]):
         return held is not None
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> str:
-        """Follow the request's next tokens. A token that its masks did not allow is an error that `fill` reports.
+        """Advance the request's grammar by its new tokens. If a mask did not allow a token, `fill` reports the error.
 
-        After the end of the grammar only ends of text are allowed. Returns what went wrong in the grammar's own code.
+        After the end of the grammar, only end-of-text tokens are allowed. Returns an error of the grammar library, or "".
         """
         followed = self._followed.get(request_id)
         if followed is None:
@@ -236,10 +239,10 @@ class GrammarManager(Generic[T]):
     def fill(
         self, request_ids: Sequence[str], masks: np.ndarray, by_deadline: bool = False
     ) -> tuple[list[int], dict[str, str]]:
-        """Set the tokens that may come next; a request that is not followed any more may have all.
+        """Write the mask of allowed next tokens for each request. A request that is no longer followed may get any token.
 
-        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: a bit for each token, the lowest first. Returns
-        the rows of masks that are not filled, none unless `by_deadline`; and by id, what went wrong with a grammar.
+        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: one bit per token, the lowest first. Returns the
+        rows that are not filled, none unless `by_deadline`; and the errors of grammars by request id.
         """
         wanted: _Wanted = []
         for i, request_id in enumerate(request_ids):
@@ -254,7 +257,7 @@ class GrammarManager(Generic[T]):
         if by_deadline:
             wanted, late = self._split(wanted)
         errors: dict[str, str] = {}
-        if _caught(self._fill_all, wanted, masks):  # one of them: which?
+        if _caught(self._fill_all, wanted, masks):  # one of them has failed: find it
             for followed, i in wanted:
                 if error := _caught(self._fill_all, [(followed, i)], masks):
                     masks[i] = -1
@@ -272,11 +275,11 @@ class GrammarManager(Generic[T]):
 
     @staticmethod
     def _look_ahead(followed: _Followed) -> None:
-        """Find all tokens that the grammar leaves no choice about: their masks cost nothing."""
+        """Find all next tokens without an alternative: their masks cost nothing."""
         followed.forced = followed.matcher.compute_ff_tokens()[::-1]
 
     def _split(self, wanted: _Wanted) -> tuple[_Wanted, list[int]]:
-        """Those that the deadline allows for, and the rows of the others, with which the next fill begins."""
+        """Return the masks that the deadline allows for, and the rows of the others. The next fill begins with these."""
         most = max(self._fill.number_in(self._seconds), LEAST, -(-len(wanted) // LEAST_FRACTION))
         if most >= len(wanted):
             return wanted, []
@@ -286,11 +289,11 @@ class GrammarManager(Generic[T]):
         return wanted[:most], late
 
     def idle(self) -> None:
-        """There is no work."""
+        """Release idle compile threads. Call it when there is no work."""
         self._compile_thread.release()
 
     def learn_deadline(self, missed: bool, seconds_left: float) -> None:
-        """What came of the last fill: whether the device had to wait for it, or for how long it was still busy after it."""
+        """Update the deadline. `missed`: the device waited for the last fill; otherwise it was busy for `seconds_left` longer."""
         if missed:
             self._seconds = 0.9 * min(self._seconds, self._seconds_spent)
         else:
