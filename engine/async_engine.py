@@ -294,7 +294,7 @@ class AsyncEngine:
 
     def _failed(self, error: Exception) -> None:
         if self._ready.done():
-            _log.critical("the engine processes cannot be watched any more", exc_info=error)
+            _log.critical("the engine processes can no longer be watched", exc_info=error)
         else:
             self._ready.set_exception(error)
         self._end(str(error))

@@ -117,7 +117,7 @@ class InputProcessor:
             self._check_pooling(request.prompt_token_ids, request.pooling)
             return request
         if not self.spec.has_head:
-            raise ValueError(f"the model {self.model_name} is published for embeddings: it generates nothing")
+            raise ValueError(f"the model {self.model_name} is an embedding model: it cannot generate text")
         self._check_prompt(request.prompt_token_ids, 1)
         sampling = self.prepare(request.sampling)
         return request if sampling is request.sampling else replace(request, sampling=sampling)
@@ -287,7 +287,7 @@ class InputProcessor:
             raise ValueError(f"{name}: texts need a tokenizer, and there is none (skip_tokenizer_init): give token ids")
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not ids:
-            raise ValueError(f"{name}: {text!r} is no token in this model's vocabulary")
+            raise ValueError(f"{name}: {text!r} has no tokens in this model's vocabulary")
         return ids
 
 

@@ -140,7 +140,7 @@ class Recovery:
         suspects, others = self._drain()
         isolation = self._isolation
         if isolation is None:
-            _log.warning("%d requests are run again, fewer at a time", len(suspects))
+            _log.warning("running %d requests again, fewer at a time", len(suspects))
             isolation = self._isolation = Isolation(sorted(suspects + others, key=lambda each: each.order))
             self._step_tokens, self._num_blamed = self._scheduler.max_num_batched_tokens, 0
             self._out_of_memory, others = _is_out_of_memory(error), []
@@ -185,7 +185,7 @@ class Recovery:
         else:
             self._num_unexplained += 1
         if self._num_unexplained > MAX_UNEXPLAINED:
-            raise EngineError("steps fail, though none of their requests does so alone")
+            raise EngineError("steps keep failing, although none of their requests fails alone")
 
     def _shrink(self) -> bool:
         """Halve the token budget of all later steps. Returns False if it is small already."""
@@ -193,7 +193,7 @@ class Recovery:
         if scheduler.max_num_batched_tokens < 2 * max(MIN_STEP_TOKENS, scheduler.max_num_seqs):
             return False
         scheduler.max_num_batched_tokens //= 2
-        _log.warning("out of memory: a step has at most %d tokens now", scheduler.max_num_batched_tokens)
+        _log.warning("out of memory: from now on a step has at most %d tokens", scheduler.max_num_batched_tokens)
         return True
 
 
@@ -217,8 +217,8 @@ def refused_output(request_id: str, reason: str, details: str = "") -> EngineOut
 def client_reason(error: Exception) -> str:
     """Return the message for the client. The log has the details."""
     if _is_out_of_memory(error):
-        return "it needs more memory than there is"
-    return f"an internal error ({type(error).__name__}); the server's log says more"
+        return "the request needs more memory than is available"
+    return f"an internal error ({type(error).__name__}); see the server's log"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -199,7 +199,9 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     Raises `ModelError` and `ConfigError`.
     """
     if config.pipeline_parallel_size > 1:
-        raise ConfigError("a plan is of one stage: leave pipeline_parallel_size out, and divide the weights by it")
+        raise ConfigError(
+            "a plan covers one pipeline stage: leave out pipeline_parallel_size, divide the weights by it"
+        )
     folder, spec = _read_model(config)
     options = runner_options(config, spec, offline, PlannedDevice(gpu))
     whole = decoder_of_shapes(replace(spec, quantization=None), options.dtype, folder)

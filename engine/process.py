@@ -171,7 +171,7 @@ def _start(start: Start, build: Callable[..., Any], progress: Progress = silent)
             _log.exception("the engine cannot start")
         if isinstance(error, (ConfigError, EngineError, ModelError)):
             return None, Failed(str(error))
-        return None, Failed(f"{_described(error)} (QUIRE_LOG_LEVEL=debug shows where)")
+        return None, Failed(f"{_described(error)} (QUIRE_LOG_LEVEL=debug logs the traceback)")
     gc.collect()
     gc.freeze()  # the garbage collector need not scan what is loaded by now
     runner = engine.runner

@@ -119,11 +119,11 @@ class Supervisor:
                 delay = self._policy.next_delay()
             if delay is None:
                 if self._policy.most:
-                    _log.critical("%d restarts in %.0f minutes: no more", self._policy.most, WINDOW_SECONDS / 60)
+                    _log.critical("%d restarts within %.0f minutes: giving up", self._policy.most, WINDOW_SECONDS / 60)
                 return reason
             self._states.enter("restarting", reason=reason)
             self._owner.lost(reason)
-            _log.warning("the engine process is started again%s", f" in {delay:.0f} s" if delay else "")
+            _log.warning("restarting the engine process%s", f" in {delay:.0f} s" if delay else "")
             await asyncio.sleep(delay)
             self.process = self._make_process()
 
@@ -191,8 +191,8 @@ class Supervisor:
         try:
             event = decode_event(message)
         except ValueError:
-            _log.exception("a message of the engine process cannot be read")
-            return "what the engine process says cannot be understood"
+            _log.exception("cannot decode a message of the engine process")
+            return "the engine process sent an invalid message"
         match event:
             case Step() as step:
                 self._owner.stepped(step)

@@ -105,7 +105,7 @@ class StepResult:
     token_ids: list[int]  # or error codes, see FAULTS
     num_sampled: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each new token
-    # Index → log-probabilities of the tokens after the computed ones.
+    # Index → of the tokens after the computed ones.
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; empty: not finite
     # Layer → number of tokens of each expert, if counted.

@@ -33,23 +33,30 @@ class Owner:
 
 
 class RequestQueues:
-    """`running` holds the requests that have a device row and blocks. All others wait, in one queue per owner.
+    """All unfinished requests: which run, which wait, and in what order.
 
-    **Within an owner**, requests are in queue order: by priority, then by arrival. Of one priority, every running request is
-    older than every waiting one.
+    `running` holds the requests that have a device row and blocks. All others wait, in one queue per owner.
 
-    **Between owners**, a virtual token counter decides (Sheng et al., 2024, "Fairness in Serving Large Language Models"): the
-    next request to run has the lowest priority value among the waiting ones and, of those, the owner with the least service.
-    A new owner starts with the service of the others, so it can neither save up credit nor fall behind. Unless it has many
-    requests, it is favoured for its first tokens and steps: an occasional short request is hardly delayed by heavy users.
+    **Within an owner**, requests are in queue order: by priority, then by arrival. Of one priority, every running
+    request is older than every waiting one.
 
-    **`running`** lists the requests of favoured owners first, then the oldest request of each owner, then the second of each,
-    and so on. So the last request is the youngest of the owner that has most, and the first one stays first until it finishes
-    or a favoured owner arrives. With a single owner this is queue order, and nothing is counted.
+    **Between owners**, a virtual token counter decides (Sheng et al., 2024, "Fairness in Serving Large Language
+    Models"). It counts the service of each owner: the tokens computed for it, with each generated token counted
+    `OUTPUT_WEIGHT` times. The next request to run has the lowest priority value of all waiting requests. If several
+    owners have such a request, the owner with the least service is next. A new owner starts with the service of the
+    others, so an idle owner neither saves up credit nor falls behind.
+
+    **Favoured owners** go first. A new owner is favoured for its first tokens and steps, unless it has many requests:
+    heavy users hardly delay an occasional short request.
+
+    **`running`** is sorted: requests of favoured owners first, then the oldest request of each other owner, then the
+    second oldest of each, and so on. The last request, which is preempted first, is therefore the youngest of the owner
+    with the most running requests. The first request stays first until it finishes or a favoured owner arrives. With a
+    single owner this is queue order, and no service is counted.
     """
 
     def __init__(self, favour: int, visits: Visits) -> None:
-        """`favour`: weighted tokens for which a new owner is favoured. `visits`: records when owners arrive and leave."""
+        """`favour`: weighted tokens for which a new owner is favoured. `visits`: told when owners arrive and leave."""
         self.running: list[Request] = []
         self.num_waiting = 0
         self.is_shared = False  # more than one owner has unfinished requests
@@ -106,8 +113,9 @@ class RequestQueues:
     def should_give_way(self) -> bool:
         """Whether the last running request should be preempted for the first waiting one.
 
-        So it is if its owner has more than twice as many running requests, and would itself wait behind the other owner. No
-        owner loses its only running request, and none is preempted in vain.
+        True if its owner has more than twice as many running requests, and the preempted request would wait behind the
+        first waiting one. So no owner loses its only running request, and the preempted request does not come back at
+        once.
         """
         if not self.running:
             return False
@@ -141,7 +149,7 @@ class RequestQueues:
         self.running.append(request)
 
     def stop_last(self) -> Request:
-        """Move the last running request back to its owner's queue, ahead of younger requests and those of lower priority."""
+        """Move the last running request back to its owner's queue, ahead of younger and lower-priority requests."""
         request = self.running.pop()
         owner = self.owner_of(request)
         first = next(iter(owner.waiting.values()), request)
@@ -173,7 +181,7 @@ class RequestQueues:
             self.is_shared = len(self._owners) > 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Charge the request's first `num_tokens` tokens to its owner, except those charged before (and then recomputed)."""
+        """Charge the request's first `num_tokens` tokens to its owner, except those that were charged before."""
         start, end, num_prompt = request.num_charged, num_tokens, request.num_prompt_tokens
         if end <= start:
             return

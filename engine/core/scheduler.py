@@ -1,11 +1,11 @@
 """Decides which requests run in the next step, and how many tokens each computes: queues, budgets, preemption.
 
-There is one rule: a request's computed tokens catch up with its tokens. Prefill, chunked prefill, decode, prefix-cache hits
-and resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
+There is one rule: a request's computed tokens catch up with its tokens. Prefill, chunked prefill, decode, prefix-cache
+hits and resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
 
-`schedule()` for step n+1 runs before `update()` of step n. `num_tokens` includes the token that a launched step will sample,
-so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the request is finished
-and `update()` drops what step n+1 computed for it. Ends by length are known in advance and waste nothing.
+`schedule()` for step n+1 runs before `update()` of step n. `num_tokens` includes the token that a launched step will
+sample, so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the request
+finishes and `update()` discards the result of step n+1 for it. Ends by length are known in advance and waste nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
 
 PAUSED_STEPS = 16  # successive steps for favoured owners only, before all owners get one
-# While several owners have requests, a new request waits for steps of other owners for about as long as this many short steps
-# take, or this many seconds, whichever is longer.
+# While several owners have requests, a new request waits for steps of other owners for about as long as this many short
+# steps take, or this many seconds, whichever is longer.
 SHARED_STEPS = 16
 SHARED_SECONDS = 0.03
 # The same while an idle owner is expected to send a request.
@@ -54,7 +54,7 @@ class _Plan:
         return bool(self.decodes or self.longer)
 
     def batch(self, last: _Batched) -> _Batched:
-        """Return the requests in batch order, and the batch. Returns `last`, the previous step's, if nothing changed."""
+        """Return the requests in batch order, and the batch: `last`, the previous step's, if nothing changed."""
         num_decodes = len(self.decodes)
         requests = self.decodes + self.longer
         num_tokens = [1] * num_decodes + self.lengths
@@ -70,23 +70,24 @@ class _Plan:
 class Scheduler(LaunchedSteps):
     """Chooses the requests of each step within a budget of tokens and sequences.
 
-    Requests belong to owners: the API key, user or client address that sent them. Requests of one owner and priority run
-    first come, first served; between owners, scheduling is fair (see `RequestQueues`).
+    Requests belong to owners: the API key, user or client address that sent them. Requests of one owner and priority
+    run first come, first served; between owners, scheduling is fair (see `RequestQueues`).
 
     **Preemption.** When blocks run out, the last running request is preempted: it loses its blocks, waits again, and is
-    recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress, and
-    every request finishes. A waiting request preempts the last running one only if its own owner has far fewer requests
-    running (`should_give_way`), never because of its priority.
+    recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress,
+    and every request finishes. A waiting request takes the row or the blocks of the last running one only if its own
+    owner has far fewer running requests (`should_give_way`). A better priority alone is no reason to preempt.
 
-    **Step length.** A new request waits until the steps in flight have finished. So while several owners have requests, a
-    step is limited to the tokens that it computes in the time of a few short steps (`StepPace`), and to half as many while an
-    idle owner is expected to send a request (`Visits`). While an owner is favoured, all other owners pause, except for one
-    step in every `PAUSED_STEPS + 1`. With a single owner, and no other owner expected, nothing is limited.
+    **Step length.** A new request waits for the steps in flight. So while several owners have requests, a step computes
+    at most as many tokens as take the time of a few short steps (`StepPace`). While an idle owner is expected to send a
+    request (`Visits`), that time is halved. While an owner is favoured, all other owners pause, except for one step in
+    every `PAUSED_STEPS + 1`. With a single owner, and no other expected, a step may use the whole token budget.
 
     **Fast path.** In most steps, a request computes its newest token and nothing else about it changes. Up to
     `Request.steady_until` tokens this is known in advance, and `schedule` and `update` skip everything else.
 
-    n > 1 needs no special case: each answer finds the prompt's blocks published by the answer before it, in the same step.
+    n > 1 needs no special case: each completion finds the prompt's blocks in the prefix cache, published by the
+    previous completion in the same step.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Scheduler(LaunchedSteps):
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
     ) -> None:
-        """`num_batches`: number of overlapping steps, one for each pipeline stage. With more than one, a request whose newest
-        token is in flight is in no other step, so each step takes a fraction of the running requests.
+        """`num_batches`: number of overlapping steps, one for each pipeline stage. With more than one, a request whose
+        newest token is in flight is in no other step, so each step takes a fraction of the running requests.
         """
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
         super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
@@ -155,7 +156,7 @@ class Scheduler(LaunchedSteps):
         return min(self._pace.num_tokens(seconds / num_waited) or most, most)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
-        """Schedule the running requests, of which the first `num_first` are of favoured owners, then admit waiting ones."""
+        """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured owners."""
         queues, num_preemptions = self.queues, self._num_preemptions
         running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
@@ -172,9 +173,7 @@ class Scheduler(LaunchedSteps):
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Return the running requests that may be in the next batch: with overlapping steps, a fraction of those without a
-        token in flight.
-        """
+        """Return the running requests for the next step: with overlapping steps, a fraction without tokens in flight."""
         if self._num_batches == 1:
             return requests
         known = (each for each in requests if each.num_tokens == len(each.token_ids))
@@ -249,7 +248,7 @@ class Scheduler(LaunchedSteps):
         return self.blocks.match_prefix(request) if request.reads_cache else ()
 
     def _num_spare(self, request: Request) -> int:
-        """Return how many blocks the request must leave free when it starts: one per cache group for each request ahead of it."""
+        """Return how many blocks a request must leave free: one per cache group for each request ahead of it."""
         return self.queues.num_ahead(request) * len(self.blocks.groups)
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
@@ -271,9 +270,9 @@ class Scheduler(LaunchedSteps):
     def _admit(self, request: Request) -> NewRequest | None:
         """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
 
-        The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a long
-        prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead of it, so
-        that these do not preempt it when they need their next block.
+        The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a
+        long prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead
+        of it, so that these do not preempt it when they need their next block.
         """
         if self._is_refused(request):
             return None
@@ -302,11 +301,11 @@ class Scheduler(LaunchedSteps):
         )
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
-        """Schedule as many of the request's tokens as the budget allows, as if the step were launched. Returns how many.
+        """Schedule as many of the request's tokens as the budget allows, and return how many.
 
-        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was preempted itself.
+        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was one of them.
         """
-        # A deferred request computes its last token again.
+        # A deferred request has computed all its tokens: it computes the last one again.
         start = min(request.num_computed_tokens, request.num_tokens - 1)
         wanted = request.num_tokens - start
         granted = min(wanted, budget)

@@ -84,7 +84,7 @@ class StructuredOutputs:
         for name, kinds in (("json", (dict, str)), ("regex", str), ("grammar", str), ("choice", list)):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, kinds) and (value or value == {})):
-                raise ValueError(f"structured_outputs.{name} must not be empty, nor of type {type(value).__name__}")
+                raise ValueError(f"structured_outputs.{name} must not be empty or of type {type(value).__name__}")
         if not all(isinstance(text, str) and text for text in self.choice or ()):
             raise ValueError("structured_outputs.choice must be a list of non-empty texts")
         if self.tags is not None and not (self.tags.trigger and self.tags.tags):

@@ -17,23 +17,23 @@ EARLY = 0.75  # an owner is expected after this fraction of its shortest pause
 class _Owner:
     left: float = -math.inf  # when its last request finished, in monotonic seconds
     expected_from: float = math.inf  # when it becomes expected; infinite while it has requests
-    # Seconds between requests, if < AWAY_SECONDS.
+    # Seconds from the end of its last request to the arrival of the next one, if below AWAY_SECONDS.
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PAUSES))
 
 
 class Visits:
-    """An idle owner is expected after about the shortest of its recent pauses between requests, or at once while no pause is
-    known. After `AWAY_SECONDS` it is no longer expected.
+    """An idle owner is expected after about the shortest of its recent pauses between requests, or at once while no
+    pause is known. After `AWAY_SECONDS` it is no longer expected.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
         self._clock = clock
-        self._owners: OrderedDict[str, _Owner] = OrderedDict()  # the one that came last is last
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()  # the latest to arrive is last
 
     def came(self, name: str, arrival: float = 0.0) -> None:
-        """Record an owner's first request after a pause. `arrival`: the request's arrival in monotonic seconds, which may be
-        before the current step began; 0: now.
+        """Record an owner's first request after a pause. `arrival`: the request's arrival in monotonic seconds, which
+        may be before the current step began; 0: now.
         """
         owner = self._owners.setdefault(name, _Owner())
         self._owners.move_to_end(name)

@@ -107,7 +107,7 @@ class RayLauncher:
             return
         total, free = (each.get(kind, 0) for each in (self._ray.cluster_resources(), self._ray.available_resources()))
         have = f"the Ray cluster has {total:g} {kind}s, of which {free:g} are free"
-        _log.warning("%d are needed, and %s: waiting for more", num_ranks, have)
+        _log.warning("%d are needed, but %s: waiting for more", num_ranks, have)
         if not self._group.wait(WAIT_SECONDS):
             raise LaunchError(f"{num_ranks} {kind}s are asked for, and {have}")
 

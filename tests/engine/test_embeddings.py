@@ -220,7 +220,7 @@ def test_embedding_models(architecture: str, tmp_path: Path) -> None:
             states = reference(torch.tensor([prompt])).last_hidden_state[0]
         want = pooled(states, PoolingParams(pooling="mean"))
         torch.testing.assert_close(torch.tensor(result.outputs.embedding), want, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="is published for embeddings: it generates nothing"):
+    with pytest.raises(ValueError, match="is an embedding model: it cannot generate text"):
         llm.generate([1, 2], GREEDY)
     llm.close()
 

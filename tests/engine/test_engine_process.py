@@ -155,7 +155,7 @@ def test_request_that_fails_is_answered_and_the_others_go_on(
         tokens, reason, steps = front.until_finished("good")
         assert (len(tokens), reason) == (5, "length")
         (error,) = [o.error for step in steps for o in step.outputs.outputs if o.finish_reason == "error"]
-        assert error == "an internal error (KeyError); the server's log says more"
+        assert error == "an internal error (KeyError); see the server's log"
         assert "no such thing" in caplog.text
 
 

@@ -98,7 +98,7 @@ def test_only_the_request_to_blame_ends(tiny_model: Path, where: str, culprits: 
     workload.step()
     setattr(workload.runner, where, fails_with(*culprits))
     workload.run()
-    reason = "an internal error (IndexError); the server's log says more"
+    reason = "an internal error (IndexError); see the server's log"
     assert workload.failed() == dict.fromkeys(culprits, reason)
     workload.check_complete(set(workload.prompts) - set(culprits))
 
@@ -137,7 +137,7 @@ def test_a_request_that_is_too_large_for_memory_in_small_steps_too_ends(tiny_mod
         workload.add(str(i))
     workload.runner.launch_fault = fails_with("2", error=torch.OutOfMemoryError)
     workload.run()
-    assert workload.failed() == {"2": "it needs more memory than there is"}
+    assert workload.failed() == {"2": "the request needs more memory than is available"}
     workload.check_complete(["0", "1", "3"])
     assert workload.engine.scheduler.max_num_batched_tokens == 2048, "the others have nothing to do with it"
 
@@ -182,7 +182,7 @@ def test_what_no_request_explains_ends_the_engine(tiny_model: Path) -> None:
             raise RuntimeError("they do not like each other")
 
     workload.runner.launch_fault = together
-    with pytest.raises(EngineError, match="none of their requests does so alone"):
+    with pytest.raises(EngineError, match="none of their requests fails alone"):
         workload.run()
     assert workload.runner.num_resets >= 2 * MAX_UNEXPLAINED
 
