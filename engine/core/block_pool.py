@@ -26,10 +26,8 @@ class BlockPool:
         self.num_groups = num_groups
         self.num_publications = 0  # since the start
         self.num_releases = 0  # calls of `release`
-        self._evicted: tuple[set[bytes], set[bytes]] = (
-            set(),
-            set(),
-        )  # hashes: the recent ones, and the ones before those
+        # Hashes of evicted blocks: the recent ones, and the ones before those.
+        self._evicted: tuple[set[bytes], set[bytes]] = set(), set()
 
     @property
     def num_free(self) -> int:

@@ -60,7 +60,7 @@ class DecodeGraphs:
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step goes into the buffer: one that appends very many blocks at once does not."""
+        """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
         return len(packed) <= len(self._buffer)
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class PrefillGraphs:
         return self._shapes[at]
 
     def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step goes into the buffer: one that appends very many blocks at once does not."""
+        """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
         return len(packed) <= len(self._buffer)
 
     def run(

@@ -235,7 +235,7 @@ class Watch:
             for i, follower in enumerate(self._followers):
                 self._missed[i] += 1
                 if self._missed[i] > MAX_MISSED:
-                    how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
+                    how = f"sent no heartbeat for {MAX_MISSED * BEAT_SECONDS:.0f} s"
                     end_without(follower, how, self._lost)
 
     def end(self) -> None:
