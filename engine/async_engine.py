@@ -46,8 +46,8 @@ class AsyncEngine:
     """Runs one or more engine processes (replicas) and their requests. Use it in the event loop that started it.
 
     engine = await AsyncEngine.start(EngineConfig(model="..."))
-    async for update in engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"),
-    SamplingParams(max_tokens=50))):
+    request = EngineRequest("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50))
+    async for update in engine.generate(request):
         print(update.text, end="")
     engine.close()
 

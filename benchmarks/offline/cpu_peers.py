@@ -68,9 +68,8 @@ class Comparison:
 
     flags: Flags
     scratch: Path
-    best: dict[tuple[str, str, str, str], float] = field(
-        default_factory=dict
-    )  # (model, format, engine, column) → tok/s
+    # (model, format, engine, column) → tok/s.
+    best: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 

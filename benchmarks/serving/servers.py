@@ -103,9 +103,8 @@ class ServersFlags:
             )
         engines = self.engines or tuple(name for name, module in MODULES.items() if importlib.util.find_spec(module))
         if self.offline != ("none",):
-            classes = tuple(
-                engine for engine in engines if engine != llama_cpp.NAME
-            )  # LLM; llama.cpp has only its server
+            # LLM; llama.cpp has only its server.
+            classes = tuple(engine for engine in engines if engine != llama_cpp.NAME)
             for engine in self.offline:
                 if engine not in classes:
                     raise ConfigError(

@@ -26,7 +26,7 @@ class BlockPool:
         self.num_groups = num_groups
         self.num_publications = 0  # since the start
         self.num_releases = 0  # calls of `release`
-        # Hashes of evicted blocks: the recent ones, and the ones before those.
+        # Hashes: the recent ones, and the ones before those.
         self._evicted: tuple[set[bytes], set[bytes]] = set(), set()
 
     @property

@@ -78,9 +78,8 @@ class SamplingParams:
         wanted="a 64-bit int",
         unset="a random one",
     )
-    max_tokens: int | None = parameter(
-        16, "maximum number of tokens of the answer", at_least=1
-    )  # None: up to the model's context length
+    # None: up to the model's context length.
+    max_tokens: int | None = parameter(16, "maximum number of tokens of the answer", at_least=1)
     min_tokens: int = parameter(0, "minimum number of tokens before the answer may end", at_least=0)
     thinking_token_budget: int | None = parameter(
         None, "maximum number of tokens of the reasoning, which is closed there", at_least=0, unset="no limit"

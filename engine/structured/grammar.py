@@ -104,9 +104,8 @@ class Compiler:
         self._load: Callable[[], Vocabulary] | None = load
         self._load_lock, self._lock = threading.Lock(), threading.Lock()
         self._checked: dict[bytes, str] = {}  # digest of a grammar → the error that `check` found, or ""
-        self._compiled: OrderedDict[str, LLMatcher] = (
-            OrderedDict()
-        )  # at their initial state, the most recently used last
+        # At their initial state, the most recently used last.
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_characters = 0  # total length of these grammars
 
     def compile(self, grammar: str) -> LLMatcher:

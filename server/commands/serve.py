@@ -332,9 +332,8 @@ class _Service:
             self._force()
 
     def _force(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(
-            logging.CRITICAL
-        )  # hides errors about cut-off requests, which are expected
+        # Hides errors about cut-off requests, which are expected.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server.force_exit = True
 
     async def _stop(self) -> None:

@@ -43,9 +43,8 @@ def test_values_out_of_range_are_named(fields: dict[str, Any], message: str) -> 
 
 
 def test_what_is_checked_stays_checked_until_its_token_ids_change() -> None:
-    checked = SamplingParams(
-        n=3, stop_token_ids=[5], bad_words=[[1]] * 1000, checked=True
-    )  # words have several spellings
+    # Words have several spellings.
+    checked = SamplingParams(n=3, stop_token_ids=[5], bad_words=[[1]] * 1000, checked=True)
     assert checked.clone(n=1, seed=7, max_tokens=3).checked
     assert not checked.clone(bad_words=["a"]).checked
     with pytest.raises(ValueError, match="stop_token_ids must be token ids"):

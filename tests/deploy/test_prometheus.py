@@ -114,9 +114,8 @@ def test_every_query_of_the_dashboard_has_data(
         for panel in PANELS:
             for target in panel["targets"]:
                 expression = target["expr"].replace("$model_name", ".*").replace("$__rate_interval", "1m")
-                wait_for(
-                    client, expression.replace("$__range", "1m")
-                )  # rates need what was measured between two scrapes
+                # Rates need what was measured between two scrapes.
+                wait_for(client, expression.replace("$__range", "1m"))
         for expression in ALERTS:
             query(client, expression)  # none is wrong
         assert len(ALERTS) > 8

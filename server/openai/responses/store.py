@@ -12,12 +12,8 @@ import msgspec
 from server.generation.request import Message
 
 MAX_BYTES = 256 << 20
-RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES, EVENT_BYTES = (
-    1000,
-    300,
-    300,
-    50,
-)  # overhead of objects, keys and ids besides the content
+# Overhead of objects, keys and ids besides the content.
+RESPONSE_BYTES, TURN_BYTES, ITEM_BYTES, EVENT_BYTES = 1000, 300, 300, 50
 
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
 Items = dict[str, bytes]  # JSON by item id, oldest first

@@ -52,6 +52,5 @@ def test_sums(size: int, dtype: torch.dtype) -> None:
         assert isinstance(want, Tensor)
         for rank in range(size):
             assert torch.equal(result[rank], result[0])
-            torch.testing.assert_close(
-                result[rank], want.to(dtype), rtol=0.01, atol=1e-6
-            )  # it does not round to nearest
+            # It does not round to nearest.
+            torch.testing.assert_close(result[rank], want.to(dtype), rtol=0.01, atol=1e-6)
