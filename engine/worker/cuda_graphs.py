@@ -80,7 +80,7 @@ class PrefillShape:
 
     num_tokens: int
     num_seqs: int  # incl. two for padding: the second last has all padding tokens, the last has none
-    num_decodes: int  # of the first so many sequences, those with one token each may decode
+    num_decodes: int  # among this many first sequences, those with one token may decode
     num_tiles: Mapping[int, int]  # of prefill attention, by queries per tile
 
     @classmethod

@@ -412,7 +412,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 runner.learn(sampled)
                 launched = runner.launch(replace(output, batch=batch))
                 if handle is not None and handle.done is not None:
-                    handle.done.synchronize()  # as rank 0: at most two steps are queued
+                    handle.done.synchronize()  # like rank 0, queue at most two steps
                 handle = launched
             case Sample(masks, deferred):
                 assert handle is not None
