@@ -66,7 +66,7 @@ class AsyncEngine:
         self._pace, self._turns = Pace(), Turns(UPDATES_AT_ONCE)
         self._closed = False
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
-        self._release: asyncio.TimerHandle | None = None  # when to release these threads if they are idle
+        self._release: asyncio.TimerHandle | None = None  # the next check whether these threads are idle
         self._launched = time.perf_counter()
         self._replicas: list[Replica] = []
         listener = Listener(self._show_state, self._started, self._freed, self._request_ended)

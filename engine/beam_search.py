@@ -56,7 +56,7 @@ class Beam:
 
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each token
     finish_reason: str = "length"  # "stop": it ends with the last token
 
 

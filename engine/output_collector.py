@@ -18,9 +18,9 @@ from engine.text.tokenizer import Tokenizer
 class RequestMetrics:
     """Times of a request's events, in monotonic seconds, the same clock in all processes; 0: not yet."""
 
-    arrival_time: float  # at the input processor
-    queued_ts: float = 0.0  # in the engine
-    scheduled_ts: float = 0.0  # first
+    arrival_time: float  # when it arrived at the input processor
+    queued_ts: float = 0.0  # when the request was queued in the engine
+    scheduled_ts: float = 0.0  # when it was first scheduled
     first_token_ts: float = 0.0  # when the first token, or the embedding, was collected
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
@@ -43,7 +43,7 @@ class RequestUpdate:
     stop_reason: int | str | None  # the stop token id or stop string that ended the request
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: RequestMetrics  # updated as the request progresses
-    prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, if requested: from prompt token 2 on
+    prompt_logprobs: list[TokenLogprobs] | None = None  # in the first update, if requested; without the first token
     embedding: bytes | None = None  # float32 values, of a pooling request
     error: str = ""  # with "error": the message
     is_refused: bool = False  # with "error": the request itself is the cause

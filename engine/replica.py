@@ -25,7 +25,7 @@ from engine.worker.cores import num_cores
 
 DRAIN_LOOK_SECONDS = 0.05  # interval of checks for remaining requests
 GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU of this machine
-MAX_LOSSES = 2  # a waiting request ends with the next loss of a process: it may be the cause
+MAX_LOSSES = 2  # a waiting request ends if more engine processes are lost: it may be the cause
 
 
 @dataclass(frozen=True, slots=True)

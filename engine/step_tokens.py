@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 from engine.core.batch import SchedulerStats
 
-BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of the buckets, inclusive
+BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # inclusive upper bounds of buckets
 
 
 class StepTokens:

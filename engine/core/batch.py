@@ -3,8 +3,8 @@
 Call order: `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.launch()`, then
 `handle.read() -> (SchedulerOutput, StepResult) -> Scheduler.update() -> StepOutputs`.
 
-Per-request data is stored in parallel lists, and an unchanged list is reused: a decode step of a thousand requests does not
-create a thousand objects.
+Per-request data is stored in parallel lists, and an unchanged list is reused: a decode step of a thousand requests does
+not create a thousand objects.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class NewRequest:
 class ScheduledBatch:
     """The requests of a step: request `request_ids[i]` computes its next `num_tokens[i]` tokens. Immutable.
 
-    A request's tokens are computed in order, starting at `num_computed_tokens` of its `NewRequest`. Requests that compute one
-    token come first (decodes), then requests that compute more (prefill chunks). While the same requests compute the same
-    numbers of tokens, successive steps share one object, so that data derived from it can be kept.
+    A request's tokens are computed in order, starting at `num_computed_tokens` of its `NewRequest`. Requests that
+    compute one token come first (decodes), then requests that compute more (prefill chunks). While the same requests
+    compute the same numbers of tokens, successive steps share one object, so that data derived from it can be kept.
     """
 
     request_ids: list[str]
@@ -62,14 +62,15 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What the worker is told for one step."""
+    """The instructions to the worker for one step."""
 
     step: int
     new_requests: list[NewRequest]
     batch: ScheduledBatch
     # Request id → block ids to append to its block table in each cache group before this step; not for `new_requests`.
     new_block_ids: dict[str, list[list[int]]]
-    # Requests that finished or were aborted or preempted since the last output: free their rows before adding `new_requests`.
+    # Requests that finished or were aborted or preempted since the last output: free their rows before adding
+    # `new_requests`.
     removed: list[str]
 
     def __bool__(self) -> bool:
@@ -98,8 +99,9 @@ class PromptScores:
 class StepResult:
     """The result of a step, in columns over its batch.
 
-    Request i got `num_sampled[i]` tokens, the next ones of the flat `token_ids`: usually one; none if its chunk ended before
-    its last token, if its sampling was deferred or if it is a pooling request; more if draft tokens were accepted.
+    Request i got `num_sampled[i]` tokens, the next ones of the flat `token_ids`: usually one; none if its chunk ended
+    before its last token, if its sampling was deferred or if it is a pooling request; more if draft tokens were
+    accepted.
     """
 
     token_ids: list[int]  # or error codes, see FAULTS
@@ -135,11 +137,11 @@ class EngineOutput:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step gave to all requests. A request with one new token and nothing else is in the columns: `request_ids[i]` got
-    `token_ids[i]`. All others are in `outputs`, among them every request that starts or finishes.
+    """What a step gave to all requests. A request with one new token and nothing else is in the columns:
+    `request_ids[i]` got `token_ids[i]`. All others are in `outputs`, among them every request that starts or finishes.
 
-    The columns are immutable: `request_ids` may be the previous step's list. Where speed does not matter, iterate to get an
-    `EngineOutput` for each request.
+    The columns are immutable: `request_ids` may be the previous step's list. Where speed does not matter, iterate to
+    get an `EngineOutput` for each request.
     """
 
     request_ids: list[str] = field(default_factory=list)

@@ -99,8 +99,8 @@ class LaunchedSteps(UnfinishedRequests):
     def _learn(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineOutput | None:
-        """Append new tokens up to the request's last one, and finish the request if it ends. Returns None if there is one new
-        token and nothing else to report.
+        """Append new tokens up to the request's last one, and finish the request if it ends. Returns None if there is
+        one new token and nothing else to report.
         """
         num_known = len(request.token_ids)
         if num_known == request.num_prompt_tokens:
@@ -133,15 +133,15 @@ class LaunchedSteps(UnfinishedRequests):
         return outputs
 
     def _finish_corrupted(self, request: Request) -> EngineOutput:
-        """End a request for whose prompt the model computed NaN or infinity."""
+        """Fail a request because the model computed NaN or infinity for its prompt."""
         request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
         self._fail(request)
         self._forget(request)
         return request.output([])
 
     def drain(self) -> tuple[list[Request], list[Request]]:
-        """Remove all requests and reset them as if none had run. Forget the steps in flight and all cached KV, since those
-        steps may not have written it. The worker must forget its rows.
+        """Remove all requests and reset them as if none had run. Forget the steps in flight and all cached KV, since
+        those steps may not have written it. The worker must forget its rows.
 
         Returns the unfinished requests of the steps in flight, and all others, each in queue order.
         """

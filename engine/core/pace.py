@@ -34,7 +34,7 @@ class StepPace:
             self.short += (1 - DECAY) * (seconds - self.short)
 
     def num_tokens(self, seconds: float) -> int:
-        """Return how many tokens a step computes in `seconds`: at least 1.
+        """Return how many tokens a step computes in `seconds`: at least 1, or 0 if there is no estimate.
 
         Returns `FIRST_TOKENS` until a longer step has run, and 0 until a short step has run.
         """

@@ -130,7 +130,7 @@ class RequestQueues:
         if not self.is_shared:
             return len(self.running)
         own = self.owner_of(request)
-        most = own.num_running + 1  # of each other owner are ahead: the request is its own owner's youngest
+        most = own.num_running + 1  # requests of another owner are ahead: this one is its owner's youngest
         return sum(
             each.num_running if each.is_favoured > own.is_favoured else min(each.num_running, most)
             for each in self._owners.values()

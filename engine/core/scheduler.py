@@ -4,8 +4,9 @@ There is one rule: a request's computed tokens catch up with its tokens. Prefill
 hits and resumption after preemption are all `granted = min(num_tokens - num_computed_tokens, budget)`.
 
 `schedule()` for step n+1 runs before `update()` of step n. `num_tokens` includes the token that a launched step will
-sample, so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the request
-finishes and `update()` discards the result of step n+1 for it. Ends by length are known in advance and waste nothing.
+sample, so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the
+request finishes and `update()` discards the result of step n+1 for it. Ends by length are known in advance and waste
+nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _Plan:
         num_tokens = [1] * num_decodes + self.lengths
         partial = sorted(map(requests.index, self.partial))
         last_requests, last_batch = last
-        is_same = requests == last_requests and not self.new_requests  # which have new rows
+        is_same = requests == last_requests and not self.new_requests  # new requests have new rows
         if is_same and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
             return last
         request_ids = [request.request_id for request in requests]
@@ -303,7 +304,8 @@ class Scheduler(LaunchedSteps):
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
         """Schedule as many of the request's tokens as the budget allows, and return how many.
 
-        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was one of them.
+        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was one of
+        them.
         """
         # A deferred request has computed all its tokens: it computes the last one again.
         start = min(request.num_computed_tokens, request.num_tokens - 1)

@@ -33,7 +33,7 @@ class UnfinishedRequests:
         self.queues = RequestQueues(max_num_batched_tokens // 2, self._visits)
         self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._late: list[EngineOutput] = []  # of requests that were not started because they would miss their deadlines
+        self._late: list[EngineOutput] = []  # for requests dropped because they would miss their deadlines
         self._removed: list[str] = []  # ids of requests whose rows the worker has not been told to free
         self._num_preemptions = 0
         self.num_corrupted = 0  # requests that ended because the model computed NaN or infinity
@@ -78,8 +78,8 @@ class UnfinishedRequests:
         return True
 
     def expire(self) -> list[EngineOutput]:
-        """Finish the requests whose deadlines have passed. Returns their final outputs, and those of requests that `schedule`
-        did not start because they would miss their deadlines. Call it after launching that step.
+        """Finish the requests whose deadlines have passed. Returns their final outputs, and those of requests that
+        `schedule` did not start because they would miss their deadlines. Call it after launching that step.
         """
         outputs, self._late = self._late, []
         for request in self._deadlines.passed():

@@ -60,7 +60,7 @@ class DecodeGraphs:
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step goes into the buffer: one that appends very many blocks at once does not."""
+        """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
         return len(packed) <= len(self._buffer)
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class PrefillShape:
 
     num_tokens: int
     num_seqs: int  # incl. two for padding: the second last has all padding tokens, the last has none
-    num_decodes: int  # of the first so many sequences, those with one token each may decode
+    num_decodes: int  # among this many first sequences, those with one token may decode
     num_tiles: Mapping[int, int]  # of prefill attention, by queries per tile
 
     @classmethod
@@ -143,7 +143,7 @@ class PrefillGraphs:
         return self._shapes[at]
 
     def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step goes into the buffer: one that appends very many blocks at once does not."""
+        """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
         return len(packed) <= len(self._buffer)
 
     def run(

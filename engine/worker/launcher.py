@@ -29,7 +29,7 @@ class Location:
     """The host and device of a rank."""
 
     host: str
-    device_index: int  # of its GPU, among those visible to its process
+    device_index: int  # index of its GPU among those visible to its process
 
 
 Lost = Callable[[str], None]  # called with the lost rank and the reason before rank 0's process exits

@@ -1,4 +1,4 @@
-"""The block files of several ranks, each with its part of the same blocks: rank 0's file calls those of the followers."""
+"""Block files of several ranks, each with its part of the same blocks. Rank 0's file calls the followers' files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.worker.block_file import BlockFileOptions
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A message to a follower: open a file of its own."""
+    """A message to a follower: open its own file."""
 
     options: BlockFileOptions
 
@@ -30,7 +30,7 @@ class FileCall:
 
 
 def of_rank(options: BlockFileOptions, rank: int, part: str, folder: Path) -> BlockFileOptions:
-    """Return the options of a rank's file. `part`: the part of the model that it holds. `folder`: the model's, on its machine."""
+    """Return the options of a rank's file. `part`: its part of the model. `folder`: the model's, on its machine."""
     identity = {**options.identity, "part of the model": part}
     return replace(options, path=Path(f"{options.path}.rank{rank}"), folder=folder, identity=identity)
 
@@ -50,13 +50,13 @@ class Followers:
 
 
 class Leader:
-    """A follower's way to rank 0: several threads send signs of life, and answers as the `Peers` of its file."""
+    """A follower's connection to rank 0, for heartbeats and for replies as the `Peers` of its file. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
 
     def beat(self) -> None:
-        """Give a sign of life: an empty message. OSError: rank 0 is gone."""
+        """Send a heartbeat, an empty message. Raises OSError if rank 0 is gone."""
         self._send(b"")
 
     def tell(self, method: str, *arguments: Any) -> None:

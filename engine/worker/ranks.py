@@ -235,7 +235,7 @@ class Watch:
             for i, follower in enumerate(self._followers):
                 self._missed[i] += 1
                 if self._missed[i] > MAX_MISSED:
-                    how = f"gave no sign of life for {MAX_MISSED * BEAT_SECONDS:.0f} s"
+                    how = f"sent no heartbeat for {MAX_MISSED * BEAT_SECONDS:.0f} s"
                     end_without(follower, how, self._lost)
 
     def end(self) -> None:
@@ -412,7 +412,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 runner.learn(sampled)
                 launched = runner.launch(replace(output, batch=batch))
                 if handle is not None and handle.done is not None:
-                    handle.done.synchronize()  # as rank 0: at most two steps are queued
+                    handle.done.synchronize()  # like rank 0, queue at most two steps
                 handle = launched
             case Sample(masks, deferred):
                 assert handle is not None

@@ -28,7 +28,7 @@ from engine.worker.ranks import follow
 _log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 1800.0  # for resources: an autoscaling cluster starts machines meanwhile
-SAY_SECONDS = 10.0  # until the log reports the wait
+SAY_SECONDS = 10.0  # wait before a log message
 START_SECONDS = 300.0  # for the actors to start, and to find the model
 NODE_LABEL = "ray.io/node-id"
 # Prefixes of environment variables that are copied from rank 0 to the other ranks.

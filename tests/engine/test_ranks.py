@@ -123,7 +123,7 @@ def test_a_rank_without_signs_of_life_is_named_and_killed(monkeypatch: pytest.Mo
     follower.theirs.send_bytes(b"")
     watches.append(ranks_module.Watch([follower], reasons.append))  # type: ignore[list-item]
     watches[0]._thread.join(60)
-    assert reasons == ["the process of rank 3 gave no sign of life for 0 s: pid 1"]
+    assert reasons == ["the process of rank 3 sent no heartbeat for 0 s: pid 1"]
     assert follower.killed
 
 
@@ -131,7 +131,7 @@ def test_a_rank_without_signs_of_life_is_named_and_killed(monkeypatch: pytest.Mo
     ("sent", "how"),
     [
         (signal.SIGKILL, "was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "gave no sign of life for 7 s", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "sent no heartbeat for 7 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_is_named_with_the_requests_that_it_ends(demo_model: Path, sent: signal.Signals, how: str) -> None:

@@ -63,7 +63,7 @@ class SamplingPlan:
     num_sampled: list[int] = field(default_factory=list)  # tokens of each sequence: 0 or 1
     with_logprobs: list[int] = field(default_factory=list)
     lapsing: list[int] = field(default_factory=list)  # sequences that need a processor only up to some length
-    lapse_at: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # these context lengths
+    lapse_at: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # these lengths
 
     def is_valid(self, packed: PackedStep) -> bool:
         if self.members is not packed.members:
