@@ -1,4 +1,4 @@
-"""One API as the application mounts it: what its folder declares."""
+"""The declaration of an API, which the application mounts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from server.http.errors import ErrorBody
 
 @dataclass(frozen=True)
 class OwnErrors:
-    """The shape of errors of an API whose clients do not read OpenAI's."""
+    """The error format of an API that does not use OpenAI's."""
 
-    below: tuple[str, ...]  # paths: their endpoints and those below
+    below: tuple[str, ...]  # paths; the format also applies to all paths below them
     body: ErrorBody
     name: str  # of the schema
     schema: dict[str, Any]
@@ -25,7 +25,7 @@ class OwnErrors:
 
 @dataclass(frozen=True)
 class API:
-    """Endpoints that belong together."""
+    """An API: a group of endpoints."""
 
     add_routes: Callable[[FastAPI, ServedModel], None]
     endpoints: tuple[Endpoint, ...]

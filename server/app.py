@@ -1,4 +1,4 @@
-"""The HTTP application: all APIs, the reference, the chat page, middleware."""
+"""The HTTP application: all APIs, the API reference, the chat page, middleware."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ APIS = (
 
 
 class PageFiles(StaticFiles):
-    """The page's files. Browsers ask each time whether theirs are still right: after an upgrade, all modules are new."""
+    """The files of the chat page. Browsers revalidate them on each load, so that an upgrade replaces all modules at once."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -71,12 +71,11 @@ def create_app(
     readiness: Readiness | None = None,
     server_metrics: ServerMetrics | None = None,
 ) -> FastAPI:
-    """The app that serves a running `engine`; it neither starts nor closes it.
+    """Create the app that serves a running `engine`. It neither starts nor closes the engine.
 
-    `served_model_names`: all names that clients may use, else the engine's; answers bear the one that was asked for.
-    `log_stats`: write a line of statistics now and then. `kv_cache_dtype`: as the metrics name it.
-    `readiness`, `server_metrics`: those of `create_starting_app`, if there was one. `ConfigError` when the chat template in
-    `settings` is broken.
+    `served_model_names`: the names that clients may use, by default the engine's; answers have the requested name.
+    `log_stats`: log statistics at intervals. `kv_cache_dtype`: its name in the metrics. `readiness`, `server_metrics`: those
+    of `create_starting_app`, if there was one. Raises `ConfigError` if the chat template in `settings` is invalid.
     """
     names = list(served_model_names) or [engine.model_name]
     readiness = readiness or Readiness(engine)
@@ -126,7 +125,7 @@ def create_app(
 async def _background_tasks(
     engine: EngineClient, server_metrics: ServerMetrics, log_interval: float | None
 ) -> AsyncIterator[None]:
-    """`log_interval`: seconds between two lines of statistics; None: there are none."""
+    """Run the background tasks. `log_interval`: seconds between lines of statistics; None: no such lines."""
     tasks = [asyncio.create_task(server_metrics.lag.watch())]
     if log_interval is not None:
         tasks.append(asyncio.create_task(log_statistics(lambda: engine.stats, log_interval)))
@@ -138,7 +137,7 @@ async def _background_tasks(
 
 
 def create_starting_app(settings: ServerConfig, readiness: Readiness, server_metrics: ServerMetrics) -> FastAPI:
-    """The app for as long as no engine is ready."""
+    """Create the app that runs until the engine is ready."""
     app = FastAPI(title="Quire", openapi_url=None)
     _add_middleware(app, settings, server_metrics)
     add_starting_routes(app, readiness, server_metrics.registry)
@@ -148,7 +147,7 @@ def create_starting_app(settings: ServerConfig, readiness: Readiness, server_met
 def _traces(settings: ServerConfig) -> Traces | None:
     if settings.otlp_traces_endpoint is None:
         return None
-    from server.observability.tracing import Traces  # OpenTelemetry need not be installed
+    from server.observability.tracing import Traces  # OpenTelemetry is optional
 
     return Traces(settings.otlp_traces_endpoint)
 
@@ -160,7 +159,7 @@ def _add_middleware(
     traces: Traces | None = None,
     rate_limits: RateLimits | None = None,
 ) -> None:
-    """From the innermost to the outermost, and what makes responses of errors."""
+    """Add the middleware, from the innermost to the outermost, and the error handlers."""
     own_errors = {path: api.errors.body for api in APIS if api.errors is not None for path in api.errors.below}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
@@ -170,7 +169,7 @@ def _add_middleware(
             app.add_middleware(RateLimitMiddleware, limits=rate_limits, formats=formats)
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
     else:
-        # A proxy in front of a Unix socket passes on whatever name it is called by; no browser reaches the socket.
+        # A Unix socket is behind a proxy, which may pass on any host name; browsers cannot reach the socket.
         hosts = ("*",) if settings.uds else (*settings.allowed_hosts, settings.host)
         app.add_middleware(
             BrowserMiddleware, formats=formats, allowed_hosts=hosts, allowed_origins=settings.allowed_origins

@@ -1,4 +1,4 @@
-"""Whether the packages that Python finds are Quire's own: others have the same names, such as Hugging Face's `kernels`."""
+"""Checks that Python imports Quire's own packages: others have the same names, such as Hugging Face's `kernels`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def foreign_package(root: Path = ROOT) -> str | None:
-    """What to tell the user when one of the packages is not Quire's, else None. `root`: the folder that has them."""
+    """Return a message if one of the packages is not Quire's, else None. `root`: the folder of Quire's packages."""
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
@@ -25,7 +25,7 @@ def foreign_package(root: Path = ROOT) -> str | None:
 
 
 def _owners(name: str) -> str:
-    """The distributions that have a package of this name, without Quire."""
+    """Return the distributions, other than Quire, that contain a package of this name."""
     found = importlib.metadata.packages_distributions().get(name, [])
     others = sorted({f"{each} {importlib.metadata.version(each)}" for each in found if each != "quire"})
     return f"that of {' and '.join(others)}" if others else "another program's"

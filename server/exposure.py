@@ -1,4 +1,4 @@
-"""Whether others can reach a server that asks for no key, and at which addresses."""
+"""Detects whether others can reach a server that requires no key, and at which addresses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 
 from server.settings import ServerConfig
 
-# Addresses for documentation: a datagram socket that is connected to one sends nothing, and has the address that this
-# machine would send from.
+# Addresses reserved for documentation. Connecting a datagram socket sends nothing, but gives it the address that this machine
+# would send from.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def reachable_urls(listener: socket.socket, scheme: str) -> list[str]:
-    """The URLs under which other machines reach what listens; none when only this machine can."""
+    """Return the URLs under which other machines can reach the listener; none if only this machine can."""
     if listener.family not in _ELSEWHERE:
         return []
     address, port = listener.getsockname()[:2]
@@ -28,7 +28,7 @@ def reachable_urls(listener: socket.socket, scheme: str) -> list[str]:
 
 
 def exposure_warning(settings: ServerConfig, listener: socket.socket) -> str | None:
-    """What to say of a server that others can reach and that asks them for nothing; None: it is not one."""
+    """Return a warning if others can reach the server and it requires no key, else None."""
     if settings.read_keys() is not None or settings.ssl_ca_certs:
         return None
     urls = reachable_urls(listener, "https" if settings.ssl_certfile else "http")
@@ -41,7 +41,7 @@ def exposure_warning(settings: ServerConfig, listener: socket.socket) -> str | N
 
 
 def _own_address(family: socket.AddressFamily) -> str | None:
-    """The address that this machine has towards others; None: it has none."""
+    """Return this machine's address as others see it, or None."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((_ELSEWHERE[family], 9))

@@ -1,4 +1,4 @@
-"""API keys: made, read from a file, and found by what a request brings. Only their hashes are kept."""
+"""API keys: creates them, reads them from a file, and looks them up. Only hashes are stored."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from server.http.callers import Caller
 _log = logging.getLogger(__name__)
 
 MARK = "sha256:"
-MAX_FILE_BYTES = 1 << 20  # some 10,000 keys
-CHECK_SECONDS = 1.0  # between looks at whether the file has changed
+MAX_FILE_BYTES = 1 << 20  # about 10,000 keys
+CHECK_SECONDS = 1.0  # between checks whether the file has changed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(MARK + r"[0-9a-fA-F]{64}")
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A name in a file of keys, when more is said of it than its key."""
+    """An entry of a key file that has more than a key."""
 
-    key: str | list[str]  # several, while one replaces another
-    priority: bool = False  # the `priority` of its requests counts
+    key: str | list[str]  # several during a rotation
+    priority: bool = False  # whether its requests may set a `priority` below 0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
 
 
 def new_key() -> str:
-    """A key of 256 random bits. Guesses at it are hopeless, so a fast hash keeps it safe."""
+    """Return a new key of 256 random bits. It cannot be guessed, so a fast hash is safe."""
     return f"quire-{secrets.token_urlsafe(32)}"
 
 
 def hashed(key: str) -> str:
-    """A key as a file has it."""
+    """Return a key's hash as in a key file."""
     return MARK + hashlib.sha256(key.encode()).hexdigest()
 
 
 class KeyRing:
-    """The keys that open a server. A file is read again when it has changed; a broken one changes nothing."""
+    """The keys of a server. A key file is reloaded when it changes; an invalid file changes nothing."""
 
     def __init__(self, keys: Sequence[str], file: str | None) -> None:
-        """`keys` are named key-1, key-2 …; `file`: see `read_keys`. `ConfigError` when that cannot be read."""
+        """`keys` get the names key-1, key-2 …; `file`: see `read_keys`. Raises `ConfigError` if it cannot be read."""
         self._given = {
             _digest(key, f"api_key: key {number}"): Caller(f"key-{number}") for number, key in enumerate(keys, 1)
         }
@@ -61,9 +61,9 @@ class KeyRing:
         self._next_check = time.monotonic() + CHECK_SECONDS
 
     def find(self, key: bytes) -> Caller | None:
-        """The caller whose key this is.
+        """Return the caller with this key, or None.
 
-        Found by its hash: how long that takes tells of hashes, and a hash that begins as another cannot be chosen.
+        The lookup uses the key's hash. Its timing reveals only hashes, and no one can construct a key for a given hash prefix.
         """
         if self._path is not None and time.monotonic() >= self._next_check:
             self._read_again(self._path)
@@ -82,7 +82,7 @@ class KeyRing:
             _log.info("api_key_file %s: read again, %d keys", path, len(self._callers))
 
     def _file_version(self) -> tuple[int, ...]:
-        """Differs after a change, also where a link was made to lead to another file, as Kubernetes does."""
+        """Return a value that differs after a change, also if a symbolic link was redirected, as Kubernetes does."""
         try:
             status = self._path.stat() if self._path is not None else None
         except OSError:
@@ -91,10 +91,10 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> dict[bytes, Caller]:
-    """The callers in a file of keys, by the SHA-256 of their keys. `ConfigError`, which never shows a key.
+    """Read a key file. Returns the callers by the SHA-256 of their keys. Raises `ConfigError`, which never shows a key.
 
-    The file is YAML (or JSON): `NAME: KEY` lines, with an `Entry` instead of the key where there is more to say. A key is
-    `sha256:` and its hash, or the key itself. A file may also hold nothing but one key.
+    The file is YAML (or JSON): lines `NAME: KEY`, with an `Entry` instead of the key if there are more settings. A key is
+    `sha256:` and its hash, or the key itself. A file may also contain just a single key.
     """
     label = f"api_key_file {path}"
     callers = _callers(_entries(_read(path, label), label), label)
@@ -104,13 +104,13 @@ def read_keys(path: Path) -> dict[bytes, Caller]:
 
 
 def add_to_file(path: Path, name: str, entry: Entry) -> None:
-    """Append a line to a file of keys; a new one only its owner may read. `ConfigError` when the name is taken."""
+    """Append a line to a key file; a new file is readable only by its owner. Raises `ConfigError` if the name exists."""
     label = f"file {path}"
     before = _read(path, label) if path.exists() else b""
     if name in _entries(before, label):
         raise ConfigError(f"{label}: {name} has a key there")
     line = (b"\n" if before and not before.endswith(b"\n") else b"") + entry_line(name, entry).encode() + b"\n"
-    _entries(before + line, label)  # the file may not be of lines
+    _entries(before + line, label)  # raises if the file is not made of lines
     try:
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             file.write(line)
@@ -119,7 +119,7 @@ def add_to_file(path: Path, name: str, entry: Entry) -> None:
 
 
 def entry_line(name: str, entry: Entry) -> str:
-    """A line of a file of keys, without its end. `ConfigError` when it would not be read."""
+    """Return a line of a key file, without line end. Raises `ConfigError` if it could not be read back."""
     _callers({name: entry}, "key")
     more = msgspec.to_builtins(entry)
     if list(more) == ["key"]:
@@ -145,7 +145,7 @@ def _callers(entries: Mapping[str, str | list[str] | Entry], label: str) -> dict
 
 
 class _Loader(yaml.BaseLoader):
-    """All values as texts; no name twice."""
+    """Loads all values as strings, and refuses duplicate names."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         mapping = super().construct_mapping(node, deep)
@@ -170,7 +170,7 @@ def _entries(text: bytes, label: str) -> Mapping[str, str | list[str] | Entry]:
         content = yaml.load(text, _Loader)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(f"{label}: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:  # the text of the first shows lines of the file
+    except (yaml.YAMLError, RecursionError) as error:  # the message of a YAMLError shows lines of the file
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = f" in line {line + 1}" if line is not None else ""
         raise ConfigError(f"{label}: is not YAML{where}") from None

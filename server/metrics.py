@@ -1,6 +1,6 @@
-"""Prometheus metrics under vLLM's names, and the statistics line of the log.
+"""Prometheus metrics with vLLM's names, and the statistics line of the log.
 
-The engine's own counters are read when the metrics are, so that they cost nothing in between.
+The engine's counters are read on each scrape, so they cost nothing in between.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
 _LABELS = ("model_name", "engine")
-_ALL = "0"  # the engine of what is counted for all replicas together
+_ALL = "0"  # value of the label `engine` for metrics of all replicas together
 
 Stats = Callable[[], SchedulerStats | None]
 
 
 class ReplicaClient(Protocol):
-    """One engine process as the server sees it: `engine.replica.Replica`."""
+    """The part of `engine.replica.Replica` that is used here."""
 
-    stats: SchedulerStats | None  # the newest; None while it is not ready
+    stats: SchedulerStats | None  # the latest; None until the replica is ready
     step_tokens: StepTokens
     expert_tokens: ExpertTokens
 
@@ -59,7 +59,7 @@ class ReplicaClient(Protocol):
 
 
 class HTTPMetrics:
-    """Of HTTP requests, by the route that took them."""
+    """Metrics of HTTP requests, by route."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("method", "status", "handler")
@@ -73,13 +73,13 @@ class HTTPMetrics:
         )
 
     def see(self, method: str, status: int, handler: str, seconds: float) -> None:
-        """One request has been answered."""
+        """Count an answered request."""
         self._requests.labels(method, f"{status // 100}xx", handler).inc()
         self._seconds.labels(method, handler).observe(seconds)
 
 
 class Metrics:
-    """All metrics of the model that is served."""
+    """All metrics of the served model."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Metrics:
         block_size: int,
         cache_dtype: str = "auto",
     ) -> None:
-        """`replicas`: whose own numbers are labelled with their index; what is known of requests is of all together."""
+        """`replicas`: engine metrics are labelled with the replica's index; request metrics cover all replicas together."""
         self.registry = registry
         self._labels = (model_name, _ALL)
         self.registry.register(_EngineCollector(replicas, model_name, str(block_size), cache_dtype))
@@ -102,7 +102,7 @@ class Metrics:
         self._computed = by_source.labels(*self._labels, "local_compute")
         self._local_hits = by_source.labels(*self._labels, "local_cache_hit")
         self._finished = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
-        for reason in _FINISH_REASONS:  # a rate needs the 0 before the first 1
+        for reason in _FINISH_REASONS:  # so that a rate sees the 0 before the first 1
             self._finished.labels(*self._labels, reason)
         self._rejected = Counter(
             "vllm:admission_rejections",
@@ -114,7 +114,7 @@ class Metrics:
         self._add_histograms(_one_two_five(max_model_len))
 
     def _add_histograms(self, tokens: Sequence[float]) -> None:
-        """`tokens`: the buckets of token counts."""
+        """Add the histograms. `tokens`: buckets for numbers of tokens."""
         seconds = self._histogram
         self._first_token = seconds("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN)
         self.between = seconds("inter_token_latency_seconds", "Between two tokens", _BETWEEN_TOKENS)
@@ -149,12 +149,12 @@ class Metrics:
         return metric
 
     def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
-        """For one sample of a request, which is to be shown each of its updates. `UNSAMPLED`: it is an embedding."""
+        """Return the watch of one sample of a request, which must see each of its updates. `UNSAMPLED`: an embedding."""
         guided = sampling.structured_outputs is not None
         return SampleWatch(self, num_prompt_tokens, sampling.max_tokens, sampling is not UNSAMPLED, guided)
 
     def request_ended(self, n: int, most_generated: int) -> None:
-        """One prompt's `n` samples have all ended."""
+        """Count a prompt whose `n` samples have all finished."""
         self._request_n.observe(n)
         self._most_generated.observe(most_generated)
 
@@ -167,16 +167,16 @@ class Metrics:
 
 @dataclass(slots=True)
 class SampleWatch:
-    """Counts what one sample's updates say, and remembers it."""
+    """Counts the updates of one sample, and keeps the totals."""
 
     metrics: Metrics
     num_prompt_tokens: int
     max_tokens: int | None
-    generates: bool  # else it is an embedding
-    guided: bool  # by a grammar
+    generates: bool  # False: an embedding
+    guided: bool  # has a grammar
     num_tokens: int = 0  # generated
     num_cached_tokens: int = 0  # of the prompt
-    timings: RequestMetrics | None = None  # goes on changing; None: nothing has come yet
+    timings: RequestMetrics | None = None  # still changing; None: no update so far
     finish_reason: str | None = None
     last_token: float = 0.0
 
@@ -198,7 +198,7 @@ class SampleWatch:
             self._ended(times, update.finish_reason)
 
     def abandoned(self) -> None:
-        """The client has gone, or the engine has, before the sample was finished."""
+        """Count a sample that ends unfinished because the client disconnected or the engine was lost."""
         self.finish_reason = "abort"
         self.metrics.count_end("abort")
 
@@ -235,7 +235,7 @@ class SampleWatch:
 
 
 class RequestHistogram(Collector):
-    """A histogram of what happens for each request or token: the library's costs several times as much. For one thread."""
+    """A histogram for events of each request or token, several times as fast as the library's. Not thread-safe."""
 
     def __init__(self, name: str, help: str, labels: tuple[str, str], bounds: Sequence[float]) -> None:
         self._name, self._help, self._labels, self._bounds = name, help, labels, bounds
@@ -251,7 +251,7 @@ class RequestHistogram(Collector):
 
 
 class _EngineCollector(Collector):
-    """The replicas' own numbers, at the moment of looking."""
+    """Collects the replicas' own metrics on each scrape."""
 
     def __init__(self, replicas: Sequence[ReplicaClient], model_name: str, block_size: str, cache_dtype: str) -> None:
         self._replicas, self._model_name = replicas, model_name
@@ -279,7 +279,7 @@ class _EngineCollector(Collector):
         return experts
 
     def _of_stats(self) -> Iterator[Metric]:
-        """What the replicas that are ready have said last."""
+        """Yield the metrics from the latest statistics of the replicas that are ready."""
         known = [(str(i), stats) for i, each in enumerate(self._replicas) if (stats := each.stats) is not None]
         if not known:
             return
@@ -315,25 +315,25 @@ _COUNTERS: Sequence[_Row] = [
 def _histogram(
     name: str, help: str, labels: tuple[str, str], bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> HistogramMetricFamily:
-    """`counts`: see `_buckets`."""
+    """Create a histogram. `counts`: see `_buckets`."""
     metric = HistogramMetricFamily(name, help, labels=_LABELS)
     metric.add_metric(labels, _buckets(bounds, counts), total)
     return metric
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """`counts`: of the values up to each of `bounds` but beyond the one before, and of those beyond all."""
+    """Return cumulative buckets. `counts`: of the values in each interval of `bounds`, and above the last bound."""
     names = [floatToGoString(bound) for bound in (*bounds, math.inf)]
     return list(zip(names, itertools.accumulate(counts), strict=True))
 
 
 def _one_two_five(most: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50 … up to `most`."""
+    """Return 1, 2, 5, 10, 20, 50 … up to `most`."""
     return [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5) if step * 10**power <= most]
 
 
 async def log_statistics(stats: Stats, interval: float) -> None:
-    """Writes one line each `interval` seconds in which there was something to do. Runs until cancelled."""
+    """Log a line after every `interval` seconds with activity, until cancelled."""
     before, at = stats(), time.monotonic()
     while True:
         await asyncio.sleep(interval)
@@ -344,9 +344,9 @@ async def log_statistics(stats: Stats, interval: float) -> None:
 
 
 def statistics_line(before: SchedulerStats | None, after: SchedulerStats, seconds: float) -> str:
-    """What happened between two statistics."""
+    """Describe what happened between two statistics."""
     if before is not None and after.generation_tokens < before.generation_tokens:
-        before = None  # another engine process, which counts from 0
+        before = None  # a new engine process, whose counters start at 0
     prompt = after.prompt_tokens - (before.prompt_tokens if before else 0)
     generated = after.generation_tokens - (before.generation_tokens if before else 0)
     hit_rate = after.prefix_hits / after.prefix_queries if after.prefix_queries else 0.0

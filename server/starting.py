@@ -1,4 +1,4 @@
-"""What answers before the engine is ready, and while the server stops: probes, metrics, and 503 for all else."""
+"""The app until the engine is ready, and while the server stops: probes, metrics, and 503 for everything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE = """<!doctype html>
 
 
 def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorRegistry) -> None:
-    """All paths. `registry`: the metrics that there are by now."""
+    """Add all routes. `registry`: the metrics that exist so far."""
     add_probes(app, readiness)
 
     @app.get("/metrics", response_model=None)
@@ -29,7 +29,7 @@ def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorR
 
     @app.get("/", response_model=None)
     async def page() -> Response:
-        """It loads itself again, and so becomes the chat page."""
+        """Return a page that reloads itself and so becomes the chat page."""
         return HTMLResponse(_PAGE.format(html.escape(readiness.sentence())), 503, readiness.headers)
 
     @app.api_route("/{path:path}", methods=_METHODS, response_model=None)
@@ -38,14 +38,14 @@ def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorR
 
 
 class Switch:
-    """The ASGI app that an HTTP server runs from the first moment on: one until the engine is ready, then another."""
+    """The ASGI app of the HTTP server: delegates to the starting app until the engine is ready, then to the engine's."""
 
     def __init__(self, starting: ASGIApp, readiness: Readiness) -> None:
         self._starting, self._readiness = starting, readiness
-        self.app: ASGIApp | None = None  # of the engine that is ready
+        self.app: ASGIApp | None = None  # of the engine, once it is ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app or self._starting
-        if self._readiness.is_draining and scope.get("method") == "POST":  # only what runs may go on
+        if self._readiness.is_draining and scope.get("method") == "POST":  # only running requests may continue
             app = self._starting
         await app(scope, receive, send)

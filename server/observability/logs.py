@@ -1,4 +1,4 @@
-"""What log lines say of the HTTP request that they are about."""
+"""Adds the HTTP request's id and key name to log records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.http.context import CURRENT
 
 
 class RequestFields(logging.Filter):
-    """Gives each record the id of its request and its key's name; takes uvicorn's access lines apart and their queries away."""
+    """Adds the request's id and key name to each record, and removes query strings from uvicorn's access lines."""
 
     def __init__(self, quiet_paths: Collection[str] = ()) -> None:
         """`quiet_paths`: paths whose access lines are dropped; a path that ends with "/" covers everything below it."""

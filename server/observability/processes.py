@@ -1,4 +1,4 @@
-"""Metrics of the server's processes: memory, CPU time, open files, and how late the event loop is."""
+"""Metrics of the server's processes: memory, CPU time, open files, event loop lag."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 PROC = Path("/proc")
-LAG_INTERVAL = 0.25  # seconds between two looks
+LAG_INTERVAL = 0.25  # seconds between two measurements
 _LAGS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class ProcessesCollector(Collector):
-    """Reads Linux's /proc when it is asked; elsewhere, and of a process that is gone, there is nothing to say."""
+    """Reads Linux's /proc on each scrape. Reports nothing on other systems, or for a process that has exited."""
 
     def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
-        """`pids`: the processes of this moment by their names."""
+        """`pids`: returns the current processes by name."""
         self._pids = pids
 
     def collect(self) -> Iterator[Metric]:
@@ -45,7 +45,7 @@ class ProcessesCollector(Collector):
 
 
 class EventLoopLag:
-    """How much later than asked the event loop wakes: what every request waits, whatever it asks for."""
+    """Measures how late the event loop wakes up. Every request waits for that long."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
@@ -53,7 +53,7 @@ class EventLoopLag:
         )
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         while True:
             due = time.monotonic() + LAG_INTERVAL
             await asyncio.sleep(LAG_INTERVAL)

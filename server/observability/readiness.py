@@ -1,4 +1,4 @@
-"""Whether requests should be sent here: for load balancers, and for people who wait for a start."""
+"""Readiness of the server, for load balancers and for people who wait for a start."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fastapi.responses import StreamingResponse
 from engine.state import EngineState
 from server.http.sse import event
 
-UNKNOWN_SECONDS = 5  # for Retry-After, when it is not known how long a start takes
+UNKNOWN_SECONDS = 5  # Retry-After if the duration of the start is unknown
 MAX_SECONDS = 60
-EVENT_SECONDS = (0.2, 5.0)  # between two events of a stream: at least, at most
+EVENT_SECONDS = (0.2, 5.0)  # minimum and maximum time between two events of a stream
 
 
 class HasState(Protocol):
-    """The engine, as far as it matters here."""
+    """The part of the engine that is used here."""
 
     @property
     def state(self) -> EngineState: ...
@@ -29,28 +29,28 @@ class HasState(Protocol):
 
 
 class Readiness:
-    """The engine's state, unless the server is about to stop."""
+    """The state of the engine, or `draining` while the server stops."""
 
     def __init__(self, engine: HasState) -> None:
         self._engine = engine
-        self.is_draining = False  # requests that run may end; no new ones are taken
+        self.is_draining = False  # running requests may finish, new ones are refused
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that comes now is worked on at once."""
+        """Whether a new request would be processed at once."""
         return self._engine.state.is_ready and not self.is_draining
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a response that says no."""
+        """The headers of a 503."""
         seconds = self._engine.state.seconds_left_at(time.monotonic())
         return {
             "Retry-After": str(UNKNOWN_SECONDS if seconds is None else min(max(math.ceil(seconds), 1), MAX_SECONDS))
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For the API: what the engine is doing, how much of that is done (0 to 1), how many seconds are left, and
-        why its process was lost last.
+        """Return the JSON of /readyz: the phase, the completed fraction (0 to 1), the seconds left, and why the engine process
+        was last lost.
         """
         state = self._engine.state
         if self.is_draining:
@@ -61,19 +61,19 @@ class Readiness:
             "fraction": state.fraction,
             "seconds_left": None if seconds is None else round(seconds, 1),
             "num_restarts": state.num_restarts,
-            # Probes are open: what follows a colon are details for the log.
+            # Probes need no key, so details after a colon are only logged.
             "last_loss": state.reason.partition(": ")[0] or None,
         }
 
     def sentence(self) -> str:
-        """The same for people."""
+        """Return the same as a sentence."""
         state = self.as_dict()
         done = "" if state["fraction"] is None else f", {state['fraction']:.0%}"
         left = "" if state["seconds_left"] is None else f", about {state['seconds_left']:.0f} s left"
         return f"the server does not take requests now: {state['phase']}{done}{left}"
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The state now and at each change, until it is final: ready, dead, draining."""
+        """Yield the state now and after each change, until it is ready, dead or draining."""
         at_least, at_most = EVENT_SECONDS
         while True:
             seen = self._engine.state
@@ -85,11 +85,11 @@ class Readiness:
                 async with asyncio.timeout(at_most):
                     await self._engine.state_change(seen)
             except TimeoutError:
-                pass  # proxies keep the stream open for another while
+                pass  # send the state again, so that proxies keep the stream open
 
 
 def add_probes(app: FastAPI, readiness: Readiness) -> None:
-    """/livez, /readyz, and vLLM's /health and /ping."""
+    """Add /livez, /readyz, and vLLM's /health and /ping."""
 
     @app.get("/livez", response_model=None)
     @app.head("/livez", response_model=None, include_in_schema=False)
@@ -113,7 +113,7 @@ def add_probes(app: FastAPI, readiness: Readiness) -> None:
 
 
 def _answer(readiness: Readiness, tells: bool) -> Response:
-    """`tells`: whether it has a body."""
+    """Return the response of a probe. `tells`: with a body."""
     content = json.dumps(readiness.as_dict()) if tells else None
     media_type = "application/json" if tells else None
     if readiness.is_ready:

@@ -1,7 +1,7 @@
-"""Records traffic for `quire bench serve --replay`: when requests came, how long they were, which prompts began alike.
+"""Records traffic for `quire bench serve --replay`: arrival times, lengths, and which prompts share prefixes.
 
-One JSON line for each answer, in Mooncake's published form with more members. No text, token, id or name is in it: a block of
-a prompt's tokens appears as a number, by a hash of all tokens up to its end under a key that is nowhere but in memory.
+Writes one JSON line per answer, in Mooncake's published format with additional members. It contains no text, token, id or
+name: a block of prompt tokens appears as a hash of all tokens up to its end, with a key that exists only in memory.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from engine.errors import ConfigError
 from server.metrics import SampleWatch
 
 _log = logging.getLogger(__name__)
-MAX_WAITING = 10_000  # requests that have ended and are not written yet
-ID_BYTES = 6  # of a block's number: all JSON readers can hold it
-TAIL_BYTES = 1 << 20  # no line is expected to be longer
+MAX_WAITING = 10_000  # finished requests that are not written yet
+ID_BYTES = 6  # size of a block's number: exact in every JSON parser
+TAIL_BYTES = 1 << 20  # longest expected line
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has ended."""
+    """A finished request."""
 
     received: float  # monotonic seconds
     cache_salt: str
     prompts: list[list[int]]
-    samples: Sequence[SampleWatch]  # equally many for each prompt, in their order
+    samples: Sequence[SampleWatch]  # the same number for each prompt, in the order of the prompts
 
 
 class TrafficRecorder:
-    """Appends to a file, in a thread of its own. A file that is there already goes on where it ended, with other numbers."""
+    """Appends to a file in a separate thread. An existing file is continued with later times and different block numbers."""
 
     def __init__(self, path: Path, block_size: int) -> None:
-        """`ConfigError` when the file cannot be written. Only its owner can read it."""
+        """Open the file, readable only by its owner. Raises `ConfigError` if it cannot be written."""
         self._path, self._block_size, self._key = path, block_size, secrets.token_bytes(32)
         try:
             before = _last_timestamp(path)
@@ -53,7 +53,7 @@ class TrafficRecorder:
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         self._start = time.monotonic() - before / 1e3
         self._waiting: queue.Queue[Ended | None] = queue.Queue(MAX_WAITING)
-        self._failed = False  # nothing is recorded any more
+        self._failed = False  # if True, recording has stopped
         self._thread = threading.Thread(target=self._run, name="traffic recorder", daemon=True)
         self._thread.start()
 
@@ -64,7 +64,7 @@ class TrafficRecorder:
             self._fail("the disk is too slow")
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write all pending lines."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -101,7 +101,7 @@ class TrafficRecorder:
                 file.write(json.dumps(line) + "\n")
 
     def _hash_ids(self, prompt: list[int], cache_salt: str) -> list[int]:
-        """A number for each full block, equal where prompts of one salt are equal up to its end."""
+        """Return a number for each full block, equal for prompts with the same salt and the same tokens up to the block's end."""
         chain, numbers = blake2b(cache_salt.encode(), key=self._key).digest(), []
         for end in range(self._block_size, len(prompt) + 1, self._block_size):
             tokens = array("q", prompt[end - self._block_size : end]).tobytes()
@@ -111,7 +111,7 @@ class TrafficRecorder:
 
 
 def _last_timestamp(path: Path) -> int:
-    """Milliseconds of a trace's last line; 0: there is none."""
+    """Return the timestamp of a trace's last line in milliseconds, or 0."""
     if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb") as file:

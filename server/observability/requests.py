@@ -1,4 +1,4 @@
-"""Requests that run and those that ended lately: where their time went, and what each key uses."""
+"""Running and recently finished requests: where their time went, and the usage of each key."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from engine.core.sampling_params import SamplingParams
 from server.http.context import CURRENT, RequestContext
 from server.metrics import SampleWatch
 
-MAX_ENDED = 1000  # requests that are remembered
-MAX_ENDED_SAMPLES = 4000  # of all of them: a request may have many
-ANONYMOUS = "anonymous"  # the key's name in metrics where none is asked for
+MAX_ENDED = 1000  # finished requests that are remembered
+MAX_ENDED_SAMPLES = 4000  # samples of all of these together
+ANONYMOUS = "anonymous"  # key name in the metrics of a server without keys
 
 
 class RequestSpan(Protocol):
@@ -30,21 +30,21 @@ class RequestSpan(Protocol):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of a request beside its texts."""
+    """All data about a request except its texts."""
 
-    id: str  # of its answer; unique among the owner's
-    http_id: str  # its X-Request-Id
-    owner: str  # the name of its key; empty: none was asked for
+    id: str  # of the answer; unique per owner
+    http_id: str  # the X-Request-Id
+    owner: str  # name of the key; empty: the server requires no keys
     model: str
     created: float  # Unix time
     received: float  # monotonic seconds
-    n: int  # samples of each prompt
+    n: int  # samples per prompt
     samples: list[SampleWatch]
-    span: RequestSpan | None = None  # where traces are exported
-    ended: float = 0.0  # monotonic seconds; 0: it runs
+    span: RequestSpan | None = None  # if traces are exported
+    ended: float = 0.0  # monotonic seconds; 0: running
 
     def as_dict(self) -> dict[str, Any]:
-        """For the API."""
+        """Return the JSON of GET /requests/{id}."""
         return {
             "id": self.id,
             "x_request_id": self.http_id,
@@ -70,9 +70,9 @@ class RequestRecord:
         }
 
     def stages(self, sample: SampleWatch) -> dict[str, float]:
-        """Seconds of each stage that is over; together they are the time from the request to the last token.
+        """Return the seconds of each completed stage. Together they are the time from the request to the last token.
 
-        preparation: parsing, template, tokens, check of a grammar. grammar: until it was compiled. queue, prefill, decode.
+        preparation: parsing, chat template, tokenisation, check of a grammar; grammar: its compilation; queue; prefill; decode.
         """
         times = sample.timings
         if times is None or not times.scheduled_ts:
@@ -92,7 +92,7 @@ class RequestRecord:
 def new_record(
     request_id: str, owner: str, model: str, n: int, samples: list[SampleWatch], sampling: SamplingParams
 ) -> RequestRecord:
-    """Of a request that is about to begin, in the HTTP request at hand. `sampling`: of its first sample."""
+    """Create the record of a new request in the current HTTP request. `sampling`: parameters of the first sample."""
     context, now = CURRENT.get(), time.monotonic()
     if context is None:
         context = RequestContext({}, "", now)
@@ -105,7 +105,7 @@ def new_record(
 
 @dataclass(slots=True)
 class _Usage:
-    """Of one key."""
+    """The usage of one key."""
 
     num_requests: int = 0
     num_running: int = 0
@@ -122,24 +122,24 @@ class _Usage:
 
 
 class RequestLog(Collector):
-    """All requests that run, the last ones that ended, and the metrics of keys, which are counted when they are read."""
+    """Running requests, recently finished ones, and metrics per key, which are computed on each scrape."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, str], RequestRecord] = {}  # by owner and id
-        self._ended: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()  # the oldest first
+        self._running: dict[tuple[str, str], RequestRecord] = {}  # owner and id → record
+        self._ended: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()  # oldest first
         self._num_ended_samples = 0
-        self._usage: dict[str, _Usage] = {}  # of requests that ended, by owner
+        self._usage: dict[str, _Usage] = {}  # owner → usage by finished requests
 
     def begin(self, record: RequestRecord) -> None:
-        """The request runs from now on."""
+        """Add a running request."""
         self._running[record.owner, record.id] = record
 
     def end(self, record: RequestRecord) -> None:
-        """It runs no more."""
+        """Record that a request has finished."""
         record.ended = time.monotonic()
         if record.span is not None:
             record.span.end(record)
-            record.span = None  # it is exported, and need not be remembered
+            record.span = None  # it has been exported
         key = record.owner, record.id
         del self._running[key]
         self._usage.setdefault(record.owner, _Usage()).add(record)
@@ -152,13 +152,13 @@ class RequestLog(Collector):
             self._num_ended_samples -= len(oldest.samples)
 
     def find(self, owner: str, request_id: str) -> RequestRecord | None:
-        """One of the owner's, by the id of its answer or by its X-Request-Id; the newest one."""
+        """Return the owner's latest request with this answer id or X-Request-Id."""
         key = owner, request_id
         found = self._running.get(key) or self._ended.get(key)
         return found or next((each for each in self._of(owner) if each.http_id == request_id), None)
 
     def newest(self, owner: str, most: int) -> list[RequestRecord]:
-        """The owner's, the newest first."""
+        """Return the owner's latest requests, newest first."""
         return list(itertools.islice(self._of(owner), most))
 
     def _of(self, owner: str) -> Iterable[RequestRecord]:

@@ -1,4 +1,4 @@
-"""Metrics that there are before a model is loaded: of processes, the engine's state, and HTTP requests."""
+"""Metrics that exist before a model is loaded: processes, the engine's state, HTTP requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.observability.processes import EventLoopLag, ProcessesCollector
 
 
 class EngineProcess(Protocol):
-    """The engine, as far as it matters here."""
+    """The part of the engine that is used here."""
 
     @property
     def replicas(self) -> Sequence[ReplicaClient]: ...
@@ -25,7 +25,7 @@ class EngineProcess(Protocol):
 
 
 class ServerMetrics:
-    """A registry, to which those of the model are added once there is one."""
+    """A registry; the model's metrics are added once it is loaded."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.registry = CollectorRegistry()
@@ -38,7 +38,7 @@ class ServerMetrics:
 
 
 def _processes(engine: EngineProcess) -> dict[str, int]:
-    """Those of this moment, by the names that metrics give them."""
+    """Return the current process ids by the processes' names in metrics."""
     pids = [replica.pid for replica in engine.replicas]
     names = ["engine"] if len(pids) == 1 else [f"engine_{index}" for index in range(len(pids))]
     return {"api": os.getpid(), **dict(zip(names, pids, strict=True))}

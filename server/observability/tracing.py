@@ -1,6 +1,6 @@
-"""OpenTelemetry traces: a span for each request that is posted, under vLLM's names, and one for each stage of it.
+"""OpenTelemetry traces: a span for each POST request, with vLLM's names, and a child span for each stage.
 
-Needs the extra `otel`. The SDK exports in a thread of its own; its environment variables (`OTEL_…`) have their effect.
+Needs the extra `otel`. The SDK exports in a separate thread; its environment variables (`OTEL_…`) apply.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from server.http.callers import caller_in
 from server.http.context import CURRENT
 from server.observability.requests import RequestRecord
 
-FLUSH_SECONDS = 3.0  # that the last spans may take when the server stops
+FLUSH_SECONDS = 3.0  # time limit for exporting the last spans at shutdown
 _propagator = TraceContextTextMapPropagator()
 
 
 class Traces:
-    """Sends spans to a collector: OTLP over HTTP."""
+    """Exports spans to a collector by OTLP over HTTP."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: the collector's address, of which the path may be left out."""
+        """`endpoint`: the collector's URL; the path is optional."""
         if not urlsplit(endpoint).path.strip("/"):
             endpoint = endpoint.rstrip("/") + "/v1/traces"
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
@@ -47,20 +47,20 @@ class Traces:
         return TracingMiddleware(app, self._provider.get_tracer("quire"))
 
     async def close(self) -> None:
-        """Send what is left. A collector that does not answer holds up the end of the server for `FLUSH_SECONDS` only."""
+        """Export the remaining spans. An unresponsive collector delays the shutdown by at most `FLUSH_SECONDS`."""
         thread = threading.Thread(target=self._provider.shutdown, name="trace export", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, FLUSH_SECONDS)
 
 
 class RequestSpan:
-    """The span of a request, as what works on it sees it."""
+    """The span of a request, for the code that handles it."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer, self.span = tracer, span
 
     def begin(self, record: RequestRecord, sampling: SamplingParams) -> None:
-        """The request goes to the engine."""
+        """Record that the request goes to the engine."""
         attributes: dict[str, str | int | float] = {
             "gen_ai.request.id": record.id,
             "gen_ai.request.model": record.model,
@@ -78,7 +78,7 @@ class RequestSpan:
         self.span.set_attributes(attributes)
 
     def end(self, record: RequestRecord) -> None:
-        """All its samples have ended. Times are those of the first one."""
+        """End the span after all samples have finished. Times are those of the first sample."""
         span, first = self.span, record.samples[0]
         if not span.is_recording():
             return
@@ -109,7 +109,7 @@ class RequestSpan:
 
 
 class TracingMiddleware:
-    """Opens a span for each POST, below the client's own where it sends W3C's traceparent; answers with traceresponse."""
+    """Opens a span for each POST request, as a child of the client's `traceparent` if there is one; returns `traceresponse`."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer

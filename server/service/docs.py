@@ -1,4 +1,4 @@
-"""What the API reference says of the endpoints about the server."""
+"""API reference of the endpoints about the server."""
 
 from __future__ import annotations
 

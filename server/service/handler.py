@@ -1,4 +1,4 @@
-"""Endpoints about the server itself: health, load, version, metrics, and the end of a request."""
+"""Endpoints about the server itself: load, version, metrics, request records, abort."""
 
 from __future__ import annotations
 
