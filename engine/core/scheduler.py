@@ -173,7 +173,7 @@ class Scheduler(LaunchedSteps):
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Return the running requests for the next step: with overlapping steps, a fraction without tokens in flight."""
+        """Return the running requests for the next step: where steps overlap, a fraction without tokens in flight."""
         if self._num_batches == 1:
             return requests
         known = (each for each in requests if each.num_tokens == len(each.token_ids))
