@@ -1,4 +1,4 @@
-"""API keys: the paths that they guard and the headers that carry them."""
+"""API keys: the paths that require one, and the headers that carry it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.http.callers import Caller, set_caller
 from server.http.errors import APIError, ErrorFormats
 
-# For what watches the server: they tell nothing of requests.
+# Health checks. They reveal nothing about requests.
 PROBES = frozenset(["/health", "/livez", "/ping", "/readyz"])
-# Read in browsers, which cannot send a Bearer token when they open a page: these ask for a password, the key.
+# Browsers cannot send a Bearer token when they open a page. These pages ask for a password: the key.
 PAGES = frozenset(["/docs", "/metrics", "/openapi.json"])
 
 
@@ -25,10 +25,10 @@ def is_open(path: str) -> bool:
 
 
 class APIKeyMiddleware:
-    """Requests must bring a key, as `Authorization: Bearer KEY` or, as Anthropic's clients have it, `x-api-key: KEY`.
+    """Requires a key, as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `x-api-key: KEY`.
 
-    What only reads may bring it as the password of HTTP Basic authentication. Browsers send that on their own, also for
-    pages of other sites: it must not open anything that changes something. A preflight needs no key.
+    GET and HEAD requests may also send it as the password of HTTP Basic authentication. Browsers add that password on
+    their own, also to requests of other sites' pages, so it must never allow changes. CORS preflights need no key.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class APIKeyMiddleware:
         *,
         open_metrics: bool,
     ) -> None:
-        """`find_caller`: the caller of a key. `open_metrics`: /metrics needs none."""
+        """`find_caller`: finds the caller of a key. `open_metrics`: /metrics needs no key."""
         self._app, self._find_caller, self._formats = app, find_caller, formats
         self._open_metrics = open_metrics
 
@@ -58,7 +58,7 @@ class APIKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, full_path: str, *, asks_for_password: bool) -> Response:
-        """401. `asks_for_password`: a browser is to ask, which it must not when a script of the chat page reads a page."""
+        """Return a 401. `asks_for_password`: let a browser ask for the key; not if a script of the chat page sent the request."""
         response: Response = JSONResponse({"error": "Unauthorized"}, 401)
         if self._formats.has_own(full_path):
             response = self._formats.response(APIError(401, "Unauthorized"), full_path)
@@ -68,7 +68,7 @@ class APIKeyMiddleware:
 
 
 def key_of(scope: Scope) -> bytes:
-    """The key that a request brings; empty: none."""
+    """Return the key in a request's headers, or b"" if there is none."""
     headers = Headers(scope=scope)
     scheme, _, given = headers.get("authorization", "").partition(" ")
     match scheme.lower():

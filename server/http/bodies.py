@@ -1,4 +1,4 @@
-"""Request bodies: strict types, fields that are not supported and fields without effect."""
+"""Request bodies: strict types, unsupported fields and fields without effect."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Table = Mapping[str, tuple[Any, ...]]
 
 
 def _adapted(schema: Any) -> Any:
-    """The same, with lists that are wrong at their first wrong entry, for they may have a million, and integers outside lists
-    that may be written 4.0.
+    """Return the schema with two changes: validation of a list stops at its first invalid entry, since lists may be long, and
+    integers outside lists may be written as 4.0.
     """
     if isinstance(schema, list):
         return [_adapted(each) for each in schema]
@@ -49,18 +49,18 @@ def _failing_fast(schema: Any) -> Any:
 
 
 def _integral(value: Any) -> Any:
-    """JSON has one kind of number."""
+    """Convert integral floats, since JSON has only one type of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Body(BaseModel):
-    """A JSON object of a request. No conversions between types; unknown fields are kept for warnings, and not used."""
+    """A JSON object in a request. Types are not converted. Unknown fields are kept for warnings only."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # Known fields without effect, and their values that need no warning. None: none needs one.
+    # Known fields without effect → values that need no warning; None: no value needs one.
     NO_EFFECT: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {}
-    # Whether unknown fields are warned of.
+    # Whether unknown fields cause warnings.
     NAMES_UNKNOWN: ClassVar[bool] = True
 
     @classmethod
@@ -70,13 +70,13 @@ class Body(BaseModel):
 
 
 def optional(description: str, default: Any = None, **more: Any) -> Any:
-    """A field that may be left out. `default`: what that means, for documentation. `more`: as of pydantic's `Field`."""
+    """Declare an optional field. `default`: its documented default. `more`: arguments of pydantic's `Field`."""
     extra = more.pop("json_schema_extra", {}) | ({} if default is None else {"default": default})
     return Field(None, description=description, json_schema_extra=extra, **more)
 
 
 def unsupported(neutral: tuple[Any, ...]) -> Any:
-    """A field that changes the answer and is not supported: only `neutral` values, which change nothing, and null."""
+    """Declare an unsupported field that would change the answer. Accepts only null and `neutral` values, which change nothing."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         if value is None or any(
@@ -93,17 +93,17 @@ def unsupported(neutral: tuple[Any, ...]) -> Any:
 
 
 def unsupported_fields(*tables: Table) -> dict[str, Any]:
-    """For `pydantic.create_model`."""
+    """Declare unsupported fields for `pydantic.create_model`."""
     return {name: unsupported(neutral) for table in tables for name, neutral in table.items()}
 
 
 def fields_without_effect(names: Mapping[str, Any]) -> dict[str, Any]:
-    """For `pydantic.create_model`."""
+    """Declare fields without effect for `pydantic.create_model`."""
     return {name: (Any, Field(None, description=WITHOUT_EFFECT)) for name in names}
 
 
 def one_message(text: str) -> WrapValidator:
-    """For unions: one error in plain words instead of one for each member."""
+    """Give a union one error message instead of one for each member: the value must be `text`."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -115,5 +115,5 @@ def one_message(text: str) -> WrapValidator:
 
 
 def wrong(reason: str, *path: str | int) -> PydanticCustomError:
-    """An error that a check of several fields finds in the one at `path`."""
+    """Return an error at the field `path`, for checks that involve several fields."""
     return PydanticCustomError("wrong_field", "{reason}", {"reason": reason, "path": path})

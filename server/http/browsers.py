@@ -1,4 +1,4 @@
-"""What pages of other sites may do with the server through a visitor's browser: nothing, unless it is told to allow them."""
+"""Protects the server from other sites' pages in a visitor's browser."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.http.auth import PROBES
 from server.http.errors import APIError, ErrorFormats
 
-# On every response, put there by the HTTP server: no guessing of types, no page of another site around one of ours, and
-# links from answers tell nothing of where they stood.
+# Set on every response by the HTTP server: no content-type sniffing, no framing by other sites, no referrer on links in
+# answers.
 HEADERS = (
     ("X-Content-Type-Options", "nosniff"),
     ("Content-Security-Policy", "frame-ancestors 'none'"),
     ("X-Frame-Options", "DENY"),
     ("Referrer-Policy", "no-referrer"),
 )
-# Ends of names that the public DNS does not have, so that no other site can own one.
+# Suffixes that the public DNS does not have, so no other site can own such a name.
 LOCAL_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
 class BrowserMiddleware:
-    """Refuses what a page of another site may have sent, where there is no key that such a page would lack.
+    """Refuses requests that another site's page may have sent. Used on servers without keys; such a page would lack the key.
 
-    - DNS rebinding: the page's own name leads to this server, and the browser takes that for the page's origin. Its name
-      is then the request's Host, which is not one of ours.
-    - Requests that browsers send to other sites without asking them: they say so in `Sec-Fetch-Site` or `Origin`. What
-      only reads is let through, since the page does not get the answer.
+    - DNS rebinding: the name of the page resolves to this server, so the browser treats them as the same origin. The
+      request's Host is then the page's name, which is not one of ours.
+    - Cross-site requests without a preflight: browsers mark them in `Sec-Fetch-Site` or `Origin`. GET, HEAD and OPTIONS are
+      allowed, since the page cannot read the response.
     """
 
     def __init__(
         self, app: ASGIApp, formats: ErrorFormats, *, allowed_hosts: Sequence[str], allowed_origins: Sequence[str]
     ) -> None:
-        """`allowed_hosts`: besides addresses and local names; `*.a.b`: all names that end so, `*`: all names."""
+        """`allowed_hosts`: names allowed besides addresses and local names; `*.a.b`: all subdomains of a.b; `*`: all names."""
         self._app, self._formats = app, formats
         self._hosts = {socket.gethostname().lower(), *(host.lower().rstrip(".") for host in allowed_hosts)}
         self._ends = (*LOCAL_ENDS, *(host[1:] for host in self._hosts if host.startswith("*.")))

@@ -13,28 +13,28 @@ _SCOPE_KEY = "quire.caller"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a server knows of the sender of a request. Callers of the same name are the same caller."""
+    """The sender of a request, as far as the server knows it. Callers with the same name are the same caller."""
 
-    name: str = ""  # of the key; empty: the server asks for no keys
-    may_prioritise: bool = True  # the `priority` of its requests counts
+    name: str = ""  # of the key; empty: the server requires no keys
+    may_prioritise: bool = True  # whether its requests may set a `priority` below 0
     requests_per_minute: int | None = None  # None: no limit
     tokens_per_minute: int | None = None  # of prompts and answers together; None: no limit
-    address: str = ""  # of the client, where the server asks for no keys
+    address: str = ""  # of the client, if the server requires no keys
 
     def owner(self, user: str) -> str:
-        """Of a request, among which the engine is fair: the key; without keys the `user` it names, else the address."""
+        """Return the owner for fair scheduling: the key; without keys, the request's `user`, else the address."""
         if self.name:
             return f"key {self.name}"
         return f"user {user[:MAX_USER_LENGTH]}" if user else f"address {self.address}"
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    """Who sent `request`."""
+    """Return the caller who sent a request."""
     return caller_in(request.scope)
 
 
 def caller_in(scope: Scope) -> Caller:
-    """The same for an ASGI scope."""
+    """Return the caller of an ASGI scope."""
     caller: Caller | None = scope.get(_SCOPE_KEY)
     if caller is None:
         client = scope.get("client")

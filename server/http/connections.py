@@ -1,4 +1,4 @@
-"""Connections: the limits and time-outs that uvicorn's protocol lacks."""
+"""Connections, with the limits and time-outs that uvicorn's protocol lacks."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from server.http.entrance import BEGIN_AT_ONCE, Entrance
 _ENOUGH_FILES = 1 << 18
 _OTHER_FILES = 256
 _ENOUGH_CONNECTIONS = 16_384
-_CHUNK_OVERHEAD = 8  # bytes around one of a body that comes in chunks of one byte
+_CHUNK_OVERHEAD = 8  # bytes of framing for each byte of a body sent in one-byte chunks
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Of one server."""
+    """The limits of a server's connections."""
 
     max_connections: int
     max_header_bytes: int
-    header_timeout: float  # seconds from a request's first byte, or the connection's begin, to the end of its headers
+    header_timeout: float  # seconds from the start of a connection or request to the end of the headers
     send_timeout: float  # seconds that a client may leave a full buffer unread
 
 
 class Connections:
-    """The connections of a server. When there are too many, the one that has been idle longest makes room. Their requests
-    begin by turns, so that one owner's burst does not hold up what others wait for.
+    """The connections of a server. If there are too many, the connection that was idle longest is closed.
+
+    Requests of different owners start alternately, so that a burst of one owner does not delay others.
     """
 
     def __init__(self, limits: ConnectionLimits, entrance: Entrance) -> None:
         self.limits, self.entrance = limits, entrance
         self.turns = Turns(BEGIN_AT_ONCE)
         self._all: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # without a request, the longest first
+        self._idle: dict[Connection, None] = {}  # connections without a request, the one idle longest first
 
     def protocol(self, **uvicorn: Any) -> Connection:
-        """A new connection: what uvicorn calls its protocol class."""
+        """Create a connection. uvicorn calls this as its protocol class."""
         return Connection(self, **uvicorn)
 
     def __len__(self) -> int:
@@ -50,11 +51,11 @@ class Connections:
 
     @property
     def num_working(self) -> int:
-        """Requests for work that have arrived in whole and are not answered yet."""
+        """Number of POST requests that have arrived completely and are unanswered."""
         return sum(connection.is_working for connection in self._all)
 
     def opened(self, connection: Connection) -> bool:
-        """Whether there is room for it."""
+        """Register a new connection. Returns False if there are too many."""
         if len(self._all) >= self.limits.max_connections:
             if not self._idle:
                 return False
@@ -70,28 +71,28 @@ class Connections:
         self._idle.pop(connection, None)
 
     def working(self, connection: Connection) -> None:
-        """A request has begun."""
+        """Record that the connection has a request."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: Connection) -> None:
-        """Its request is answered."""
+        """Record that the connection's request is answered."""
         self._idle[connection] = None
 
     def abort(self) -> None:
-        """Close all of them, whatever is still to be sent or received."""
+        """Close all connections at once, without sending or receiving the rest."""
         for connection in list(self._all):
             connection.transport.abort()
 
 
 class _Timer:
-    """Calls a function some time after it was started, if it is not stopped before."""
+    """Calls a function some time after `start`, unless it is stopped before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, function: Callable[[], None]) -> None:
         self._loop, self._seconds, self._function = loop, seconds, function
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Does nothing while it runs."""
+        """Start the timer, unless it is running."""
         if self._handle is None:
             self._handle = self._loop.call_later(self._seconds, self._run)
 
@@ -101,7 +102,7 @@ class _Timer:
             self._handle = None
 
     def close(self) -> None:
-        """Stop it for good. What it belongs to is then freed at once, not when garbage is collected."""
+        """Stop the timer for good. Drops the function, so that no reference cycle keeps the connection alive."""
         self.stop()
         self._function = _nothing
 
@@ -115,27 +116,27 @@ def _nothing() -> None:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection."""
+    """A connection with limits and time-outs."""
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._others, self._limits = connections, connections.limits
         self._in_headers = True
-        self._num_bytes = self._num_body_bytes = 0  # of the request that is arriving
+        self._num_bytes = self._num_body_bytes = 0  # of the request being received
         self._receiving = _Timer(self.loop, self._limits.header_timeout, self._rest_is_late)
         self._sending = _Timer(self.loop, self._limits.send_timeout, lambda: self.transport.abort())
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request is not answered yet."""
+        """Whether a request is unanswered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def is_working(self) -> bool:
-        """Whether that has arrived in whole and asks for work."""
+        """Whether an unanswered POST request has arrived completely."""
         return self._is_busy and not self.cycle.more_body and self.cycle.scope["method"] == "POST"
 
-    # ---- what uvicorn and the transport call ----
+    # ---- called by uvicorn and the transport ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -155,7 +156,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        # the lengths and extensions of chunks, and what follows the last of them, are headers in disguise
+        # Chunk sizes, chunk extensions and trailers count as headers.
         self._check_header_bytes(self._num_bytes - (1 + _CHUNK_OVERHEAD) * self._num_body_bytes)
         if self._in_headers and not self._is_busy:
             self._receiving.start()
@@ -181,12 +182,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():  # else it has been refused for another reason
+        if not self.transport.is_closing():  # otherwise it was refused for another reason
             super().send_400_response(msg)
             self._sending.start()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """By turns between owners; not at all when the client has gone by then."""
+        """Start requests of different owners alternately. Drop a request whose client has disconnected meanwhile."""
         owner = self._others.entrance.owner(cycle.scope)  # type: ignore[arg-type]  # uvicorn has types of its own
         if owner is None:
             self.start(cycle, app)
@@ -194,11 +195,11 @@ class Connection(HttpToolsProtocol):
             self._others.turns.give(owner, _Arrived(self, cycle, app))
 
     def start(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """The request begins."""
+        """Start the request."""
         super()._start_asgi_task(cycle, app)
 
     def has_hung_up(self) -> bool:
-        """Whether the client has, which the event loop may not have seen yet."""
+        """Whether the client has disconnected, even if the event loop has not seen it yet."""
         connection = self.transport.get_extra_info("socket")
         if connection is None or self.transport.is_closing():
             return connection is not None
@@ -217,7 +218,7 @@ class Connection(HttpToolsProtocol):
             self._sending.start()
         elif not self._is_busy:
             self._others.idle(self)
-            if self.cycle.more_body:  # nothing reads it any more
+            if self.cycle.more_body:  # the rest of the body is not read
                 self._receiving.start()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -233,10 +234,10 @@ class Connection(HttpToolsProtocol):
         self._sending.stop()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Such a request is answered as if it had not asked; clients must not fill the log."""
+        """Ignore the upgrade without logging, so that clients cannot fill the log."""
 
     def _rest_is_late(self) -> None:
-        if not self._is_busy:  # else it is a second request that is late, and the first is being answered
+        if not self._is_busy:  # otherwise the late one is a second request, and the first is being answered
             self.transport.abort()
 
     def _refuse(self, status: int, phrase: str, reason: str) -> None:
@@ -250,8 +251,8 @@ class Connection(HttpToolsProtocol):
 
 
 class _HeadAndBody:
-    """Sends a response's head with the begin of its body, which mostly follows at once: each `write` is a system call, and
-    wakes the client. To be used in place of a transport for one response.
+    """Sends the head of a response together with the start of its body, since each `write` is a system call that wakes the
+    client. Replaces the transport for one response.
     """
 
     __slots__ = ("_head", "_is_sent", "_loop", "_transport")
@@ -267,7 +268,7 @@ class _HeadAndBody:
             self._send(data)
         else:
             self._head = data
-            self._loop.call_soon(self._send)  # where nothing follows at once
+            self._loop.call_soon(self._send)  # if no body follows at once
 
     def _send(self, more: bytes = b"") -> None:
         if not self._is_sent:
@@ -283,7 +284,7 @@ class _HeadAndBody:
 
 
 class _Arrived:
-    """A request that has not begun."""
+    """A request that has not started."""
 
     __slots__ = ("_app", "_connection", "_cycle")
 
@@ -301,7 +302,7 @@ class _Arrived:
 
 
 def raise_open_files() -> int:
-    """Raises the limit of files and sockets that this process may have open as far as it may; what it is then."""
+    """Raise this process's limit of open files and sockets as far as allowed. Returns the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -309,5 +310,5 @@ def raise_open_files() -> int:
 
 
 def default_max_connections(max_open_files: int) -> int:
-    """As many as there are files for, and some for all else; not so many that idle ones fill the memory."""
+    """Return the default limit of connections: leaves some files for other uses, and bounds the memory of idle connections."""
     return min(max(max_open_files - _OTHER_FILES, max_open_files // 2), _ENOUGH_CONNECTIONS)

@@ -1,4 +1,4 @@
-"""The HTTP request that a task works on: what log lines, records and traces say of it."""
+"""The HTTP request that a task handles, for log lines, records and traces."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-_GOOD_ID = re.compile(r"[!-~]{1,128}")  # anything else could forge a line of the log or split a header
+_GOOD_ID = re.compile(r"[!-~]{1,128}")  # anything else could forge log lines or split headers
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request."""
+    """The context of an HTTP request."""
 
     scope: Scope
     id: str  # the client's X-Request-Id, or a new one
     received: float  # monotonic seconds
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # of its response, besides others
-    span: Any = None  # its `RequestSpan`, where traces are exported
-    trace_id: str = ""  # in hex digits
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # additional response headers
+    span: Any = None  # its `RequestSpan`, if traces are exported
+    trace_id: str = ""  # hexadecimal
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)

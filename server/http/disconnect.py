@@ -12,9 +12,9 @@ from starlette.types import Receive
 
 @asynccontextmanager
 async def ended_by(watching: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Cancels the block when `watching` is done before it; the block is left without an error then.
+    """Cancel the block when `watching` completes first, and leave it without an error.
 
-    One task watches; a task group would need another for the block.
+    Uses one task; a task group would need another one for the block.
     """
     block = asyncio.current_task()
     assert block is not None
@@ -39,6 +39,6 @@ async def ended_by(watching: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has hung up. The request's body must have been read."""
+    """Wait until the client disconnects. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

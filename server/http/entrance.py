@@ -1,4 +1,4 @@
-"""Who sends a request, before anything is done for it: requests begin by turns between their owners."""
+"""Finds the owner of a request before any work is done for it. Requests of different owners start alternately."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from server.http.auth import PROBES, key_of
 from server.http.callers import Caller, caller_in
 
-FindCaller = Callable[[bytes], Caller | None]  # by the key
-BEGIN_AT_ONCE = 1  # requests, in one iteration of the event loop: a millisecond or two
+FindCaller = Callable[[bytes], Caller | None]  # finds a caller by its key
+BEGIN_AT_ONCE = 1  # requests started in one iteration of the event loop, which takes a millisecond or two
 
 
 class Entrance:
-    """Says whose a request is. It refuses nothing."""
+    """Finds the owners of requests. Refuses nothing."""
 
     def __init__(self, find_caller: FindCaller | None = None) -> None:
-        """`find_caller`: None where no keys are asked for."""
+        """`find_caller`: None if the server requires no keys."""
         self._find_caller = find_caller
-        proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")  # as uvicorn has it
+        proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")  # uvicorn's default
         self._as_forwarded = ProxyHeadersMiddleware(_nothing, proxies)
 
     def owner(self, scope: Scope) -> str | None:
-        """Of the request, as of `Caller.owner`; None: it does not wait, as what watches the server."""
+        """Return the owner of a request, as `Caller.owner`; None for probes, which never wait."""
         if scope["path"].removeprefix(scope.get("root_path", "")) in PROBES:
             return None
         caller = self._find_caller(key_of(scope)) if self._find_caller is not None else None
         if caller is None:
-            with contextlib.suppress(StopIteration):  # it awaits nothing
+            with contextlib.suppress(StopIteration):  # it never waits
                 self._as_forwarded(scope, _nothing, _nothing).send(None)  # type: ignore[arg-type]  # uvicorn has types of its own
             caller = caller_in(scope)
         return caller.owner("")

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: one exception for all of them, and the shape that each API's clients read."""
+"""Errors as HTTP responses: one exception class, and the format of each API."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Names = Mapping[str, str]  # see `field_name`
 
 
 class APIError(Exception):
-    """A request that is not answered as asked.
+    """An error response to a request.
 
-    `path` leads to the field of the request that is to blame: names and indexes; empty when there is none. `lead` stands
-    between its name and `reason` in the message; None: `reason` is the whole message. `headers`: for the response.
-    `details`: for programs, where the API's errors have such.
+    `path`: names and indexes that lead to the invalid field of the request; empty if there is none. `lead`: text between the
+    field's name and `reason` in the message; None: `reason` is the whole message. `headers`: of the response. `details`:
+    machine-readable details, for APIs whose errors have them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class APIError(Exception):
         self.param = field_name(path, {}) or None
 
     def spelled(self, names: Names) -> APIError:
-        """The same with the field as an API calls it."""
+        """Return a copy that uses an API's names of fields."""
         error = APIError(
             self.status, self.reason, *self.path, lead=self.lead, headers=self.headers, details=self.details
         )
@@ -57,10 +57,10 @@ class APIError(Exception):
 
 
 def field_name(path: Sequence[str | int], names: Names) -> str:
-    """A field of the neutral request as an API calls it: `a[0].b`, unless `names` has another name for it.
+    """Return an API's name of a field of the neutral request: `a[0].b`, unless `names` has another name for it.
 
-    A key of `names` is such a field with `[]` for every index, and stands for all fields below it, too; the `[]` of its
-    value are filled with the indexes of the path.
+    A key of `names` is a field with `[]` for every index, and also stands for all fields below it. Each `[]` in its value is
+    filled with an index of the path.
     """
     for end in range(len(path), 0, -1):
         if (name := names.get(_joined(["" if isinstance(part, int) else part for part in path[:end]]))) is not None:
@@ -71,14 +71,14 @@ def field_name(path: Sequence[str | int], names: Names) -> str:
 
 
 def _joined(path: Sequence[str | int]) -> str:
-    """An empty part is any index."""
+    """Join a path. An empty part stands for any index."""
     parts = (f".{part}" if isinstance(part, str) and part else f"[{part}]" for part in path)
     return "".join(parts).removeprefix(".")
 
 
 @contextmanager
 def spelled(names: Names) -> Iterator[None]:
-    """Errors that leave the block call fields as an API does."""
+    """Convert the names of fields in errors of the block to an API's names."""
     try:
         yield
     except APIError as error:
@@ -86,9 +86,9 @@ def spelled(names: Names) -> Iterator[None]:
 
 
 def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> APIError:
-    """400 for a `ValueError` of the engine, whose message begins with the name of the parameter that is wrong.
+    """Return a 400 for a `ValueError` of the engine whose message begins with the name of the invalid parameter.
 
-    `fields`: the names that are parameters, each with its path in the request.
+    `fields`: parameter name → path in the request.
     """
     word, _, reason = str(error).partition(" ")
     name = word.removesuffix(":")
@@ -98,30 +98,30 @@ def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> AP
 
 
 def unexpected(error: BaseException) -> APIError:
-    """500 for an error that is the server's own; it is logged here."""
+    """Log an internal error and return a 500 for it."""
     _log.error("a request failed: %s", traceback_without_text(error))
     _log.debug("a request failed", exc_info=error)
     return APIError(500, _INTERNAL)
 
 
-# ---- the answers ----
+# ---- responses ----
 
-ErrorBody = Callable[[APIError], bytes]  # the JSON object of an error
+ErrorBody = Callable[[APIError], bytes]  # encodes an error as JSON
 
 
 class ErrorFormats:
-    """The shape of errors below each path."""
+    """The error format of each path."""
 
     def __init__(self, default: ErrorBody, below: Mapping[str, ErrorBody]) -> None:
-        """`below`: paths such as /v1/messages, whose endpoints and those below have another shape."""
+        """`below`: formats of paths such as /v1/messages and all paths below them; `default`: of all other paths."""
         self._default, self._below = default, below
 
     def body(self, error: APIError, path: str) -> bytes:
-        """`path`: of the request; a proxy may have put something before it."""
+        """Encode an error. `path`: of the request, possibly with a prefix that a proxy added."""
         return next((body for prefix, body in self._below.items() if _is_below(path, prefix)), self._default)(error)
 
     def has_own(self, path: str) -> bool:
-        """Whether errors of this path have a shape other than the default."""
+        """Whether this path has another error format than the default."""
         return any(_is_below(path, prefix) for prefix in self._below)
 
     def response(self, error: APIError, path: str) -> Response:
@@ -133,7 +133,7 @@ def _is_below(path: str, prefix: str) -> bool:
 
 
 def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
-    """Every error leaves `app` in the shape that its path's clients read."""
+    """Make `app` return every error in the format of its path."""
 
     def response(request: Request, error: APIError) -> Response:
         return formats.response(error, request.url.path)
@@ -158,15 +158,15 @@ def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
         answer = response(request, APIError(500, _INTERNAL))  # uvicorn logs it
-        if (context := CURRENT.get()) is not None:  # no middleware sees this response
+        if (context := CURRENT.get()) is not None:  # this response bypasses the middleware
             answer.raw_headers.extend(context.headers)
         return answer
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:
-    """400 that names the first field which is wrong, in words."""
+    """Return a 400 that names the first invalid field."""
     error = errors[0]
-    path = [part for part in error["loc"] if not str(part).startswith("<")]  # which member of a union it is
+    path = [part for part in error["loc"] if not str(part).startswith("<")]  # members of unions
     if path[:1] in (["body"], ["query"], ["path"]):
         del path[0]
     reason, given = error["msg"].removeprefix("Value error, "), error.get("input")
@@ -181,7 +181,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             reason = "must not be empty"
         case "too_long":
             reason = f"must have at most {error['ctx']['max_length']} entries"
-        case "wrong_field":  # found by looking at several fields together
+        case "wrong_field":  # raised by checks of several fields
             return APIError(400, error["ctx"]["reason"], *error["ctx"]["path"])
         case "unsupported":
             pass
@@ -199,6 +199,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:100] + "…"
 
 
-_brief = reprlib.Repr()  # does not write out a million entries
+_brief = reprlib.Repr()  # abbreviates long values
 _brief.maxstring = _brief.maxother = 200
 _brief.maxlist = _brief.maxdict = 40

@@ -1,31 +1,29 @@
-"""How large a request may be, and what of it is too much for the event loop."""
+"""Limits of request bodies, and which bodies are too large for the event loop."""
 
 from __future__ import annotations
 
 from server.http.errors import APIError
 
-MAX_VALUES = 100_000  # objects, their members, and lists of a body; numbers and texts in lists are not counted
-MAX_DEPTH = 100  # of objects and lists within each other
-MAX_ANSWERS = 2048  # prompts × n; texts to be embedded
+MAX_VALUES = 100_000  # objects, members and lists in a body; numbers and strings in lists do not count
+MAX_DEPTH = 100  # nesting of objects and lists
+MAX_ANSWERS = 2048  # prompts × n, or texts to embed
 _SMALL_BYTES = 16 << 10
 _SMALL_NUM_VALUES = 200
-_PART_BYTES = 16 << 10  # of a body, looked at without a pause for other threads
+_PART_BYTES = 16 << 10  # of a body, processed without a pause for other threads
 
 
 def default_body_bytes(max_model_len: int) -> int:
-    """Room for a prompt that fills the context, in any spelling, and for many short ones."""
+    """Return the default limit of a body: enough for a prompt that fills the context in any encoding."""
     return (4 << 20) + 32 * max_model_len
 
 
 def is_small(body: bytes) -> bool:
-    """Whether a JSON body is read, checked and converted within about a millisecond."""
+    """Whether a JSON body can be decoded, checked and converted within about a millisecond."""
     return len(body) <= _SMALL_BYTES and _num_values(body) <= _SMALL_NUM_VALUES
 
 
 def check_body(body: bytes) -> None:
-    """`APIError` for a JSON body that has more values than allowed. To decode it would take ten times as long, in which nothing
-    else of this process runs.
-    """
+    """Raise `APIError` if a JSON body has too many values. Decoding it would take ten times as long, and block the process."""
     if _num_values(body) <= MAX_VALUES:
         return
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -47,7 +45,7 @@ def _too_many() -> APIError:
 
 
 def check_values(decoded: object) -> None:
-    """`APIError` for a body that has more or deeper values than allowed, before anything is made of them."""
+    """Raise `APIError` if a decoded body has too many values or is nested too deeply."""
     num_values, depth, level = 0, 0, [decoded]
     while level:
         below: list[object] = []

@@ -1,5 +1,5 @@
-"""The outermost middleware: metrics of HTTP requests, their ids, and the context in which they are worked on. And the
-innermost: who may begin.
+"""The outermost middleware, which sets the context, ids and metrics of HTTP requests, and the innermost, which lets requests
+of different callers start alternately.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"
 
 
 class TurnsMiddleware:
-    """Lets requests for work in by turns between their callers, so that one's burst does not hold up what others wait for:
-    those that come by no `Connection`, as in Ray's replicas.
+    """Starts POST requests of different callers alternately, so that a burst of one caller does not delay others.
+
+    Used where requests do not arrive through a `Connection`, as in Ray's replicas.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -33,12 +34,12 @@ class TurnsMiddleware:
 
 
 class RequestMiddleware:
-    """Counts and times HTTP requests by the route that took them; sets their `RequestContext`. HEAD is answered as GET: the
-    server leaves the body out.
+    """Sets the `RequestContext` of HTTP requests, and counts and times them by route. HEAD is handled as GET; the server omits
+    the body.
     """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics, answers_id: bool) -> None:
-        """`answers_id`: whether answers have an X-Request-Id header."""
+        """`answers_id`: whether responses have an X-Request-Id header."""
         self._app, self._metrics, self._answers_id = app, metrics, answers_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +51,7 @@ class RequestMiddleware:
         if self._answers_id:
             context.headers = [(b"x-request-id", context.id.encode())]
         scope[DIRECT_SEND] = send
-        CURRENT.set(context)  # for all of the task, which works on this request alone: also what reports its failure
+        CURRENT.set(context)  # for the whole task, which handles only this request, including the report of a failure
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -62,7 +63,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, watched)
         finally:
-            del scope[DIRECT_SEND]  # a method of what holds the scope: else both would wait for the collector
+            del scope[DIRECT_SEND]  # breaks a reference cycle: `send` is a method of the scope's owner
             handler = getattr(scope.get("route"), "path", "none")
             counted = method if method in _METHODS else "other"  # clients may invent methods
             self._metrics.see(counted, status, handler, time.monotonic() - context.received)

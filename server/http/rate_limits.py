@@ -1,4 +1,4 @@
-"""Limits of requests and tokens per minute for each key, and the headers by which OpenAI's clients see them."""
+"""Limits of requests and tokens per minute for each key, and OpenAI's `x-ratelimit-*` headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.http.errors import APIError, ErrorFormats
 
 @dataclass(slots=True)
 class _Bucket:
-    """What may be used now: it is refilled steadily, within a minute as a whole. What was used beyond it is a debt."""
+    """A token bucket that refills steadily, completely within a minute. Use beyond its level is a debt."""
 
     per_minute: int
     level: float = field(init=False)
@@ -30,18 +30,18 @@ class _Bucket:
         self._time = now
 
     def seconds_until(self, level: float) -> float:
-        """How long until so much is there, if nothing is used."""
+        """Return the seconds until the bucket reaches `level`, if nothing is used."""
         return max(level - self.level, 0) * 60 / self.per_minute
 
 
 class RateLimits:
-    """What callers have used of their limits. In memory, and of this process."""
+    """The rate limits of all callers, in the memory of this process."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], _Bucket] = {}  # by caller and kind
 
     def begin(self, caller: Caller) -> None:
-        """A request has come. `APIError` 429 with Retry-After when the caller has none left, or no tokens."""
+        """Count a new request. Raises `APIError` 429 with Retry-After if the caller has no requests or tokens left."""
         buckets = self._of(caller)
         for kind, bucket in buckets.items():
             bucket.use(0)
@@ -51,7 +51,7 @@ class RateLimits:
             requests.use(1)
 
     def use_tokens(self, caller: Caller, num_tokens: int) -> None:
-        """Tokens of a prompt or an answer. They are known when the request has begun: more than are left is a debt."""
+        """Count tokens of a prompt or an answer. They are known only after the request has started, so they may cause a debt."""
         if (bucket := self._of(caller).get("tokens")) is not None:
             bucket.use(num_tokens)
 
@@ -83,7 +83,7 @@ def _refusal(kind: str, bucket: _Bucket) -> APIError:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 8.64s, 1m30s."""
+    """Format a duration as OpenAI does: 20ms, 8.64s, 1m30s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, seconds = divmod(seconds, 60)
@@ -91,7 +91,7 @@ def _duration(seconds: float) -> str:
 
 
 class RateLimitMiddleware:
-    """Refuses what is sent by POST beyond a caller's limits, before it is read; other responses say what is left."""
+    """Refuses POST requests beyond a caller's limits before reading them, and adds rate-limit headers to responses."""
 
     def __init__(self, app: ASGIApp, limits: RateLimits, formats: ErrorFormats) -> None:
         self._app, self._limits, self._formats = app, limits, formats

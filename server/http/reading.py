@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: within limits, as strict JSON, and off the event loop where they are large."""
+"""Reads request bodies: within limits, as strict JSON, and in a thread if they are large."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from server.http.workers import Workers
 _decode = msgspec.json.decode
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-_FORM = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, as Ollama's documents send it
-_LARGE = "quire.large_body"  # key of a scope
+_FORM = "application/x-www-form-urlencoded"  # sent by `curl -d`, as in Ollama's documentation
+_LARGE = "quire.large_body"  # key in the ASGI scope
 _CLIENT_CLOSED = 499
 _CLOSE = {"Connection": "close"}
-_READ_AT_ONCE = 2  # parts of large bodies, in one iteration of the event loop
-_MAX_HELD_BYTES = 256 << 20  # of all bodies that are arriving or wait to be read, or four of the largest size
+_READ_AT_ONCE = 2  # parts of large bodies read in one iteration of the event loop
+_MAX_HELD_BYTES = 256 << 20  # of all bodies in memory together; at least four times the maximum size
 
 
 class StrictJSONRoute(APIRoute):
     """Reads bodies with the application's `Bodies`: `app.state.bodies`.
 
-    An endpoint that has a body takes `body` and `request`, and returns a response; it is cancelled when the client hangs
-    up. All others are left to the framework.
+    An endpoint with a body takes `body` and `request` and returns a response. It is cancelled when the client disconnects.
+    All other endpoints are left to the framework.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -56,24 +56,28 @@ class StrictJSONRoute(APIRoute):
                 except BaseException as error:
                     if type(error).__name__ != "PanicException":
                         raise
-                    raise unexpected(error) from None  # of a library in Rust; no `Exception`, so nothing else takes it
+                    raise unexpected(
+                        error
+                    ) from None  # from a Rust library; not an `Exception`, so nothing else would handle it
             return response
 
         return handle_strictly
 
 
 class Arrivals:
-    """Bodies that are arriving or wait to be read: each and all of them within limits."""
+    """Receives bodies, within a limit for each body and one for all bodies in memory."""
 
     def __init__(self, max_bytes: int, timeout: float, limit: str = "") -> None:
-        """`max_bytes` of a body; `timeout`: seconds until it must have arrived; `limit`: where clients are told of the first."""
+        """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive. `limit`: suffix of the error message."""
         self._max_bytes, self._timeout, self._limit = max_bytes, timeout, limit
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
         self._turns = Turns(_READ_AT_ONCE)
 
     async def receive(self, request: Request, owner: str = "") -> bytes:
-        """The body, which counts until `release`. `APIError` 413 when it is too large, 408 when it takes too long, 503 when
-        there are too many. What does not come with the headers is read alternately with those of others.
+        """Receive a body, which counts towards the total until `release`. Parts after the first are read alternately between
+        owners.
+
+        Raises `APIError` 413 if the body is too large, 408 if it takes too long, 503 if there are too many bodies.
         """
         if int(request.headers.get("content-length", 0)) > self._max_bytes:
             raise self._too_large(request)
@@ -106,31 +110,32 @@ class Arrivals:
         self._num_held_bytes -= len(data)
 
     def _too_large(self, request: Request) -> APIError:
-        """What still arrives is dropped, so that clients that send all before they read get the answer. A client that waits
-        to be asked sends nothing more, and its next request would be taken for the body.
+        """Return a 413. The rest of the body is read and dropped, so that clients which send everything before they read get the
+        response. A client that sent `Expect: 100-continue` sends no body, so its connection is closed: its next request would
+        be taken for the body.
         """
         reason = f"the body may have at most {self._max_bytes} bytes{self._limit}"
         return APIError(413, reason, headers=_CLOSE if "expect" in request.headers else None)
 
 
 class Bodies:
-    """Reads the bodies of requests: within limits, a few at a time, and off the event loop where they are large.
+    """Reads request bodies: within limits, a few at a time, and in a thread if they are large.
 
-    JSON is as RFC 8259 has it, in UTF-8: NaN, halves of surrogate pairs and numbers beyond a double are refused. So whatever
-    a request holds can be written into an answer again.
+    JSON follows RFC 8259, in UTF-8. NaN, lone surrogates and numbers outside the range of doubles are refused, so that every
+    value in a request can be encoded again in a response.
     """
 
     def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
-        """`max_bytes` of a body; `timeout`: seconds until it must have arrived."""
+        """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive."""
         self._arrivals = Arrivals(max_bytes, timeout, " (--max-body-bytes of the server)")
         self._workers, self._turns = workers, Turns(BEGIN_AT_ONCE)
 
     async def receive(self, request: Request) -> bytes:
-        """The body, for `checked`. `APIError` as `Arrivals.receive`."""
+        """Receive a body, for `checked`. Raises `APIError` like `Arrivals.receive`."""
         return await self._arrivals.receive(request, caller_of(request).owner(""))
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
-        """A body that has arrived, as its type has it. `APIError` says what is wrong."""
+        """Decode and validate a received body. Raises `APIError` if it is invalid."""
         try:
             await self._turns.wait(caller_of(request).owner(""))
             return await self._checked(request, data, body_type)
@@ -147,14 +152,14 @@ class Bodies:
 
 
 def is_large(request: Request) -> bool:
-    """Whether what follows from the body may take more than a millisecond, and is work for a thread."""
+    """Whether processing the body may take more than a millisecond, so that it belongs in a thread."""
     return _LARGE in request.scope
 
 
 def _is_json(request: Request) -> bool:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == _FORM and request.scope["route"].path.startswith("/api/"):
-        return not {"origin", "sec-fetch-site"} & set(request.headers)  # no browser sent it
+        return not {"origin", "sec-fetch-site"} & set(request.headers)  # not sent by a browser
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 

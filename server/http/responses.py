@@ -1,4 +1,4 @@
-"""Answers as HTTP responses: whole, or as a stream."""
+"""HTTP responses: complete or streamed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def streamed(
     keep_alive: float,
     media_type: str = EVENTS,
 ) -> Response:
-    """`failure`: the event of an error; `end`: what comes last; `keep_alive`, `media_type`: as of `EventStream`."""
+    """Return a streaming response. `failure`: makes the event of an error; `end`: the last bytes; others: see `EventStream`."""
     response = EventStream(events, failure=failure, end=end, keep_alive=keep_alive, media_type=media_type)
     response.headers.update(warnings.headers)
     return response
 
 
 async def whole(answer: Coroutine[Any, Any, bytes], warnings: Warnings) -> Response:
-    """`answer`: the JSON, warnings included."""
+    """Return a complete response. `answer`: its JSON, including the warnings."""
     return Response(await answer, media_type="application/json", headers=warnings.headers)
 
 
 def json_response(members: Mapping[str, Any], warnings: Warnings) -> Response:
-    """A JSON object, with the warnings."""
+    """Return a JSON object with the warnings."""
     content = msgspec.json.encode({**members, **warnings.as_dict()})
     return Response(content, media_type="application/json", headers=warnings.headers)

@@ -1,7 +1,7 @@
-"""Server-sent events: JSON objects in, the bytes of a response out.
+"""Server-sent events.
 
-An event is `data: {json}` and an empty line, after a line with its name if it has one. A stream ends the same way after
-an error.
+An event is an optional line with its name, a line `data: {json}` and an empty line. After an error, a stream ends in the same
+way as otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, unexpected
 
-DIRECT_SEND = "quire.send"  # key of a scope: how to send what middleware has nothing to say about
+DIRECT_SEND = "quire.send"  # key in the ASGI scope: a `send` that bypasses the middleware
 EVENTS = "text/event-stream; charset=utf-8"
 _KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
@@ -25,10 +25,10 @@ def event(json: bytes, name: bytes = b"") -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """The response that sends `events` (each made by `event`), then `end`. What fails becomes one more event.
+    """A response that sends `events` (each made by `event`), then `end`. An error becomes one more event.
 
-    When the client hangs up the task that waits for the next event is cancelled. One task watches for that and for silence;
-    the library has a group of four for each stream, which costs as much as all the rest of a request.
+    When the client disconnects, the task that waits for the next event is cancelled. One task detects that and sends
+    keep-alive comments. sse-starlette uses four tasks per stream, which cost as much as the rest of a request.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class EventStream(EventSourceResponse):
         keep_alive: float,
         media_type: str = EVENTS,
     ) -> None:
-        """`keep_alive`: seconds between comments, which keep proxies from closing a silent stream; 0: none. `media_type`:
-        of another kind of stream.
+        """`failure`: makes the event of an error. `keep_alive`: seconds of silence before a comment, which keeps proxies from
+        closing the stream; 0: no comments. `media_type`: for other kinds of streams.
         """
         super().__init__(events, media_type=media_type)
         self._events, self._failure, self._end, self._keep_alive = events, failure, end, keep_alive
@@ -66,7 +66,7 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _watch(self, receive: Receive, send_event: Send) -> None:
-        """Until the client hangs up."""
+        """Send keep-alive comments until the client disconnects."""
         while True:
             try:
                 async with asyncio.timeout(self._keep_alive or None):

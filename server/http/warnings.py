@@ -1,4 +1,4 @@
-"""Warnings: the fields of a request that have no effect, named in the answer, or refused with --strict."""
+"""Warnings about fields of a request that have no effect. With --strict, such fields are refused."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ HEADER = "X-Quire-Warnings"
 
 
 class Warnings:
-    """What of a request has no effect."""
+    """The fields of a request that have no effect."""
 
     def __init__(self, strict: bool) -> None:
-        """`strict`: refuse it."""
+        """`strict`: refuse such fields."""
         self._strict = strict
         self.messages: list[str] = []
 
     def add(self, reason: str, *path: str | int, names: Names | None = None) -> None:
-        """`names`: as of `field_name`. `APIError` with `strict`."""
+        """Add a warning. `names`: see `field_name`. Raises `APIError` if `strict`."""
         name = field_name(path, names or {})
         name = name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "…"
         if self._strict:
@@ -34,7 +34,7 @@ class Warnings:
             self.messages.append(f"{name}: {reason}")
 
     def add_fields(self, body: Body) -> Warnings:
-        """All fields of `body` that are unknown or have no effect."""
+        """Add a warning for each field of `body` that is unknown or has no effect."""
         for path, reason in _fields_without_effect(body):
             self.add(reason, *path)
             if len(self.messages) == MAX_WARNINGS:
@@ -43,19 +43,19 @@ class Warnings:
 
     @property
     def headers(self) -> dict[str, str]:
-        """For the response: a JSON list in ASCII."""
+        """The response header, a JSON list in ASCII."""
         shown = list(self.messages)
-        while len(text := json.dumps(shown)) > MAX_HEADER_LENGTH:  # proxies take a few KB of headers in all
+        while len(text := json.dumps(shown)) > MAX_HEADER_LENGTH:  # proxies limit headers to a few KB
             shown = [*shown[: (len(shown) - 1) * 3 // 4], "… (`warnings` in the answer has all of them)"]
         return {HEADER: text} if shown else {}
 
     def as_dict(self) -> dict[str, list[str]]:
-        """For the response's JSON object."""
+        """The member of the response's JSON object."""
         return {"warnings": self.messages} if self.messages else {}
 
     @property
     def member(self) -> bytes:
-        """The same as bytes: a comma and the list, or nothing."""
+        """The member as JSON bytes with a leading comma, or nothing."""
         return b',"warnings":' + msgspec.json.encode(self.messages) if self.messages else b""
 
 
@@ -76,7 +76,9 @@ def _fields_without_effect(body: Body, *above: str | int) -> Iterator[tuple[tupl
         value = getattr(body, name)
         if isinstance(value, Body):
             yield from _fields_without_effect(value, *above, name)
-        elif isinstance(value, list) and value and isinstance(value[0], Body | str):  # documents are either
+        elif (
+            isinstance(value, list) and value and isinstance(value[0], Body | str)
+        ):  # documents may be strings or objects
             for index, item in enumerate(value):
                 if type(item) is not str and isinstance(item, Body):
                     yield from _fields_without_effect(item, *above, name, index)

@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop: large bodies, long texts, slow templates."""
+"""Threads for work that would block the event loop: large bodies, long texts, slow templates."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engine.fair_executor import FairExecutor
 from engine.memory import return_memory
 
 _T = TypeVar("_T")
-# Fewer than cores: each one at work may have Python's global lock before the event loop has it again, and a core.
+# Fewer than cores: each busy thread takes a core, and may get Python's global lock before the event loop does.
 NUM_THREADS = min(4, max(1, (os.cpu_count() or 1) - 1))
 _TRIM_SECONDS = 5.0
 
 
 class Workers:
-    """A few threads. Work that waits for one is dropped when the task that waits for it is cancelled."""
+    """A few threads. Queued work is dropped when the task that waits for it is cancelled."""
 
     def __init__(self) -> None:
         self._threads = FairExecutor(ThreadPoolExecutor(NUM_THREADS, "worker"))
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[..., _T], *args: object, owner: str) -> _T:
-        """`owner`: of the request, of whose work many others' must not wait."""
+        """Run a function in a thread. `owner`: of the request; owners get threads alternately."""
         loop = asyncio.get_running_loop()
         if self._trim is None:
             self._trim = loop.call_later(_TRIM_SECONDS, self._return_memory)
