@@ -54,8 +54,8 @@ _log = logging.getLogger(__name__)
 
 
 class Handle(Protocol):
-    """A launched step. Requests at the `guided` indices of its batch are sampled once their `masks` are filled, all others at
-    once.
+    """A launched step. Requests at the `guided` indices of its batch are sampled once their `masks` are filled, all
+    others at once.
     """
 
     @property
@@ -113,8 +113,8 @@ BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, laun
 class Engine:
     """A model, its scheduler and its runner. Call `add_request`, then `step` until `has_work` is false.
 
-    A request that fails alone finishes with the reason "error", and the others continue. If `step` raises an exception, the
-    engine cannot be used any more.
+    A request that fails alone finishes with the reason "error", and the others continue. If `step` raises an exception,
+    the engine cannot be used any more.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Engine:
     ) -> None:
         """Load the model and allocate the KV cache.
 
-        `spec`: the model's specification, if it has been read already. `eos_token_ids`: end-of-text tokens in addition to
-        those of the specification. `offline`: tune for throughput. `progress`: called with the progress of the start. `lost`:
-        called with the reason before this process ends because another rank was lost.
+        `spec`: the model's specification, if it has been read already. `eos_token_ids`: end-of-text tokens in addition
+        to those of the specification. `offline`: tune for throughput. `progress`: called with the progress of the
+        start. `lost`: called with the reason before this process ends because another rank was lost.
 
         Raises `ModelError`, `ConfigError`, or `EngineError` if the device has too little memory.
         """
@@ -220,11 +220,12 @@ class Engine:
         return self.scheduler.has_work() or self._grammars.num_held > 0 or self._recovery.is_active
 
     def step(self) -> StepOutputs:
-        """Launch the next step, then read the previous one, so that the device never waits for the CPU. In a pipeline, read the
-        oldest step once there is one in flight for each stage. A step that has finished when it is launched is read at once.
+        """Launch the next step, then read the previous one, so that the device never waits for the CPU. In a pipeline,
+        read the oldest step once there is one in flight for each stage. A step that has finished when it is launched is
+        read at once.
 
-        If a step fails, its requests run again, fewer at a time, and requests that fail alone finish with an error. Raises
-        only errors that no single request causes.
+        If a step fails, its requests run again, fewer at a time, and requests that fail alone finish with an error.
+        Raises only errors that no single request causes.
         """
         self._in_doubt = True
         outputs = self._step()
@@ -282,7 +283,7 @@ class Engine:
         return outputs
 
     def _step_failed(self, error: Exception, outputs: StepOutputs) -> StepOutputs:
-        """Recover from a failed step: the steps in flight are lost. `outputs`: those of earlier steps, to be completed."""
+        """Recover from a failed step: steps in flight are lost. `outputs`: of earlier steps, to be completed."""
         self.in_flight.clear()
         for output in self._recovery.step_failed(error):
             self._grammars.remove(output.request_id)
@@ -290,7 +291,7 @@ class Engine:
         return outputs
 
     def _add_compiled(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars are compiled. Returns the outputs of requests whose grammars failed to compile."""
+        """Queue the requests with compiled grammars. Returns the outputs of requests with failed compilations."""
         ready, errors = self._grammars.take_compiled(idle=not self.scheduler.has_work())
         outputs = [
             refused_output(request_id, "its grammar cannot be compiled", error) for request_id, error in errors.items()
@@ -322,9 +323,9 @@ class Engine:
         ]
 
     def _sample_guided(self, launched: Handle, batch: ScheduledBatch, before: Handle | None) -> list[EngineOutput]:
-        """Sample the requests that wait for masks. If the batch has other requests too, masks have a deadline, and requests
-        whose masks miss it are deferred. `before`: the step that was read last. Returns the outputs of requests whose
-        grammars failed.
+        """Sample the requests that wait for masks. If the batch has other requests too, masks have a deadline, and
+        requests whose masks miss it are deferred. `before`: the step that was read last. Returns the outputs of
+        requests whose grammars failed.
         """
         if before is not None and before.guided:
             self._grammars.learn_deadline(launched.device_waited, before.wait_seconds)

@@ -19,27 +19,27 @@ UNHELD = 0  # block table entry where the request holds no block: no query reads
 class BlockManager:
     """Block tables with `block_size` tokens per block, one for each cache group, over one pool of `num_blocks` blocks.
 
-    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`. A group with a sliding window
-    releases blocks that no later query reads; their entries stay in the table, below `Request.num_passed`. All blocks have
-    the same size in bytes, so every group can use the blocks that another one releases: the pool is not divided between
-    groups.
+    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`. A group with a sliding
+    window releases blocks that no later query reads; their entries stay in the table, below `Request.num_passed`. All
+    blocks have the same size in bytes, so every group can use the blocks that another one releases: the pool is not
+    divided between groups.
 
-    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its token ids)`; the chain
-    starts at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain survives the
-    eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two
-    prefixes with the same name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens
-    to compare would take a kilobyte.
+    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its token ids)`; the
+    chain starts at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain
+    survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal content: no one
+    can construct two prefixes with the same name, as would be possible with Python's `hash()` of token tuples. A name
+    takes 32 bytes; the tokens to compare would take a kilobyte.
 
-    If two requests compute the same content at the same time, each keeps its own block. The first block is published; the
-    other stays private and is empty once it is released.
+    If two requests compute the same content at the same time, each keeps its own block. The first block is published;
+    the other stays private and is empty once it is released.
 
-    **No locks.** Steps run on the device in launch order, and within each layer a step stores the KV of all its tokens before
-    any of them attends. Therefore
-    - a block that is released while a launched step still reads or writes it may be assigned again at once: the writes of its
-      new holder are launched later;
+    **No locks.** Steps run on the device in launch order, and within each layer a step stores the KV of all its tokens
+    before any of them attends. Therefore
+    - a block that is released while a launched step still reads or writes it may be assigned again at once: the writes
+      of its new holder are launched later;
     - a block may be published, and hit by another request, in the same step that fills it.
-    A stale write never corrupts another request: a request writes only to unpublished blocks that it alone holds, and a block
-    that it loses is written or published again only by a later step.
+    A stale write never corrupts another request: a request writes only to unpublished blocks that it alone holds, and a
+    block that it loses is written or published again only by a later step.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class BlockManager:
     def match_prefix(self, request: Request) -> list[list[int]]:
         """Find the longest cached prefix. Returns the first block table entries of each group.
 
-        The prefix never includes the last token, since at least one token must be computed. In a group with a window, only
-        the blocks that the next query reads need to be cached.
+        The prefix never includes the last token, since at least one token must be computed. In a group with a window,
+        only the blocks that the next query reads need to be cached.
         """
         tables: list[list[int]] = [[] for _ in self.groups]
         if not self.enable_prefix_caching:
@@ -117,8 +117,8 @@ class BlockManager:
         return "evicted" if self.pool.was_cached(self._hash(request, num_matched)) else "not_seen"
 
     def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
-        """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in every
-        group with a window.
+        """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
+        every group with a window.
 
         Fills the tables of these groups, except for entries that the query after that prefix does not read.
         """
@@ -142,11 +142,11 @@ class BlockManager:
     def grow(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
     ) -> list[list[int]] | None:
-        """Append blocks to the request's tables until `num_tokens` tokens fit: first `cached`, from `match_prefix`, then new
-        ones.
+        """Append blocks to the request's tables until `num_tokens` tokens fit: first `cached`, from `match_prefix`,
+        then new ones.
 
-        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns the new
-        blocks of each group, or None, without any change, unless `num_spare` blocks remain free.
+        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns
+        the new blocks of each group, or None, without any change, unless `num_spare` blocks remain free.
         """
         size, pool = self.block_size, self.pool
         if request.block_tables and self._windowed:
@@ -174,8 +174,8 @@ class BlockManager:
     def _growth(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[int], list[int], list[int]]:
-        """Return what `grow` needs: the tables, the number of passed entries of each, the cached blocks to hold, and the number
-        of new blocks for each group.
+        """Return what `grow` needs: the tables, the number of passed entries of each, the cached blocks to hold, and
+        the number of new blocks for each group.
         """
         size, num_cached = self.block_size, len(cached[0]) if cached else 0
         computed = max(num_cached * size, request.num_computed_tokens)
@@ -222,7 +222,7 @@ class BlockManager:
             self.pool.unpublish(table[num_passed:])
 
     def release(self, request: Request) -> None:
-        """Release the request's blocks, the last one first: the start of a prefix is shared most and should be evicted last."""
+        """Release the request's blocks, the last one first, so that the start of a prefix is evicted last."""
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
             self.pool.release(reversed(table[num_passed:]))
         request.block_tables, request.num_passed = [], []
@@ -234,7 +234,7 @@ class BlockManager:
         return self.pool.reset()
 
     def _hash(self, request: Request, index: int) -> bytes:
-        """Return the hash of the request's first `index + 1` blocks, all full. Computed once, also across preemptions."""
+        """Return the hash of the request's first `index + 1` blocks, all full. Kept across preemptions."""
         hashes = request.block_hashes
         if index >= len(hashes):
             self._hash_more(request, index + 1)

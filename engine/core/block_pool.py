@@ -1,7 +1,7 @@
 """The pool of physical KV blocks: holders, cached content, eviction.
 
-The life cycle of a block: free and empty → held by one request, which fills it → published (full, can be found by name, held
-by any number of requests) → free but still published, until it is evicted → held again.
+The life cycle of a block: free and empty → held by one request, which fills it → published (full, can be found by name,
+held by any number of requests) → free but still published, until it is evicted → held again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockPool:
         return len(self._free)
 
     def finder(self, group: int) -> Callable[[bytes], int | None]:
-        """Return a function that finds a published block of a cache group by the hash of the prefix that ends with it."""
+        """Return a function that finds a group's published block by the hash of the prefix that ends with it."""
         return self._published[group].get
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
@@ -67,7 +67,7 @@ class BlockPool:
         return taken
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Remove a holder from each block, in this order. Published blocks that become free are evicted after all free ones."""
+        """Remove a holder from each block, in this order. Published blocks that become free are evicted last."""
         num_holders, free, names = self._num_holders, self._free, self._names
         self.num_releases += 1
         for block_id in block_ids:
@@ -78,7 +78,7 @@ class BlockPool:
                     free.move_to_end(block_id, last=False)
 
     def publish(self, group: int, block_hash: bytes, block_id: int) -> None:
-        """Publish a full block as the end of a prefix. If another block is already published for it, this one stays private."""
+        """Publish a full block as the end of a prefix, unless another block is already published for it."""
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
@@ -92,7 +92,7 @@ class BlockPool:
                 self._names[block_id] = None
 
     def published(self) -> Iterator[tuple[int, Name]]:
-        """Yield the published blocks and their names, the one to be evicted last first, as of the first call to the iterator."""
+        """Yield the published blocks and their names as of the first call, the one to be evicted last first."""
         held = range(self.num_blocks) if len(self._free) < self.num_blocks else ()
         order = [block_id for block_id in held if self._num_holders[block_id]]
         order += reversed(self._free)

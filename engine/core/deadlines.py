@@ -51,8 +51,8 @@ class Deadlines:
     def is_too_late(self, request: Request, num_cached: Callable[[Request], int]) -> bool:
         """Whether the request's first token would miss its deadline if the request started now, at the estimated speed.
 
-        `num_cached`: returns the number of its tokens in the prefix cache. Each refusal halves the estimated time per token,
-        so that a wrong estimate does not refuse requests for ever.
+        `num_cached`: returns the number of its tokens in the prefix cache. Each refusal halves the estimated time per
+        token, so that a wrong estimate does not refuse requests for ever.
         """
         deadline, pace = request.engine_request.deadline, self._prompt_token_seconds
         if not deadline or request.num_preemptions:

@@ -11,8 +11,8 @@ from engine.core.engine_request import EngineRequest
 class Request:
     """Prompt and output as one sequence of tokens.
 
-    The CPU runs one step behind the device, so the state has three counts. Always `num_computed_tokens <= num_tokens` and
-    `len(token_ids) <= num_tokens`.
+    The CPU runs one step behind the device, so the state has three counts. Always `num_computed_tokens <= num_tokens`
+    and `len(token_ids) <= num_tokens`.
 
     - `len(token_ids)`: the tokens that the CPU knows;
     - `num_tokens`: these, and the tokens in flight, which launched steps sample and which are not read back yet;
@@ -81,7 +81,8 @@ class Request:
         self.prompt_logprobs += scores.logprobs[num_known - scores.first :]
 
     def append(self, token_ids: list[int]) -> list[int]:
-        """Append the oldest tokens in flight, up to the one that finishes the request, and set `finish_reason` if one does.
+        """Append the oldest tokens in flight, up to the one that finishes the request, and set `finish_reason` if one
+        does.
 
         Returns the tokens that were appended.
         """

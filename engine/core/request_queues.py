@@ -46,8 +46,8 @@ class RequestQueues:
     owners have such a request, the owner with the least service is next. A new owner starts with the service of the
     others, so an idle owner neither saves up credit nor falls behind.
 
-    **Favoured owners** go first. A new owner is favoured for its first tokens and steps, unless it has many requests:
-    heavy users hardly delay an occasional short request.
+    **Favoured owners** go first within a priority. A new owner is favoured for its first tokens and steps, unless it
+    has many requests. Heavy users therefore hardly delay an occasional short request.
 
     **`running`** is sorted: requests of favoured owners first, then the oldest request of each other owner, then the
     second oldest of each, and so on. The last request, which is preempted first, is therefore the youngest of the owner

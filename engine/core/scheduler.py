@@ -5,8 +5,7 @@ hits and resumption after preemption are all `granted = min(num_tokens - num_com
 
 `schedule()` for step n+1 runs before `update()` of step n. `num_tokens` includes the token that a launched step will
 sample, so the request is scheduled again before the CPU knows that token. If it turns out to be a stop token, the
-request finishes and `update()` discards the result of step n+1 for it. Ends by length are known in advance and waste
-nothing.
+request finishes, and `update()` discards the result of step n+1 for it. A request that ends by length wastes no step.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
 
 PAUSED_STEPS = 16  # successive steps for favoured owners only, before all owners get one
-# While several owners have requests, a new request waits for steps of other owners for about as long as this many short
-# steps take, or this many seconds, whichever is longer.
+# While several owners have requests, a new request waits for the steps in flight at most about as long as this many
+# short steps take, or this many seconds, whichever is longer.
 SHARED_STEPS = 16
 SHARED_SECONDS = 0.03
 # The same while an idle owner is expected to send a request.
@@ -44,9 +43,9 @@ _Batched = tuple[list[Request], ScheduledBatch]
 class _Plan:
     """A step under construction."""
 
-    decodes: list[Request] = field(default_factory=list)  # compute one token each
-    longer: list[Request] = field(default_factory=list)  # compute several tokens each
-    lengths: list[int] = field(default_factory=list)  # tokens of each of `longer`
+    decodes: list[Request] = field(default_factory=list)  # requests that compute one token each
+    longer: list[Request] = field(default_factory=list)  # requests that compute more
+    lengths: list[int] = field(default_factory=list)  # tokens of each request of `longer`
     partial: list[Request] = field(default_factory=list)  # requests whose chunk was cut by the token budget
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -174,7 +173,7 @@ class Scheduler(LaunchedSteps):
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Return the running requests for the next step: with overlapping steps, a fraction without tokens in flight."""
+        """Return the running requests for the next step: where steps overlap, a fraction without tokens in flight."""
         if self._num_batches == 1:
             return requests
         known = (each for each in requests if each.num_tokens == len(each.token_ids))

@@ -39,7 +39,7 @@ class UnfinishedRequests:
         self.num_corrupted = 0  # requests that ended because the model computed NaN or infinity
 
     def check_new(self, request: Request) -> None:
-        """Raise `ValueError` if the id is in use or the request can never run. Caps its length at what fits model and cache."""
+        """Limit a request's length to model and cache. `ValueError` if its id is in use or it can never run."""
         num_prompt, longest = request.num_prompt_tokens, self.max_model_len - (request.pooling is None)
         if self.queues.find(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
@@ -69,7 +69,7 @@ class UnfinishedRequests:
         self._deadlines.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request in any state; its tokens in flight are dropped. Returns False if there is none with this id."""
+        """Abort a request in any state and drop its tokens in flight. Returns False if there is no such request."""
         request = self.queues.find(request_id)
         if request is None:
             return False
@@ -93,7 +93,7 @@ class UnfinishedRequests:
         return request.output([])
 
     def _fail(self, request: Request) -> None:
-        """Handle a request that finishes with an error. Its KV may hold NaN, so no other request may find its blocks."""
+        """Handle a request that fails. Its KV may hold NaN, so no other request may find its blocks."""
         if request.error == FAULTS[NOT_FINITE]:
             self.num_corrupted += 1
             self.blocks.unpublish(request)
@@ -116,5 +116,5 @@ class UnfinishedRequests:
             self.blocks.release(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, as after a change of weights. Returns False, without any change, while a request runs."""
+        """Empty the prefix cache, as after a change of weights. Returns False, unchanged, while a request runs."""
         return self.blocks.reset()

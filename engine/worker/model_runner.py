@@ -1,7 +1,7 @@
 """Runs scheduled steps on the device: updates rows, prepares step tensors, runs the model, samples.
 
-`launch` queues a step and returns at once; `StepHandle.read` waits for its tokens. The newest token of each request stays on
-the device, so the next step can be launched before this one is read.
+`launch` queues a step and returns at once; `StepHandle.read` waits for its tokens. The newest token of each request
+stays on the device, so the next step can be launched before this one is read.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class StepHandle:
     def sample(self, deferred: Sequence[int] = ()) -> None:
         """Sample the `guided` requests, before the next step is launched.
 
-        Before this call, the caller reads the previous step and fills `masks`, [len(guided), (vocabulary + 31) // 32] int32:
-        one bit for each token, the lowest bit first, set if the token is allowed. The `deferred` indices, whose masks are not
-        filled, get no token: their requests compute their newest token again in the next step.
+        Before this call, the caller reads the previous step and fills `masks`, [len(guided), (vocabulary + 31) // 32]
+        int32: one bit for each token, the lowest bit first, set if the token is allowed. The `deferred` indices, whose
+        masks are not filled, get no token: their requests compute their newest token again in the next step.
         """
         assert self.finish is not None
         self.finish(deferred)
@@ -100,8 +100,8 @@ class StepHandle:
 class ModelRunner:
     """Owns the weights, the KV cache, the device rows and the CUDA graphs. Not thread-safe.
 
-    Use `startup.build_runner` to get a runner that is ready to step: it allocates the KV cache, captures the graphs and may
-    reduce `max_model_len` to what the KV cache holds.
+    Use `startup.build_runner` to get a runner that is ready to step: it allocates the KV cache, captures the graphs and
+    may reduce `max_model_len` to what the KV cache holds.
     """
 
     num_blocks: int = 0
@@ -255,8 +255,8 @@ class ModelRunner:
     def _run_eagerly(
         self, handle: StepHandle, packed: PackedStep, shape: PrefillShape | None, scored: list[int], pooled: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, V] and tokens [B] of any step. `handle` gets prompt log-probabilities of the indices `scored` and
-        embeddings of the indices `pooled`.
+        """Return logits [B, V] and tokens [B] of any step. `handle` gets prompt log-probabilities of the indices
+        `scored` and embeddings of the indices `pooled`.
 
         For a step packed for a `shape`, the forward pass is that shape's graph.
         """
@@ -312,7 +312,8 @@ class ModelRunner:
         """Return the shapes of steps with prefill that are worth a graph."""
         options = self.options
         most = min(options.max_num_batched_tokens, options.max_model_len)
-        # The decode kernel for latent attention splits contexts by the number of sequences, which is unknown at capture.
+        # The decode kernel for latent attention splits contexts by the number of sequences, which is unknown at
+        # capture.
         decodes = not any(isinstance(layer.mixer, LatentSpec) for layer in self.model.spec.layers)
         return [
             PrefillShape.of_size(size, options.max_num_seqs, decodes, self._all_tile_queries)
@@ -357,7 +358,8 @@ class ModelRunner:
         *,
         may_decode: bool = False,
     ) -> list[AttentionMetadata]:
-        """Unpack a step and return the attention metadata of each cache group. `tiles`: prefill tiles, by queries per tile.
+        """Unpack a step and return the attention metadata of each cache group. `tiles`: prefill tiles, by queries per
+        tile.
 
         `may_decode`: of the first `num_decodes` sequences, only the leading ones with one token each decode.
         """
@@ -406,8 +408,8 @@ class ModelRunner:
         self, handle: StepHandle, packed: PackedStep, plan: SamplingPlan, logits: Tensor, tokens: Tensor, size: int,
         deferred: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU. `size`: of the graph
-        that ran; 0: none did.
+        """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU. `size`: of the
+        graph that ran; 0: none did.
         """
         if plan.filtered and self.graphs is not None and size:
             self.graphs.run_filtered(size)
