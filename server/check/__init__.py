@@ -1,1 +1,1 @@
-"""Whether a server speaks the APIs that it claims to: checks from outside, over HTTP."""
+"""Checks over HTTP whether a server implements the APIs that it claims to."""

@@ -1,4 +1,4 @@
-"""Checks of what coding agents and their SDKs ask for beside answers."""
+"""Checks of what coding agents and their SDKs need besides answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOOLS = [
 ]
 POLL_SECONDS = 0.1
 KIND = {"type": "string", "enum": ["a", "b"]}
-# What libraries make of ordinary types: each schema, and what its instances are.
+# Schemas that libraries generate for ordinary types, each with a check of its instances.
 SCHEMAS: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "a record (zod)": (
         {

@@ -1,4 +1,4 @@
-"""Checks through the official openai, anthropic and ollama clients, where they are installed."""
+"""Checks through the official openai, anthropic and ollama clients, if they are installed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ check = suite.check
 
 
 def _lines(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
-    """The objects of a stream."""
+    """Return the objects of a stream."""
     response = server.post(path, body)
     if response.status_code in (404, 405, 501):
         raise AbsentError(f"status {response.status_code}")
@@ -68,5 +68,7 @@ def ollama_error(server: Server) -> None:
     answer: httpx.Response = server.post("/api/chat", {"messages": HELLO, "model": "no such model"})
     want(answer.status_code == 404, f"status {answer.status_code} instead of 404")
     if not isinstance(answer.json().get("error"), str):
-        server.ask("/api/chat", messages=HELLO, stream=False, options=SHORT)  # is it there at all?
+        server.ask(
+            "/api/chat", messages=HELLO, stream=False, options=SHORT
+        )  # skips the check if the endpoint is missing
         want(False, "the error is no text")

@@ -24,7 +24,7 @@ check = suite.check
 
 
 def first(body: dict[str, Any]) -> dict[str, Any]:
-    """The first choice of an answer."""
+    """Return the first choice of an answer."""
     want(body.get("choices"), "the answer has no choices")
     choice: dict[str, Any] = body["choices"][0]
     want(
@@ -34,7 +34,7 @@ def first(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """All that a message says, what the model thinks included."""
+    """Return the text of a message, including its reasoning."""
     message = first(body)["message"]
     want(message.get("role") == "assistant", f"the role is {message.get('role')!r}")
     return (message.get("reasoning_content") or message.get("reasoning") or "") + (message.get("content") or "")
@@ -247,7 +247,7 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def finished(choice: dict[str, Any]) -> dict[str, Any]:
-    """The choice, if it came to an end: half an object says nothing."""
+    """Return the choice. Raises `AbsentError` if it is truncated, since half an object proves nothing."""
     if choice["finish_reason"] == "length":
         raise AbsentError("the model came to no end")
     return choice

@@ -1,4 +1,4 @@
-"""Runs checks against a server and says how each went."""
+"""Runs checks against a server and reports the results."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ABSENT = (404, 405, 501)
 
 
 class FailedError(Exception):
-    """The server does something else than it should."""
+    """The server behaves incorrectly."""
 
 
 class AbsentError(Exception):
-    """The server does not offer this, and says so."""
+    """The server does not offer this feature, and says so."""
 
 
 def want(condition: object, message: str) -> None:
-    """`FailedError` unless the condition holds."""
+    """Raise `FailedError` unless the condition holds."""
     if not condition:
         raise FailedError(message)
 
@@ -41,7 +41,7 @@ class Event:
 
 
 class Server:
-    """The server to be checked."""
+    """The server under test."""
 
     def __init__(self, url: str, *, api_key: str | None, model: str, timeout: float) -> None:
         self.url, self.api_key, self.model, self.timeout = url, api_key, model, timeout
@@ -49,20 +49,20 @@ class Server:
         self.http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
 
     def get(self, path: str) -> httpx.Response:
-        """A successful answer."""
+        """Send a GET request and return the successful response."""
         return _successful(self.http.get(path))
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """Any answer. The model is named if `body` does not."""
+        """Send a POST request and return the response, whatever its status. Adds `model` if `body` has none."""
         return self.http.post(path, json={"model": self.model, **body})
 
     def ask(self, path: str, *, optional: bool = False, **body: Any) -> dict[str, Any]:
-        """The JSON of a successful answer. `optional`: the server may refuse to do this."""
+        """Send a POST request and return the JSON of the successful response. `optional`: the server may refuse."""
         answer: dict[str, Any] = _successful(self.post(path, body), optional).json()
         return answer
 
     def stream(self, path: str, *, optional: bool = False, **body: Any) -> list[Event]:
-        """The events of a successful stream, which is well-formed to the byte."""
+        """Return the events of a successful stream, after checking its exact format."""
         body = {"model": self.model, "stream": True, **body}
         with self.http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
@@ -103,7 +103,7 @@ def _message(response: httpx.Response) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a server may do. `essential`: without it ordinary clients do not work."""
+    """A check of one feature. `essential`: ordinary clients need it."""
 
     group: str
     name: str
@@ -112,7 +112,7 @@ class Check:
 
 
 class Suite:
-    """Checks in the order in which they are declared."""
+    """Checks in the order of their declaration."""
 
     def __init__(self) -> None:
         self.checks: list[Check] = []
@@ -129,7 +129,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Result:
-    """How a check went; `note` says why, unless all is well."""
+    """The result of a check. `note`: the reason, unless it passed."""
 
     check: Check
     outcome: Outcome
@@ -146,7 +146,7 @@ class Result:
 
 
 def run(check: Check, server: Server) -> Result:
-    """Never raises: whatever goes wrong in a check is the server's fault."""
+    """Run a check. Never raises: any exception counts as the server's failure."""
     start = time.perf_counter()
     outcome: Outcome = "ok"
     note = ""
@@ -167,7 +167,7 @@ SIGNS = {"ok": "✓", "fails": "✗", "absent": "–"}
 
 
 def line(result: Result, width: int) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     note = f"  {result.note}" if result.note else ""
     return f"  {SIGNS[result.outcome]} {result.check.name:<{width}}  {result.seconds:5.1f} s{note}"
 

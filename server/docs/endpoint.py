@@ -1,6 +1,6 @@
-"""What the API reference says of an endpoint, and examples that several of them use.
+"""The description of an endpoint in the API reference, and shared examples.
 
-In the examples `MODEL` stands for the name of the model that is served.
+In examples, `MODEL` stands for the name of the served model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ USAGE = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A method and a path."""
+    """An endpoint: a method and a path."""
 
     method: str
     path: str
@@ -31,8 +31,8 @@ class Endpoint:
     summary: str
     description: str = ""
     requests: dict[str, Any] = field(default_factory=dict)  # title → JSON body
-    answer: Any = None  # JSON of a whole answer to the first of them; None: see `text`
-    text: str | None = None  # an answer that is no JSON
-    events: str | None = None  # the beginning and the end of a stream
-    lines: str | None = None  # the same of a stream of JSON objects, one in each line
-    statuses: tuple[int, ...] = ()  # errors besides those that all endpoints of the tag may give
+    answer: Any = None  # JSON of a complete answer to the first request; None: see `text`
+    text: str | None = None  # an answer that is not JSON
+    events: str | None = None  # the start and the end of a stream of events
+    lines: str | None = None  # the same for a stream of JSON lines
+    statuses: tuple[int, ...] = ()  # errors besides those common to all endpoints of the tag

@@ -1,4 +1,4 @@
-"""The OpenAPI description: what the endpoints' folders say of them, their examples and errors; /openapi.json and /docs."""
+"""The OpenAPI description with examples and errors, at /openapi.json and /docs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INTRODUCTION = (
 
 
 def add_reference(app: FastAPI, apis: Sequence[API], model_name: str) -> None:
-    """/openapi.json and /docs. `model_name`: for the examples."""
+    """Add /openapi.json and /docs. `model_name`: for the examples."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -84,7 +84,7 @@ def _describe(operation: dict[str, Any], api: API, endpoint: Endpoint, model_nam
         operation["description"] = endpoint.description
     known = {each["name"] for each in operation.get("parameters", ())}
     for name in re.findall(r"{(\w+)}", endpoint.path):
-        if name not in known:  # its handler reads the path itself
+        if name not in known:  # the handler reads this path parameter itself
             parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             operation.setdefault("parameters", []).append(parameter)
     if not is_open(endpoint.path):

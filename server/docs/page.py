@@ -1,4 +1,4 @@
-"""The API reference as a page: the OpenAPI description in plain HTML, without scripts or anything from elsewhere."""
+"""The API reference as a page: the OpenAPI description in plain HTML, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.http.bodies import NOT_SUPPORTED, WITHOUT_EFFECT
 
 
 def page(schema: dict[str, Any], base_url: str) -> str:
-    """The description as HTML. `base_url`: where the server is, for the commands."""
+    """Return the description as HTML. `base_url`: the server's URL, for example commands."""
     operations = [
         (method.upper(), path, operation)
         for path, methods in schema["paths"].items()
@@ -125,7 +125,7 @@ def _body(operation: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _fields(kind: dict[str, Any]) -> str:
-    """The properties of an object as a table; those that do nothing in one line below it."""
+    """Return an object's properties as a table; those without effect in a line below it."""
     rows: list[str] = []
     idle: dict[str, list[str]] = {}
     required = kind.get("required", ())
@@ -143,7 +143,7 @@ def _fields(kind: dict[str, Any]) -> str:
 
 
 def _type(kind: dict[str, Any]) -> str:
-    """The type in words, as HTML."""
+    """Describe a type in HTML."""
     match kind:
         case {"$ref": str(reference)}:
             name = html.escape(reference.rpartition("/")[2])

@@ -1,7 +1,7 @@
-"""The tables in docs/: request parameters (api.md), flags (flags.md) and models (models.md), generated from what declares them.
+"""Generates the tables in docs/ from their declarations: request parameters (api.md), flags (flags.md), models (models.md).
 
-`python -m server.docs.tables` rewrites them. A table stands between `<!-- parameters: NAME -->`, with `flags` or `table` for the
-others, and `<!-- end -->`.
+`python -m server.docs.tables` rewrites them. A table is between `<!-- parameters: NAME -->`, or `flags` or `table` instead of
+`parameters`, and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ REQUESTS: dict[str, tuple[type[BaseModel], ...]] = {
     "/api/embeddings": (ollama.EmbeddingsRequest,),
     "/api/show": (ollama.ShowRequest,),
 }
-WITH_A_TABLE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")  # of its own: `_rows`
+WITH_A_TABLE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")  # endpoints with a table of their own
 _TABLE = re.compile(r"(<!-- (?:parameters|flags|table): (.*?) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
 def tables() -> dict[str, str]:
-    """The tables by name, in Markdown."""
+    """Return the tables by name, in Markdown."""
     chat, completions = _rows(ChatCompletionRequest), _rows(CompletionRequest)
     embeddings = _rows(EmbeddingTextRequest)
     common = {name: row for name, row in chat.items() if completions.get(name) == row}
@@ -73,7 +73,7 @@ def tables() -> dict[str, str]:
 
 
 def _fields(description: str | None) -> str:
-    """The names of each endpoint's fields that are described so; None: of those with an effect that have no table."""
+    """List the fields of each endpoint with this description; None: fields with an effect of endpoints without a table."""
     rows = []
     for path, requests in REQUESTS.items():
         if description is None and path in WITH_A_TABLE:
@@ -93,7 +93,7 @@ def _described(title: str, rows: dict[str, str]) -> str:
 
 
 def _flags(cls: type) -> str:
-    """A row for each flag of a settings class."""
+    """Return a row for each flag of a settings class."""
     rows = []
     for setting in settings_of(cls).values():
         variable = f" (environment: `{setting.env}`)" if setting.flag.env else ""
@@ -106,7 +106,7 @@ def _flags(cls: type) -> str:
 
 
 def _rows(request: type[BaseModel]) -> dict[str, str]:
-    """A row for each field that has an effect, required ones first."""
+    """Return a row for each field with an effect, required fields first."""
     schema = request.model_json_schema()
     required = schema.get("required", [])
     fields = sorted(schema["properties"].items(), key=lambda item: item[0] not in required)
@@ -130,7 +130,7 @@ def _range(field: dict[str, Any]) -> str:
     low, above, high = (field.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
     if (most := field.get("maxItems")) is not None:
         return f"at most {most} entries"
-    if high is not None and high >= 2**31 - 1:  # as much as an integer holds
+    if high is not None and high >= 2**31 - 1:  # the limit of the type, not worth showing
         low, high = (None, None) if low is not None and low < -1 else (low, None)
     bounds = [("above", above), ("at least", low), ("at most", high)]
     if low is not None and high is not None:
@@ -139,7 +139,7 @@ def _range(field: dict[str, Any]) -> str:
 
 
 def updated(text: str) -> str:
-    """A document with its tables as they should be."""
+    """Return a document with regenerated tables."""
     found = tables()
     return _TABLE.sub(lambda match: match[1] + found[match[2]].rstrip("\n") + "\n" + match[3], text)
 

@@ -1,6 +1,6 @@
 """Quire as an application of Ray Serve, with the names of `ray.serve.llm`: `from server.ray import LLMConfig, build_openai_app`.
 
-Needs `pip install 'quire[ray]'`. Modules are loaded when a name is first used: configurations can be read without Ray.
+Needs `pip install 'quire[ray]'`. Modules are imported on first use of a name, so configurations can be read without Ray.
 """
 
 from __future__ import annotations

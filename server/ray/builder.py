@@ -1,4 +1,4 @@
-"""Makes Ray Serve applications of configurations, as `ray.serve.llm` does."""
+"""Builds Ray Serve applications from configurations, like `ray.serve.llm`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from server.ray.replica import LLMServer
 
 
 def build_llm_deployment(llm_config: LLMConfig) -> Any:
-    """The deployment of one model, bound. Its method `respond` takes requests from an ingress."""
+    """Return the bound deployment of one model. Its method `respond` takes requests from an ingress."""
     return serve.deployment(LLMServer, **llm_config.deployment_options()).bind(llm_config)
 
 
 def build_openai_app(llm_serving_args: Mapping[str, Any] | LLMServingArgs) -> Any:
-    """The application of `llm_serving_args` (see `LLMServingArgs`): `serve.run(build_openai_app({"llm_configs": [...]}))`, or
-    `import_path: server.ray:build_openai_app` in a Serve config file, whose `args` they are.
+    """Return the application for `llm_serving_args` (see `LLMServingArgs`).
+
+    Use it as `serve.run(build_openai_app({"llm_configs": [...]}))`, or as `import_path: server.ray:build_openai_app` in a Serve
+    config file, with `llm_serving_args` as `args`.
     """
     args = LLMServingArgs.model_validate(llm_serving_args)
     models = {each.model_id: build_llm_deployment(each) for each in args.llm_configs}

@@ -1,4 +1,4 @@
-"""What a Ray Serve application is built from, as `ray.serve.llm` names it. Ray is not needed to read it."""
+"""The configuration of a Ray Serve application, with the names of `ray.serve.llm`. Can be read without Ray."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from engine.errors import ConfigError
 from engine.flags import load, settings_of
 from server.settings import ServerConfig
 
-# Settings of `quire serve` that are of its own socket: Ray Serve has another one.
+# Settings of the socket of `quire serve`, which Ray Serve replaces.
 OF_THE_SOCKET = (
     *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_header_bytes"),
     *("header_timeout", "keep_alive_timeout", "send_timeout", "max_connections", "shutdown_timeout"),
     *("uvicorn_log_level", "disable_uvicorn_access_log"),
 )
 S = TypeVar("S")
-NUM_REQUESTS = 256  # that a replica is to work on at once, where nothing else is said
+NUM_REQUESTS = 256  # default number of concurrent requests per replica
 
 
 class _Config(BaseModel):
-    """Refuses names that it does not have."""
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ModelLoadingConfig(_Config):
-    """Which model, and its name for clients."""
+    """The model, and its name for clients."""
 
     model_id: str = Field(min_length=1, description="the name that clients call the model by")
     model_source: str | None = Field(None, description="folder or Hugging Face id of the model; else model_id")
@@ -61,7 +61,7 @@ class LLMConfig(_Config):
         return self.model_loading_config.model_id
 
     def engine_config(self) -> EngineConfig:
-        """`ConfigError` for what `quire serve` would not take."""
+        """Return the engine's configuration. Raises `ConfigError` for settings that `quire serve` would refuse."""
         loading = self.model_loading_config
         own = {
             "model": loading.model_source or loading.model_id,
@@ -77,13 +77,15 @@ class LLMConfig(_Config):
         return _settings(EngineConfig, "engine_kwargs", self.engine_kwargs | own)
 
     def server_config(self) -> ServerConfig:
-        """`ConfigError` for what `quire serve` would not take, and what is Ray Serve's."""
+        """Return the server's configuration. Raises `ConfigError` for settings that `quire serve` would refuse, or that are Ray
+        Serve's.
+        """
         if wrong := self.server_kwargs.keys() & OF_THE_SOCKET:
             raise ConfigError(f"server_kwargs: {min(wrong)} is of no use here: Ray Serve's http_options has its like")
         return _settings(ServerConfig, "server_kwargs", self.server_kwargs)
 
     def deployment_options(self) -> dict[str, Any]:
-        """Of the deployment: those given, and what follows from the rest where they say nothing."""
+        """Return the options of the deployment: the given ones, and defaults derived from the other settings."""
         engine, given = self.engine_config(), self.deployment_config
         options: dict[str, Any] = {
             "name": f"LLMServer:{self.model_id.replace('/', '--').replace('.', '_')}",
@@ -115,7 +117,7 @@ class LLMConfig(_Config):
 
 
 class LLMServingArgs(_Config):
-    """An application: its models, and the deployment that clients reach."""
+    """An application: its models and its ingress deployment."""
 
     llm_configs: list[LLMConfig] = Field(min_length=1, description="one for each model, or a path to a YAML file of it")
     ingress_deployment_config: dict[str, Any] = Field({}, description="options of the ingress's deployment")
@@ -140,11 +142,11 @@ class LLMServingArgs(_Config):
 
     @property
     def body_timeout(self) -> float:
-        """Seconds for a request's body. Which model it is for stands in it: the longest of all."""
+        """Time limit for a request's body in seconds: the longest of all models, since the body names the model."""
         return max(each.server_config().body_timeout for each in self.llm_configs)
 
     def ingress_options(self) -> dict[str, Any]:
-        """Of the ingress's deployment. It computes little: it needs no core of its own to be placed."""
+        """Return the options of the ingress deployment. It computes little, so it reserves no CPU core."""
         return {
             "max_ongoing_requests": 10_000,
             "graceful_shutdown_timeout_s": 300,

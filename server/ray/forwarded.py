@@ -1,4 +1,4 @@
-"""An HTTP request on its way from the ingress to a replica, and what routing reads of it."""
+"""An HTTP request that the ingress forwards to a replica, and what routing needs of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 
 from engine.core.routing import chunk_names
 
-TOKEN_BYTES = 4  # of a text, on average
-MAX_TEXT_BYTES = 4 << 20  # of a prompt that routing looks at: no replica has more of one cached
-# Members of a body that make the prompt, in the order in which they stand in it.
+TOKEN_BYTES = 4  # average length of a token
+MAX_TEXT_BYTES = 4 << 20  # routing considers only this much of a prompt: no replica has more of one cached
+# Members of a body that form the prompt, in the order of their position in it.
 PARTS = ("tools", "system", "instructions", "messages", "input", "prompt")
 Head = tuple[int, list[tuple[bytes, bytes]]]  # status and headers of a response
-SCOPE = (  # what of an ASGI scope can be sent
+SCOPE = (  # members of an ASGI scope that can be serialised
     *("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers"),
     *("client", "server"),
 )
@@ -25,17 +25,17 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """`scope`: what of its ASGI scope can be sent."""
+    """A request for a replica. `scope`: the serialisable members of its ASGI scope."""
 
     scope: dict[str, Any]
     body: bytes
-    model: str | None  # that the body names
-    num_tokens: int  # of the prompt, about
-    chunk_names: Sequence[int]  # of the prompt, known in the process that made them only
+    model: str | None  # the body's `model`
+    num_tokens: int  # estimated length of the prompt
+    chunk_names: Sequence[int]  # of the prompt; valid only in the process that computed them
 
 
 def forwarded(scope: Mapping[str, Any], body: bytes) -> ForwardedRequest:
-    """The request as a replica can take it. A body that is no JSON object goes as it is, for the replica to refuse."""
+    """Return the request in the form that a replica takes. A body that is not a JSON object is left for the replica to refuse."""
     head = {name: scope[name] for name in SCOPE if name in scope}
     try:
         decoded = msgspec.json.decode(body) if body else None
@@ -49,7 +49,7 @@ def forwarded(scope: Mapping[str, Any], body: bytes) -> ForwardedRequest:
 
 
 def prompt_tokens(fields: Mapping[str, Any]) -> Sequence[int]:
-    """Stand-ins for the tokens of a request's prompt: numbers that are equal as far as two prompts are."""
+    """Return numbers that stand for the prompt's tokens: they are equal as far as two prompts are equal."""
     text = bytearray()
     for name in PARTS:
         part = fields.get(name)

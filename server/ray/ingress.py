@@ -1,4 +1,4 @@
-"""The deployment that clients reach: it sends each request to a replica of its model, and passes the response on."""
+"""The ingress deployment: forwards each request to a replica of its model, and returns the response."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from server.openai.errors import error_body, failure
 from server.ray.forwarded import ForwardedRequest, Head, forwarded
 
 _log = logging.getLogger(__name__)
-MAX_BODY_BYTES = 64 << 20  # that are read before a replica's own limit is applied
-SMALL_BODY_BYTES = 64 << 10  # larger ones are read in a thread
+MAX_BODY_BYTES = 64 << 20  # limit of the ingress; a replica's own limit applies afterwards
+SMALL_BODY_BYTES = 64 << 10  # larger bodies are decoded in a thread
 PROBES = ("/health", "/livez", "/ping", "/readyz")
 
 
 class OpenAiIngress:
-    """All APIs of `quire serve`, for several models: a body's `model` says which one. Without one it is the first."""
+    """All APIs of `quire serve` for several models. A body's `model` selects one; the default is the first."""
 
     def __init__(self, llm_deployments: Mapping[str, Any], body_timeout: float) -> None:
-        """`llm_deployments`: handles of `LLMServer` deployments by the names of their models. `body_timeout`: seconds until a
-        request's body must have arrived.
+        """`llm_deployments`: model name → handle of its `LLMServer` deployment. `body_timeout`: seconds within which a body must
+        arrive.
         """
         self._arrivals = Arrivals(MAX_BODY_BYTES, body_timeout)
         self._models = {
@@ -57,12 +57,12 @@ class OpenAiIngress:
             self._arrivals.release(body)
 
     def _handle(self, request: ForwardedRequest, path: str) -> Any:
-        """Of the model that the request names. A name that is unknown goes to the first, which refuses it."""
+        """Return the handle for the requested model. Unknown names go to the first model, which refuses them."""
         name = request.model or path.removeprefix("/v1/models/")
         return self._models.get(name) or next(iter(self._models.values()))
 
     async def _list_models(self, request: ForwardedRequest) -> Response:
-        """The lists of all deployments in one, unless one of them refuses."""
+        """Merge the model lists of all deployments, or return the first error."""
         listed: list[Any] = []
         for handle in self._models.values():
             head, content = await _whole(handle.remote(request))
@@ -72,7 +72,7 @@ class OpenAiIngress:
         return _response(head, json.dumps({"object": "list", "data": listed}).encode())
 
     async def _probe(self, request: ForwardedRequest) -> Response:
-        """Of all models the first answer that says no."""
+        """Return the first negative answer of any model, else a positive one."""
         for handle in self._models.values():
             head, content = await _whole(handle.remote(request))
             if head[0] != HTTPStatus.OK:
@@ -85,17 +85,17 @@ def _refusal(error: APIError) -> Response:
 
 
 async def _head(answer: Any) -> Head:
-    """What an answer begins with. `APIError` when the replica is lost before."""
+    """Return the status and headers of a response. Raises `APIError` if the replica is lost before."""
     try:
         status, headers = await anext(answer)
     except Exception as error:
         _log.warning("a replica did not answer: %s", error)
         raise APIError(503, "no replica answers at this moment: try again") from None
-    return status, [header for header in headers if header[0] != b"x-request-id"]  # Ray Serve adds the same
+    return status, [header for header in headers if header[0] != b"x-request-id"]  # Ray Serve adds the same header
 
 
 async def _streamed(answer: Any) -> Response:
-    """The response that a replica gives, piece by piece."""
+    """Return a replica's response as a stream."""
     status, headers = await _head(answer)
     is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
     response = StreamingResponse(_rest(answer, is_stream), status)
@@ -104,7 +104,7 @@ async def _streamed(answer: Any) -> Response:
 
 
 async def _whole(answer: Any) -> tuple[Head, bytes]:
-    """A small response."""
+    """Return a complete small response."""
     return await _head(answer), b"".join([piece async for piece in answer])
 
 
@@ -117,7 +117,7 @@ def _response(head: Head, content: bytes) -> Response:
 
 
 async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
-    """The body. Where the replica is lost before its end, a stream says so."""
+    """Yield the body. If the replica is lost, a stream ends with an error event."""
     try:
         async for piece in answer:
             yield piece

@@ -1,4 +1,4 @@
-"""A replica: an engine, and Quire's whole HTTP application before it, which is called without HTTP."""
+"""A replica: an engine with Quire's complete HTTP application, called without a socket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from server.ray.autoscaling import replica_load
 from server.ray.config import LLMConfig
 from server.ray.forwarded import ForwardedRequest, Head
 
-MAX_WAITING = 64  # messages of an answer that the ingress has not taken: then the app waits
+MAX_WAITING = 64  # messages of a response that the ingress has not taken; beyond that the app waits
 
 
 class LLMServer:
-    """The deployment's class; Ray Serve starts it, asks it how it is, and ends it."""
+    """The deployment's class. Ray Serve creates it, checks its health and ends it."""
 
     async def __init__(self, llm_config: LLMConfig) -> None:  # type: ignore[misc]  # Ray Serve waits for it
-        """Returns once the model is loaded."""
+        """Load the model."""
         config, settings = llm_config.engine_config(), llm_config.server_config()
         self._engine = await AsyncEngine.start(config)
         self._app = create_app(
@@ -36,7 +36,7 @@ class LLMServer:
         await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
-        """The response: its head, then its body in pieces, as they come. Closing it ends the request."""
+        """Yield the head of the response, then parts of its body. Closing the generator aborts the request."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_WAITING)
         hung_up = asyncio.Event()
         received: Iterator[Message] = iter([{"type": "http.request", "body": request.body, "more_body": False}])
@@ -51,9 +51,9 @@ class LLMServer:
             await messages.put(message)
 
         async def run() -> None:
-            with contextlib.suppress(Exception):  # which the app has answered, and logged
+            with contextlib.suppress(Exception):  # the app has answered and logged it
                 await self._app(dict(request.scope), receive, send)
-            await messages.put(None)  # not after a cancellation: nothing reads then
+            await messages.put(None)  # skipped after a cancellation, when nothing reads
 
         task = asyncio.create_task(run())
         try:
@@ -69,7 +69,7 @@ class LLMServer:
                 await task
 
     async def check_health(self) -> None:
-        """An error when nothing but a new replica helps. An engine process that is lost is started again by its engine."""
+        """Raise an error if only a new replica helps. The engine itself restarts a lost engine process."""
         if self._engine.state.phase == "dead":
             raise EngineDeadError(self._engine.state.reason)
 
@@ -77,13 +77,13 @@ class LLMServer:
         return {"load": replica_load(self._engine.stats)}
 
     def __del__(self) -> None:
-        """Ray Serve calls it once the replica's requests have ended."""
+        """Close the engine. Ray Serve calls this after the replica's requests have finished."""
         if (engine := getattr(self, "_engine", None)) is not None:
             engine.close()
 
 
 def _waiting(messages: asyncio.Queue[Message | None]) -> bytes:
-    """The pieces that wait already: fewer and longer messages to the ingress."""
+    """Take all queued parts at once, for fewer and longer messages to the ingress."""
     pieces = []
     while not messages.empty():
         message = messages.get_nowait()

@@ -1,4 +1,4 @@
-"""Sends a request to the replica that has most of its prompt cached, weighed against load: `engine.core.routing`."""
+"""Routes a request to the replica with most of its prompt cached, weighed against load; see `engine.core.routing`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from engine.core.routing import Router
 from server.ray.forwarded import ForwardedRequest
 
-CAPACITY_TOKENS = 1_000_000  # that a replica's cache is taken to hold
+CAPACITY_TOKENS = 1_000_000  # assumed capacity of a replica's cache
 
 
 class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be installed where types are checked
-    """Of one ingress, for one deployment. What a replica has cached is not asked of it: see `Router`.
+    """The router of one ingress replica for one deployment. It estimates what replicas have cached, see `Router`.
 
-    Ray Serve tries the replicas in this order, and passes over those that have `max_ongoing_requests`.
+    Ray Serve tries the replicas in the router's order, and skips replicas that have `max_ongoing_requests`.
     """
 
     def initialize_state(self, capacity_tokens: int = CAPACITY_TOKENS) -> None:
-        """`capacity_tokens`: from `request_router_kwargs`."""
+        """Initialise the router. `capacity_tokens`: from `request_router_kwargs`."""
         self._router = Router(0, capacity_tokens)
         self._numbers: dict[ReplicaID, int] = {}
         self._unused: list[int] = []

@@ -1,4 +1,4 @@
-"""What a server's metrics say of the seconds between two looks at them."""
+"""Computes rates and latencies from two readings of a server's metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Reading:
-    """The metrics at one moment. What the server does not measure is 0, empty or NaN."""
+    """One reading of the metrics. Missing metrics are 0, empty or NaN."""
 
     def __init__(self, text: str, state: dict[str, Any], at: float) -> None:
         """`text`: of /metrics. `state`: of /readyz. `at`: monotonic seconds."""
@@ -23,11 +23,11 @@ class Reading:
                 self._samples[sample.name].append((sample.labels, sample.value))
 
     def total(self, name: str, **labels: str) -> float:
-        """Over all samples with these labels."""
+        """Return the sum of all samples with these labels."""
         return sum(value for found, value in self._samples[name] if labels.items() <= found.items())
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The same for each value of a label."""
+        """Return the sums by value of a label."""
         found: dict[str, float] = defaultdict(float)
         for labels, value in self._samples[name]:
             found[labels.get(label, "")] += value
@@ -37,47 +37,47 @@ class Reading:
         return max((value for _, value in self._samples[name]), default=0.0)
 
     def names(self, name: str, label: str) -> list[str]:
-        """The values of a label."""
+        """Return the values of a label."""
         return sorted({labels[label] for labels, _ in self._samples[name] if label in labels})
 
     def buckets(self, name: str) -> dict[float, float]:
-        """Of a histogram: how many observations were at most each bound."""
+        """Return the cumulative buckets of a histogram."""
         return {float(bound): count for bound, count in self.by(f"{name}_bucket", "le").items() if bound}
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What one key uses."""
+    """The usage of one key."""
 
     name: str
     running: float
-    requests: float  # per second, as are the next two
+    requests: float  # per second, like the next two
     prompt_tokens: float
     generated_tokens: float
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """What one process takes."""
+    """The resources of one process."""
 
     name: str
     memory: float  # bytes
-    cores: float  # busy ones
-    files: float  # open
+    cores: float  # CPU cores in use
+    files: float  # open files
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is shown. Rates are per second, times in seconds; NaN: nothing happened that could be measured."""
+    """What is displayed. Rates are per second, times in seconds; NaN: no observations."""
 
     model: str
     state: dict[str, Any]
     running: float
     waiting: float
-    deferred: float  # of those that wait: for their grammars
+    deferred: float  # waiting requests whose grammar is being compiled
     oldest_waiting: float
     kv_cache: float  # fraction in use
-    hit_rate: float  # of prompt tokens, in the prefix cache
+    hit_rate: float  # fraction of prompt tokens found in the prefix cache
     prompt_tokens: float
     generated_tokens: float
     finished: float
@@ -93,7 +93,7 @@ class Snapshot:
 
 
 def compare(before: Reading, now: Reading) -> Snapshot:
-    """What happened between two readings. A counter that is lower than before began anew."""
+    """Compare two readings. A counter that decreased has been reset."""
     seconds = max(now.at - before.at, 1e-9)
 
     def grown(name: str, **labels: str) -> float:
@@ -151,7 +151,7 @@ def compare(before: Reading, now: Reading) -> Snapshot:
 
 
 def quantile(buckets: dict[float, float], fraction: float) -> float:
-    """As Prometheus has it: straight lines between the bounds. NaN without observations."""
+    """Estimate a quantile like Prometheus, by linear interpolation. NaN without observations."""
     bounds = sorted(buckets)
     if not bounds or not (wanted := buckets[bounds[-1]] * fraction):
         return math.nan
@@ -164,5 +164,5 @@ def quantile(buckets: dict[float, float], fraction: float) -> float:
 
 
 def busiest(rows: Iterable[KeyRow], most: int) -> list[KeyRow]:
-    """The keys that use most."""
+    """Return the keys with the highest usage."""
     return sorted(rows, key=lambda row: (-row.generated_tokens - row.prompt_tokens, -row.running, row.name))[:most]

@@ -1,4 +1,4 @@
-"""How `quire top` shows a server: a screen for people, a line for files."""
+"""The display of `quire top`: a screen for terminals, lines for files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = {"ready": "green", "dead": "red", "unresponsive": "red", "no answer":
 
 
 def line(snapshot: Snapshot) -> str:
-    """One moment in one line."""
+    """Return a snapshot as one line."""
     s = snapshot
     return (
         f"{phase(s.state)} · running {s.running:.0f} · waiting {s.waiting:.0f} · KV {s.kv_cache:.0%} · "
@@ -28,7 +28,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def screen(snapshot: Snapshot, url: str) -> RenderableType:
-    """All of one moment."""
+    """Return a snapshot as a screen."""
     parts: list[RenderableType] = [_head(snapshot, url), _numbers(snapshot)]
     if any(row.name != "anonymous" for row in snapshot.keys):
         parts.append(_keys(snapshot))
@@ -38,7 +38,7 @@ def screen(snapshot: Snapshot, url: str) -> RenderableType:
 
 
 def phase(state: dict[str, Any]) -> str:
-    """What the engine is doing, in words."""
+    """Describe the engine's phase."""
     words = str(state.get("phase", "unknown"))
     if state.get("fraction") is not None:
         words += f" {state['fraction']:.0%}"
@@ -48,7 +48,7 @@ def phase(state: dict[str, Any]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time with its unit; – for NaN."""
+    """Format a time with its unit; – for NaN."""
     if math.isnan(value):
         return "–"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
