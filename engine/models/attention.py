@@ -16,8 +16,8 @@ from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Nor
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 
-# Scales of an fp8 cache, under the names that AutoFP8, ModelOpt and llm-compressor give them, and which rows of kv_scale
-# they fill. Queries and probabilities, which they may scale too, are not quantised here.
+# Names of the scales of an fp8 cache in checkpoints of AutoFP8, ModelOpt and llm-compressor, and the rows of kv_scale that
+# they fill. Scales of queries and probabilities are ignored, since these are not quantised here.
 SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
 
@@ -27,7 +27,7 @@ MakeNorm = Callable[[Scope, int | Span], Norm]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The step's attention tensors, for the layers of one cache group. B sequences, T tokens, sequences of one token first.
+    """A step's attention tensors for the layers of one cache group. B sequences, T tokens; sequences of one token come first.
 
     The first `num_decodes` sequences have exactly one query token, so token i belongs to sequence i for i < num_decodes.
     """
@@ -35,27 +35,27 @@ class AttentionMetadata:
     num_decodes: int
     rows: Tensor  # [B] int32: sequence i's block table is block_tables[rows[i]]
     block_tables: Tensor  # [R, max_blocks] int32
-    query_start: Tensor  # [B + 1] int32: sequence i's tokens are [query_start[i], query_start[i + 1])
-    context_lens: Tensor  # [B] int32: tokens in the context, this step's included; 0: a padding row
-    slot_mapping: Tensor  # [T] int64: where each token's K and V go; -1: nowhere
-    decode_plan: kernels.DecodePlan | None = None  # the decode kernel's work map, made once per step; None on a CPU
+    query_start: Tensor  # [B + 1] int32: sequence i has the tokens [query_start[i], query_start[i + 1])
+    context_lens: Tensor  # [B] int32: context length including this step's tokens; 0: a padding row
+    slot_mapping: Tensor  # [T] int64: slot of each token's K and V; -1: not stored
+    decode_plan: kernels.DecodePlan | None = None  # the decode kernel's work map, computed once per step; None on a CPU
     prefill_tiles: Tensor | None = (
         None  # [N, 2] int32 (sequence, first query): the prefill kernel's grid; None on a CPU
     )
-    sparse_plan: kernels.DecodePlan | None = None  # likewise, of block-sparse layers
+    sparse_plan: kernels.DecodePlan | None = None  # the same for block-sparse layers
     sparse_tiles: Tensor | None = None
-    # In a graph of steps that prefill, [num_decodes] int32: the contexts of the sequences that do decode, 0 of others. All
-    # sequences may have tiles, then, and `context_lens` are at least 1.
+    # In a graph of steps with prefill, [num_decodes] int32: context lengths of the sequences that decode, 0 for others. All
+    # sequences may have tiles then, and `context_lens` are at least 1.
     decode_lens: Tensor | None = None
 
     @property
     def first_prefill(self) -> int:
-        """Of the sequences that may have tiles, which count from it on."""
+        """Index of the first sequence that may have prefill tiles."""
         return self.num_decodes if self.decode_lens is None else 0
 
 
 class Attention(CheckpointModule):
-    """Grouped-query attention over the paged KV cache. Ranks divide the heads."""
+    """Grouped-query attention over the paged KV cache. Heads are divided among ranks."""
 
     cos_sin: Tensor | None
     kv_scale: Tensor
@@ -66,7 +66,7 @@ class Attention(CheckpointModule):
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
     ) -> None:
-        """cos_sin: `rope_table` of the layer's RoPE, None without one."""
+        """cos_sin: `rope_table` of the layer's RoPE; None: no RoPE."""
         super().__init__()
         self.spec = spec.for_rank(scope.shard)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -87,7 +87,7 @@ class Attention(CheckpointModule):
         self.k_norm = make_norm(scope / "k_norm", over[1]) if spec.qk_norm and spec.kv_of is None else None
         self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
-        # What the keys and the values of each head are divided by where the cache is e4m3: [2, Hkv].
+        # Divisors of keys and values per head before they are stored as e4m3: [2, Hkv].
         scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
         self.register_buffer("kv_scale", scale, persistent=False)
         self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
@@ -107,7 +107,7 @@ class Attention(CheckpointModule):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """hidden [T, hidden] + the attention of x [T, hidden], in hidden's memory; `kv` gains their keys and values."""
+        """Add the attention of x [T, hidden] to hidden [T, hidden] in place. Stores keys and values in `kv`."""
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
         qkv, q_norm, k_norm = residual.project(self.qkv, x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
@@ -138,21 +138,21 @@ class Attention(CheckpointModule):
         return residual.add(self.o, hidden, out.flatten(1))
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
-        """Norm the queries of all ranks together, and their keys, in qkv's memory."""
+        """Normalise the queries of all ranks together, and their keys, in place."""
         query, key = qkv.split((len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)), 1)[:2]
         num_ranks, communicator = self._scope.shard.size, self._scope.communicator
         if num_ranks == 1:
             query.copy_(q_norm(query))
             key.copy_(k_norm(key))
             return
-        # Of equally long parts: a key head that several ranks hold counts as often as any other.
+        # All parts have the same length, and replicated key heads count equally often.
         means = torch.stack([mean_square(query), mean_square(key)], 1)
         scales = (communicator.all_reduce(means) / num_ranks).add_(q_norm.eps).rsqrt_()
         query.mul_(scales[:, :1]).mul_(q_norm.weight)
         key.mul_(scales[:, 1:]).mul_(k_norm.weight)
 
     def _with_normed_values(self, qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[T, (H + 2 Hkv) D], from that or, where keys are values, from [T, (H + Hkv) D]."""
+        """Normalise the values. Returns [T, (H + 2 Hkv) D], also from [T, (H + Hkv) D] if values are the keys."""
         spec = self.spec
         before = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         values = qkv[:, -spec.num_kv_heads * spec.head_dim :]
@@ -169,7 +169,7 @@ class Attention(CheckpointModule):
                 yield self._scope.name(f"{owner}{what}_scale"), partial(self._set_kv_scale, rows)
 
     def _set_kv_scale(self, rows: slice | None, scale: Tensor) -> None:
-        """One positive number for all KV heads of the layer, or one for each. `rows` None: it has no use."""
+        """Set scales: one positive number for all KV heads of the layer, or one per head. `rows` None: ignored."""
         if rows is None:
             return
         scale, num_kv_heads = scale.float().flatten(), self._num_kv_heads
@@ -183,7 +183,7 @@ class Attention(CheckpointModule):
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """x [T, n] → [T], at least float32."""
+    """Return the mean squares of x [T, n]: [T], at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square_().div_(x.shape[1])
 
@@ -208,10 +208,10 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the step's tokens over their paged contexts, whose K and V are already stored.
+    """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
     query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D]. kv_scale [2, num_kv_heads] float32
-    for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 where the specification has them.
+    for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has them.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
     options = _Options(

@@ -1,4 +1,4 @@
-"""The transformer decoder, for every family.
+"""The transformer decoder of all model families.
 
 Shapes: T tokens of the step, H query heads, Hkv key heads, D head_dim.
 """
@@ -27,14 +27,14 @@ from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLay
 
 
 class Decoder(nn.Module):
-    """Token ids to logits: one rank's part of the model. Weights are empty until weights.py fills them; those of other stages of
-    a pipeline have no memory.
+    """Computes logits from token ids: one rank's part of the model. `weights.load_model` fills the weights. Weights of other
+    pipeline stages have no memory.
     """
 
     def __init__(self, spec: ModelSpec, scope: Scope, *, max_model_len: int | None = None) -> None:
-        """`max_model_len`: positions that the rotary tables cover; None: the model's whole context.
+        """`max_model_len`: number of positions in the RoPE tables; None: the model's whole context.
 
-        ModelError when the model cannot be divided among the scope's ranks.
+        Raises `ModelError` if the model cannot be divided among the scope's ranks.
         """
         super().__init__()
         self.spec = spec.for_rank(scope.shard)
@@ -66,7 +66,9 @@ class Decoder(nn.Module):
             for i, layer in enumerate(spec.layers)
         )
         for i, layer in enumerate(spec.layers):
-            if (source := layer.mixer.kv_of) is not None:  # what the source has stored is to be read as it was
+            if (
+                source := layer.mixer.kv_of
+            ) is not None:  # the cache must be read with the scale that it was written with
                 reader, owner = (cast(DecoderLayer, self.layers[at]).attention for at in (i, source))
                 assert isinstance(reader, Attention)
                 assert isinstance(owner, Attention)
@@ -79,12 +81,12 @@ class Decoder(nn.Module):
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self._here = list(self.layers)[self.own_layers.start : self.own_layers.stop]
-        # As families were trained: in the dtype of the weights.
+        # In the dtype of the weights, as the models were trained.
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
 
     def pack_weights(self) -> None:
-        """Repack all filled weights for the products of their device. They can no longer be filled."""
+        """Repack all weights for the matrix products of their device. They cannot be filled afterwards."""
         for module in self.modules():
             if isinstance(module, Matrix) and module.is_here:
                 module.pack()
@@ -97,12 +99,12 @@ class Decoder(nn.Module):
         attention: Sequence[AttentionMetadata],
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm. Of a stage that is not the first:
-        from `hidden` [T, hidden] of the one before it.
+        """Run the layers: input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm. Later pipeline
+        stages start from the previous stage's `hidden` [T, hidden].
 
-        For each layer here: kv_cache [2, num_blocks, Hkv, block_size, D], or of latents [1, num_blocks, 1, block_size,
-        L + R], which gains the step's keys and values (a strided view where the kernels take one), and attention, one
-        object for all layers of the same cache group.
+        For each layer of this stage: kv_cache [2, num_blocks, Hkv, block_size, D], or [1, num_blocks, 1, block_size, L + R]
+        for latents, to which the step's keys and values are added (possibly a strided view); and attention metadata, one
+        object for all layers of a cache group.
         """
         if hidden is None:
             hidden = self.embed_tokens(input_ids)
@@ -114,13 +116,13 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype; in `out` where that is given."""
+        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, in `out` if given."""
         logits, multiplier, cap = self.lm_head.after_norm(hidden, self.norm, out), *self._of_logits
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then MLP: each reads the residual stream and adds to it, in place."""
+    """Attention, then MLP. Each reads the residual stream and adds to it in place."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
     ) -> Tensor:
-        """`vector` [T, P]: the tokens' per-layer embeddings, where the model has them."""
+        """`vector` [T, P]: the tokens' per-layer embeddings, if the model has them."""
         x = hidden if self.shared_norm is None else self.shared_norm(hidden)
         hidden = self.attention(x, hidden, self.around_attention, positions, kv, metadata)
         x = hidden if self.shared_norm is None else x
@@ -175,7 +177,7 @@ class DecoderLayer(nn.Module):
 
 
 class OutputScale(Norm):
-    """hidden times a learnt number, in hidden's memory."""
+    """Multiplies hidden in place by a learnt number."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope, 1, eps=0.0)
@@ -186,7 +188,7 @@ class OutputScale(Norm):
 
 
 def norm_maker(spec: ModelSpec) -> MakeNorm:
-    """What makes the norms of a model: see `Norm`."""
+    """Return a function that creates the model's norms, see `Norm`."""
 
     def make(scope: Scope, size: int | Span) -> Norm:
         if spec.norm == "rms":

@@ -1,4 +1,4 @@
-"""Attention over cached latents (DeepSeek's multi-head latent attention)."""
+"""Multi-head latent attention (DeepSeek): attention over cached latents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.spec import LatentSpec
 
 
 class LatentAttention(nn.Module):
-    """See `kernels.reference.latent`. Ranks divide the heads; each caches all latents."""
+    """Latent attention, see `kernels.reference.latent`. Heads are divided among ranks; each rank caches all latents."""
 
     cos_sin: Tensor
 
@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """hidden [T, hidden] + the attention of x [T, hidden], in hidden's memory; `kv` gains their latents."""
+        """Add the attention of x [T, hidden] to hidden [T, hidden] in place. Stores the latents in `kv`."""
         spec, cache = self.spec, kv[0]
         short = residual.project(self.short, x)  # [T, query_rank + L + R]
         query_input, latent = short.split((spec.query_rank, spec.head_dim), 1)
@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
 
 
 class HeadProjections(Linear):
-    """Latents to the keys and values of each head. Attention needs the matrices themselves: they are floats when packed."""
+    """Projections from latents to keys and values of each head. Packed as floats, since attention needs the matrices."""
 
     def pack(self) -> None:
         if self.format is FLOATS:
@@ -85,14 +85,14 @@ class HeadProjections(Linear):
         self.weight = nn.Parameter(floats, requires_grad=False)
 
     def of_heads(self, spec: LatentSpec) -> tuple[Tensor, Tensor]:
-        """[H, plain_dim, L] of the keys, [H, value_dim, L] of the values."""
+        """Return the projections of keys [H, plain_dim, L] and values [H, value_dim, L]."""
         assert isinstance(self.weight, Tensor)
         both = self.weight.unflatten(0, (spec.num_heads, -1))
         return both[:, : spec.plain_dim], both[:, spec.plain_dim :]
 
 
 def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: LatentSpec) -> Tensor:
-    """Attention of the step's tokens over their latents, which are stored already.
+    """Compute the attention of the step's tokens over their latents, which are already stored.
 
     query [T, H, L + R], cache [num_blocks, 1, block_size, L + R] -> [T, H, L].
     """

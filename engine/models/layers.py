@@ -1,6 +1,6 @@
-"""The parts a decoder is made of. Each holds one rank's weights and declares the checkpoint tensors that fill them.
+"""The building blocks of a decoder. Each holds one rank's weights and declares the checkpoint tensors that fill them.
 
-Weights are made empty: `weights.load_model` fills them.
+Weights are created empty; `weights.load_model` fills them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """A tensor that the checkpoint must hold, and the memory that one rank's part of it fills."""
+    """A tensor that the checkpoint must contain, and the memory for this rank's part of it."""
 
     name: str
-    spans: tuple[Span, ...]  # this rank's part, along each dimension
-    memory: Tensor  # its shape is the spans' lengths
-    dtypes: frozenset[str] = FLOAT_DTYPES  # in which it may be stored, by safetensors' names
-    aliases: tuple[str, ...] = ()  # other names that it may have
-    take: Callable[[Tensor], None] | None = None  # fills the memory from the part in the file, where a copy does not
+    spans: tuple[Span, ...]  # this rank's part in each dimension
+    memory: Tensor  # has the shape of the spans' lengths
+    dtypes: frozenset[str] = FLOAT_DTYPES  # allowed stored dtypes, by safetensors' names
+    aliases: tuple[str, ...] = ()  # alternative names
+    take: Callable[[Tensor], None] | None = None  # fills the memory from the stored part; None: a copy
 
-    others: tuple[CheckpointTensor, ...] = ()  # further parts of the same tensor, which fill other memory
+    others: tuple[CheckpointTensor, ...] = ()  # further parts of the same tensor, with other memory
 
     @property
     def shape(self) -> list[int]:
-        """In the checkpoint."""
+        """The shape in the checkpoint."""
         return [span.total for span in self.spans]
 
     @property
@@ -43,7 +43,7 @@ class CheckpointTensor:
         return tuple(slice(span.start, span.stop, span.step) for span in self.spans)
 
     def fill(self, value: Tensor) -> None:
-        """From the tensor in the file."""
+        """Fill the memory from the stored tensor."""
         part = value.reshape(self.shape)[self.index]
         if self.take is None:
             self.memory.copy_(part)
@@ -54,32 +54,32 @@ class CheckpointTensor:
 
 
 class CheckpointModule(nn.Module):
-    """A module that says what a checkpoint holds for it: for itself, not for the modules inside it."""
+    """A module that declares its checkpoint tensors, without those of its submodules."""
 
     def tensors(self) -> Iterator[CheckpointTensor]:
-        """What it must hold."""
+        """Return the tensors that the checkpoint must contain."""
         return iter(())
 
     def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-        """What it may hold: names, each with a function that takes the whole tensor.
+        """Return the tensors that the checkpoint may contain: name → function that takes the whole tensor.
 
-        The function raises ValueError, which says what the tensor must be.
+        The function raises `ValueError` with what the tensor must be.
         """
         return iter(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows of a matrix [out, in] that a checkpoint keeps."""
+    """Rows of a matrix [out, in] in the checkpoint."""
 
-    name: str  # of the matrix, in the checkpoint
-    rows: Span  # of it: this rank's
-    expert: Span | None = None  # the matrix is this one of those that the checkpoint's tensor stacks
-    transposed: bool = False  # its float weight is stored as [in, out]
-    suffix: str = "."  # what is between `name` and what a tensor is; "_": the weight is called `name` alone
+    name: str  # of the matrix in the checkpoint
+    rows: Span  # this rank's rows
+    expert: Span | None = None  # index of the matrix in a stacked tensor of the checkpoint
+    transposed: bool = False  # the float weight is stored as [in, out]
+    suffix: str = "."  # separates `name` and the kind of tensor; "_": the weight is called just `name`
 
     def place(self, tensor: CheckpointTensor) -> CheckpointTensor:
-        """`tensor`, declared as the "weight", "bias" or other tensor of one matrix, as the checkpoint keeps it."""
+        """Convert `tensor`, declared for a single matrix, to the form in which the checkpoint stores it."""
         spans, memory, take, what = tensor.spans, tensor.memory, tensor.take, tensor.name
         turned = self.transposed and what == "weight"
         if turned:
@@ -106,45 +106,45 @@ class Part:
 
 
 class WeightFormat(ABC):
-    """How matrices of one format are stored in a checkpoint, and how they become what `kernels` multiplies by."""
+    """How matrices of a format are stored in a checkpoint, and how they are converted to the form that `kernels` multiplies."""
 
     @abstractmethod
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
-        """Give `matrix` the empty memory of its stored tensors: `num_rows` × `columns` of a product in `dtype`."""
+        """Allocate the stored tensors of `matrix`: `num_rows` × `columns`, for products in `dtype`."""
 
     @abstractmethod
     def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
-        """What fills that memory."""
+        """Return the tensors that fill this memory."""
 
     def optional_tensors(self, matrix: Matrix) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-        """What the checkpoint may hold besides: see `CheckpointModule.optional_tensors`."""
+        """Return optional tensors, see `CheckpointModule.optional_tensors`."""
         return iter(())
 
     def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:  # noqa: B027 (parameters are filled anyway)
-        """Fill what is no parameter with weights of standard deviation 0.02."""
+        """Fill stored tensors that are not parameters with random weights of standard deviation 0.02."""
 
     @abstractmethod
     def pack(self, matrix: Matrix) -> None:
-        """Set `matrix.weight`, from the filled memory, to what products take. It can no longer be filled."""
+        """Convert the filled memory to `matrix.weight`, the form that products take. It cannot be filled afterwards."""
 
 
 class WeightFormats(Protocol):
-    """The formats of a checkpoint's matrices."""
+    """The weight formats of a checkpoint's matrices."""
 
     def of(self, names: Sequence[str]) -> WeightFormat:
-        """Of the matrix whose parts have these names in the checkpoint. ModelError: they are stored differently."""
+        """Return the format of a matrix with parts of these names. Raises `ModelError` if the parts have different formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where and how weights are made. `scope / "mlp"` is that of what the checkpoint keeps below "mlp"."""
+    """Where and how weights are created. `scope / "mlp"` is the scope of the checkpoint's names below "mlp"."""
 
     dtype: torch.dtype
     device: torch.device
     weight_formats: WeightFormats
     shard: Shard = SINGLE
     communicator: Communicator = field(default_factory=SingleRank)
-    prefix: str = ""  # of the names in the checkpoint
+    prefix: str = ""  # of names in the checkpoint
     stage: Stage = WHOLE
 
     def __truediv__(self, name: str | int) -> Scope:
@@ -154,7 +154,7 @@ class Scope:
         return f"{self.prefix}.{tensor}" if self.prefix else tensor
 
     def only_if(self, is_here: bool) -> Scope:
-        """Else of weights without memory: another stage has them."""
+        """Return a scope whose weights have memory only if `is_here`: otherwise another stage has them."""
         return self if is_here else replace(self, device=torch.device("meta"))
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -166,10 +166,10 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 
 
 class Matrix(CheckpointModule):
-    """One rank's part of a matrix, or of a stack of as many rows each, and of its bias. Parts of a checkpoint are its rows."""
+    """One rank's part of a matrix, or of a stack of equal matrices, with bias. Its rows come from parts of a checkpoint."""
 
     weight: kernels.Weight  # [num_rows, in], or [num_stacked, num_rows / num_stacked, in]
-    stored: dict[tuple[int, str], Tensor]  # (part, name) → what a quantised checkpoint holds, until it is packed
+    stored: dict[tuple[int, str], Tensor]  # (part, name) → tensor of a quantised checkpoint, until packed
     bias: nn.Parameter | None  # [num_rows], or [num_stacked, num_rows / num_stacked]
 
     def __init__(
@@ -182,11 +182,11 @@ class Matrix(CheckpointModule):
         bias_parts: Sequence[Part] = (),
         num_stacked: int = 0,
     ) -> None:
-        """num_rows: that this rank has memory for; 0: for those of all parts. num_stacked: matrices; 0: it is no stack."""
+        """num_rows: rows with memory on this rank; 0: those of all parts. num_stacked: matrices in the stack; 0: no stack."""
         super().__init__()
         self.parts, self.columns, self.bias_parts, self.num_stacked = parts, columns, bias_parts, num_stacked
         self.dtype = scope.dtype  # of products
-        self.is_here = scope.device.type != "meta"  # else another stage has it
+        self.is_here = scope.device.type != "meta"  # otherwise another stage has it
         self.num_rows = num_rows or sum(len(part.rows) for part in parts)
         self.format = scope.weight_formats.of(list(dict.fromkeys(part.name for part in parts)))
         self.format.create(self, scope.dtype, scope.device)
@@ -194,7 +194,7 @@ class Matrix(CheckpointModule):
         self.bias = scope.empty(*self.shape_of_rows()) if has_bias else None
 
     def shape_of_rows(self, num_rows: int | None = None) -> tuple[int, ...]:
-        """The first dimensions of tensors with `num_rows` for the whole stack (None: the matrix's)."""
+        """Return the leading dimensions of tensors with `num_rows` rows in the whole stack (None: the matrix's rows)."""
         num_rows = self.num_rows if num_rows is None else num_rows
         return (self.num_stacked, num_rows // self.num_stacked) if self.num_stacked else (num_rows,)
 
@@ -203,7 +203,7 @@ class Matrix(CheckpointModule):
         self.format.pack(self)
         packed = kernels.pack_weight(self.weight)
         if packed is not self.weight:
-            del self.weight  # the name of a parameter takes nothing else
+            del self.weight  # a parameter's name accepts only parameters
             self.weight = packed
 
     def tensors(self) -> Iterator[CheckpointTensor]:
@@ -215,7 +215,7 @@ class Matrix(CheckpointModule):
 
 
 def by_rows(what: str, parts: Sequence[Part], memory: Tensor, *columns: Span) -> Iterator[CheckpointTensor]:
-    """A float tensor of each part, which fills the part's rows of the memory."""
+    """Declare a float tensor for each part, which fills the part's rows of the memory."""
     start = 0
     for part in parts:
         end = start + len(part.rows)
@@ -224,11 +224,11 @@ def by_rows(what: str, parts: Sequence[Part], memory: Tensor, *columns: Span) ->
 
 
 class Linear(Matrix):
-    """x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are one: their rows are stacked.
+    """A linear layer: x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are stacked into one.
 
-    `shard` says what ranks divide: "column" the rows of W (the columns of Wᵀ) in whole units of `width`, of which several
-    ranks hold the same where there are fewer than ranks; "row" the input channels, so that each rank has a summand of
-    the product, which `add_to` sums; "vocab" the rows, unevenly if need be.
+    `shard` selects what is divided among ranks. "column": the rows of W (columns of Wᵀ) in whole units of `width`; if there
+    are fewer units than ranks, several ranks hold the same unit. "row": the input channels; each rank computes a partial
+    product, and `add_to` sums them. "vocab": the rows, possibly unevenly.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class Linear(Matrix):
         width: int = 1,
         fused: str = "",
     ) -> None:
-        """parts: the stacked projections' names in the checkpoint → how many rows each has on all ranks together.
+        """parts: name of each stacked projection in the checkpoint → its number of rows on all ranks together.
 
-        fused: the checkpoint's name of one tensor that holds all of them, one after the other.
+        fused: name of a checkpoint tensor that contains all of them, one after the other.
         """
         columns = scope.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
         own, num_rows = [], 0
@@ -257,9 +257,9 @@ class Linear(Matrix):
             own.append(Part(name=scope.name(name), rows=span))
         if fused:
             own = _fused(scope.name(fused), own)
-        is_partial = shard == "row" and scope.shard.size > 1  # the true product is the sum over ranks
+        is_partial = shard == "row" and scope.shard.size > 1  # the product is the sum over ranks
         bias_parts = own if bias else []
-        if is_partial and scope.shard.rank:  # rank 0 alone adds the bias
+        if is_partial and scope.shard.rank:  # only rank 0 adds the bias
             bias_parts = [replace(part, rows=part.rows.nothing()) for part in bias_parts]
         super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts)
         self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial
@@ -268,20 +268,20 @@ class Linear(Matrix):
         return kernels.linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
-        """The projection of the normed x, in `out` where that is given."""
+        """Project the normalised x, in `out` if given."""
         if not isinstance(norm, RMSNorm):
             result = self(x if norm is None else norm(x))
             return result if out is None else out.copy_(result)
         return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
     def swiglu_after_norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """silu(gate) · up, where gate and up are the two stacked projections of the normed x."""
+        """Return silu(gate) · up for the two stacked projections of the normalised x."""
         if not isinstance(norm, RMSNorm):
             return kernels.silu_and_mul(self.after_norm(x, norm))
         return kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
-        """residual + multiplier · the (normed) projection of x, in residual's memory. With "row", x is this rank's channels."""
+        """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
         if norm is None and multiplier == 1:
             if self.is_partial:
                 return self.communicator.add_sum(residual, self(x))
@@ -293,7 +293,7 @@ class Linear(Matrix):
 
 
 def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
-    """The parts as rows of the one matrix that holds all of them."""
+    """Return the parts as rows of one fused matrix."""
     total, first, fused = sum(part.rows.total for part in parts), 0, []
     for part in parts:
         fused.append(Part(name=name, rows=Span(total, first + part.rows.start, first + part.rows.stop)))
@@ -302,7 +302,7 @@ def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
 
 
 class LMHead(Linear):
-    """Hidden states to logits of the whole vocabulary, of which each rank computes a part."""
+    """The output head. Each rank computes a part of the vocabulary; all get the logits of all of it."""
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__(scope, hidden_size, {"lm_head": vocab_size}, shard="vocab")
@@ -316,7 +316,7 @@ class LMHead(Linear):
 
 
 class Embedding(CheckpointModule):
-    """Token ids [T] → rows [T, hidden] of weight [vocab, hidden], of which each rank holds a part."""
+    """The embedding: token ids [T] → rows [T, hidden] of weight [vocab, hidden]. Each rank holds a part of the rows."""
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -340,11 +340,11 @@ class Norm(CheckpointModule):
     """A norm of x [..., n] times its stored weight plus `offset`."""
 
     def __init__(self, scope: Scope, size: int | Span, eps: float, offset: float = 0.0) -> None:
-        """size: of x; a span: this rank's part of what ranks divide."""
+        """size: of x; a span: this rank's part of a divided dimension."""
         super().__init__()
         self.eps, self._name, self._offset = eps, scope.name("weight"), offset
         self._span = size if isinstance(size, Span) else Span.whole(size)
-        dtype = torch.float32 if offset else scope.dtype  # in which the sum is exact
+        dtype = torch.float32 if offset else scope.dtype  # so that weight + offset is exact
         self.weight = empty(len(self._span), dtype=dtype, device=scope.device)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
@@ -363,7 +363,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """(x - mean(x)) / std(x) · weight, and a bias where there is one."""
+    """(x - mean(x)) / std(x) · weight, plus an optional bias."""
 
     def __init__(self, scope: Scope, size: int | Span, eps: float, offset: float = 0.0, *, bias: bool = False) -> None:
         super().__init__(scope, size, eps, offset)
@@ -381,7 +381,7 @@ class LayerNorm(Norm):
 
 
 class Residual(nn.Module):
-    """How a sublayer reads the residual stream and adds to it: normed before or after or both, times a factor."""
+    """How a sublayer reads the residual stream and adds to it: with a norm before, after or both, times a factor."""
 
     def __init__(self, before: Norm | None, after: Norm | None, multiplier: float) -> None:
         super().__init__()
@@ -394,14 +394,14 @@ class Residual(nn.Module):
         return linear.swiglu_after_norm(x, self.before)
 
     def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Tensor:
-        """hidden [T, hidden] + what `linear` makes of x, in hidden's memory."""
+        """Add the output of `linear` for x to hidden [T, hidden] in place."""
         return linear.add_to(hidden, x, self.after, self.multiplier)
 
     def add_output(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """hidden [T, hidden] + a sublayer's finished output [T, hidden], in hidden's memory."""
+        """Add a sublayer's finished output [T, hidden] to hidden [T, hidden] in place."""
         return kernels.add_scaled(hidden, output if self.after is None else self.after(output), self.multiplier)
 
     @property
     def is_sum(self) -> bool:
-        """The output is added as it is."""
+        """Whether the output is added unchanged."""
         return self.after is None and self.multiplier == 1

@@ -11,7 +11,7 @@ import kernels
 from engine.models.layers import Linear, Residual, Scope
 from engine.models.spec import DenseSpec
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of MLPs that are not gated
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gate
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -30,11 +30,11 @@ class MLP(nn.Module):
         self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row")
 
     def forward(self, x: Tensor, hidden: Tensor, residual: Residual) -> Tensor:
-        """hidden [T, hidden] + the MLP of x [T, hidden], in hidden's memory."""
+        """Add the MLP of x [T, hidden] to hidden [T, hidden] in place."""
         return residual.add(self.down, hidden, self.activate(x, residual))
 
     def activate(self, x: Tensor, residual: Residual) -> Tensor:
-        """What `down` multiplies: [T, intermediate_size]."""
+        """Return the input of `down`: [T, intermediate_size]."""
         if self.spec.gated and self.spec.activation == "silu":
             return residual.swiglu(self.gate_up, x)
         projected = residual.project(self.gate_up, x)

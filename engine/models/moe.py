@@ -1,4 +1,4 @@
-"""Mixtures of experts. Ranks divide the experts, each of which is whole on one rank."""
+"""Mixtures of experts. Each rank holds some of the experts completely."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.models.spec import MoESpec
 
 
 class MoE(nn.Module):
-    """The sum of a token's chosen experts, each times its weight, and of the shared expert where there is one."""
+    """A mixture of experts: the weighted sum of each token's chosen experts, plus the shared expert if there is one."""
 
     def __init__(self, spec: MoESpec, hidden_size: int, scope: Scope) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class MoE(nn.Module):
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
 
     def forward(self, x: Tensor, hidden: Tensor, residual: Residual, slots: Tensor) -> Tensor:
-        """hidden [T, hidden] + the experts of x [T, hidden], in hidden's memory. slots [T] int64: padding where it is -1."""
+        """Add the experts' output for x [T, hidden] to hidden [T, hidden] in place. slots [T] int64: -1 marks padding."""
         normed, ids, weights = self.router(x, residual, slots)
         inner = None if self.shared is None else self.shared.activate(x, residual)  # before the sum overwrites x
         in_place = self.num_ranks == 1 and residual.is_sum
@@ -64,7 +64,7 @@ class MoE(nn.Module):
 
 
 class DenseAndExperts(nn.Module):
-    """A dense MLP and experts side by side (Gemma 4): both read the residual stream, each between norms of its own."""
+    """A dense MLP and experts in parallel (Gemma 4). Both read the residual stream; each has its own norms."""
 
     def __init__(
         self, spec: MoESpec, hidden_size: int, before_shared: Norm | None, make_norm: MakeNorm, scope: Scope
@@ -81,13 +81,13 @@ class DenseAndExperts(nn.Module):
         self.around_shared, self.around_experts = Residual(before_shared, after[0], 1), Residual(before, after[1], 1)
 
     def forward(self, x: Tensor, hidden: Tensor, residual: Residual, slots: Tensor) -> Tensor:
-        """As `MoE.forward`; `residual` norms the sum of both."""
+        """As `MoE.forward`; `residual` normalises the sum of both."""
         total = self.shared(x, torch.zeros_like(x), self.around_shared)
         return residual.add_output(hidden, self.experts(x, total, self.around_experts, slots))
 
 
 def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
-    """The rows of all experts' gate and up (of each the gate's first) and down. Of others than the `own` there are none."""
+    """Return the parts of gate-up (gate first) and down for all experts. Parts of experts outside `own` are empty."""
     inner, names = spec.intermediate_size, spec.names
     gate_up, down = [], []
     for index in range(spec.num_experts):
@@ -114,13 +114,13 @@ def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tu
 
 
 class Router(CheckpointModule):
-    """Which experts each token goes to, and their weights. It stays unquantised, and every rank has all of it."""
+    """Chooses the experts of each token and their weights. Not quantised, and replicated on all ranks."""
 
     def __init__(self, spec: MoESpec, hidden_size: int, scope: Scope) -> None:
         super().__init__()
         self.rule = kernels.Router(**asdict(spec.router))
         count, device = spec.num_experts, scope.device
-        # Families whose choice has a correction compute their scores from float32 weights.
+        # Families with a correction bias compute scores with float32 weights.
         dtype = torch.float32 if spec.correction else scope.dtype
         self.weight = empty(count, hidden_size, dtype=dtype, device=device)
         self.bias = empty(count, dtype=dtype, device=device) if spec.router_bias else None
@@ -129,10 +129,12 @@ class Router(CheckpointModule):
         self.norm = RouterNorm(scope, spec.names.router_norm, hidden_size, eps) if eps else None
         self.expert_scale = empty(count, dtype=torch.float32, device=device) if spec.expert_scale else None
         self._scope, self._names = scope, spec.names
-        self.counts: Tensor | None = None  # [1 + E] int64: padding and each expert gain their tokens; None: not counted
+        self.counts: Tensor | None = (
+            None  # [1 + E] int64: counts of padding and of each expert's tokens; None: not counted
+        )
 
     def forward(self, x: Tensor, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] → the normed x, the experts' ids [T, k] int32, -1 for padding, and their weights [T, k] float32."""
+        """Route x [T, hidden]. Returns the normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
         norm = self.norm or residual.before
         if isinstance(norm, RMSNorm):
             normed, ids, weights = kernels.norm_route(
@@ -144,7 +146,7 @@ class Router(CheckpointModule):
         if self.norm is not None:
             normed = x if residual.before is None else residual.before(x)
         if self.expert_scale is not None:
-            # Also of ids that nothing wrote: while kernels are only compiled, none is an index.
+            # While kernels are only compiled, nothing writes the ids, and they may be out of range.
             weights = weights * self.expert_scale[ids.clamp(0, len(self.expert_scale) - 1)]
         if self.counts is not None:
             chosen = ids.flatten().long() + 1
@@ -162,7 +164,7 @@ class Router(CheckpointModule):
 
 
 class RouterNorm(RMSNorm):
-    """RMSNorm, over √hidden, times a stored weight."""
+    """RMSNorm divided by √hidden, times a stored weight."""
 
     def __init__(self, scope: Scope, name: str, hidden_size: int, eps: float) -> None:
         super().__init__(replace(scope, dtype=torch.float32), hidden_size, eps)

@@ -11,15 +11,15 @@ from engine.models.spec import RopeSpec
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
-    """cos and sin of every angle of positions [0, num_positions): [num_positions, rotary_dim] float32, on the CPU.
+    """Return cos and sin of all angles for positions [0, num_positions): [num_positions, rotary_dim] float32, on the CPU.
 
-    The first half of a row is cos, the second sin, both times the attention factor. Angles are float32 products of
-    position and frequency, as checkpoints were trained with.
+    The first half of a row is cos, the second sin, both multiplied by the attention factor. Angles are float32 products of
+    position and frequency, as in training.
 
-    Dynamic NTK scaling is position-wise here: a position below the original length has the plain frequencies; a position p
-    beyond it has those of a sequence of length p + 1. So a token's key does not depend on what follows it, can be cached
-    and reused, and equals what token-by-token decoding gives. LongRoPE has its long factors at all positions where the table
-    goes beyond the original length.
+    Dynamic NTK scaling is applied per position: a position below the original length uses the plain frequencies, a position
+    p beyond it those of a sequence of length p + 1. So a token's key does not depend on later tokens, can be cached and
+    reused, and equals that of token-by-token decoding. LongRoPE uses its long factors at all positions if the table extends
+    beyond the original length.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _frequencies(rope, positions)
@@ -27,7 +27,7 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
 
 
 def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """Angle per position: [rotary_dim / 2], or [num_positions, rotary_dim / 2] where it depends on the position."""
+    """Return the angle per position: [rotary_dim / 2], or [num_positions, rotary_dim / 2] if it depends on the position."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     if rope.scaling == "dynamic":
         return 1.0 / _dynamic_base(rope, positions)[:, None] ** exponents
@@ -49,21 +49,21 @@ def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
 
 
 def _dynamic_base(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """theta, grown beyond the original length with the sequence that ends at each position: [num_positions]."""
+    """Return theta for the sequence that ends at each position; it grows beyond the original length: [num_positions]."""
     lengths = (positions + 1).clamp(min=rope.original_max_position_embeddings)
     stretch = rope.factor * lengths / rope.original_max_position_embeddings - (rope.factor - 1)
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended by their rotations in the original length."""
+    """Stretch long wavelengths, keep short ones, and blend the others by their rotations within the original length."""
     rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
     kept = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
 
 
 def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Fast dimensions are kept, slow ones stretched, with a linear ramp between the two (arXiv 2309.00071)."""
+    """Keep fast dimensions and stretch slow ones, with a linear ramp in between (arXiv 2309.00071)."""
     low, high = (_yarn_dimension(rope, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -74,6 +74,6 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn_dimension(rope: RopeSpec, rotations: float) -> float:
-    """The (fractional) dimension that makes `rotations` full rotations within the original length."""
+    """Return the (fractional) dimension that makes `rotations` full rotations within the original length."""
     original = rope.original_max_position_embeddings
     return rope.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of a model one rank holds, and how ranks combine their results."""
+"""Tensor and pipeline parallelism: the part of a model that a rank holds, and how ranks combine results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.models.errors import ModelError
 
-if TYPE_CHECKING:  # specifications are read where PyTorch is not loaded
+if TYPE_CHECKING:  # specifications are also read without PyTorch
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Every `step`-th of the indices [start, stop) of a dimension of `total`: what one rank holds of it."""
+    """A rank's part of a dimension of size `total`: every `step`-th index of [start, stop)."""
 
     total: int
     start: int
@@ -28,22 +28,22 @@ class Span:
         return -(-(self.stop - self.start) // self.step)
 
     def nothing(self) -> Span:
-        """No index of the same dimension."""
+        """Return an empty span of the same dimension."""
         return replace(self, stop=self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size` ranks that hold a model together."""
+    """Rank `rank` of `size` tensor-parallel ranks."""
 
     rank: int = 0
     size: int = 1
 
     def span(self, name: str, total: int, *, width: int = 1, replicate: bool = False) -> Span:
-        """This rank's part of `total` units of `width` channels each, in channels; all ranks' parts are equally long.
+        """Return this rank's part, in channels, of `total` units of `width` channels each. All parts have equal length.
 
-        `replicate`: fewer units than ranks are allowed, and several ranks hold the same one. ModelError calls the
-        units `name` where they cannot be divided.
+        `replicate`: allow fewer units than ranks; several ranks then hold the same unit. Raises `ModelError`, which calls the
+        units `name`, if they cannot be divided.
         """
         if total % self.size == 0:
             start, count = self.rank * total // self.size, total // self.size
@@ -54,7 +54,7 @@ class Shard:
         return Span(total * width, start * width, (start + count) * width)
 
     def padded_span(self, total: int) -> tuple[Span, int]:
-        """This rank's part of `total` rows and how many it has memory for; the last ranks may hold fewer, or none."""
+        """Return this rank's part of `total` rows, and the rows to allocate. The last ranks may hold fewer rows, or none."""
         num_rows = -(-total // self.size)
         start = min(self.rank * num_rows, total)
         return Span(total, start, min(start + num_rows, total)), num_rows
@@ -65,7 +65,7 @@ SINGLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `index` of a pipeline of `count`: successive layers of a model. The first has the embedding, the last the head."""
+    """Stage `index` of `count` pipeline stages: successive layers. The first has the embedding, the last the output head."""
 
     index: int = 0
     count: int = 1
@@ -79,7 +79,7 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Those of this stage. ModelError when there are fewer layers than stages."""
+        """Return this stage's layers. Raises `ModelError` if there are fewer layers than stages."""
         if num_layers < self.count:
             raise ModelError(f"'num_hidden_layers' ({num_layers}) cannot be divided among {self.count} stages")
         return range(self.index * num_layers // self.count, (self.index + 1) * num_layers // self.count)
@@ -89,23 +89,23 @@ WHOLE = Stage()
 
 
 class Communicator(Protocol):
-    """How the ranks of one model meet. Every rank makes the same calls in the same order."""
+    """Communication between a model's ranks. Every rank makes the same calls in the same order."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, which have one shape; it may take x's memory."""
+        """Return the sum of all ranks' x, all of the same shape; may overwrite x."""
 
     def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + the sum of all ranks' x, in residual's memory."""
+        """Add the sum of all ranks' x to residual in place."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x [T, n] of each rank → [T, size · n], in the order of ranks."""
+        """Gather x [T, n] of all ranks: [T, size · n], in the order of ranks."""
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """Return the minimum of all ranks' numbers."""
 
 
 class SingleRank:
-    """The communicator of a model that one rank holds."""
+    """The communicator of a model on a single rank."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

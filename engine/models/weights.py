@@ -1,8 +1,8 @@
 """Loads safetensors checkpoints into decoders.
 
-The modules of a decoder declare the tensors that fill them. Each goes from the file straight to its memory on the device,
-cast on the way; a rank reads only its own part. Before the first one moves, the names and shapes in all files are compared
-with what is declared: every tensor is used exactly once, and nothing is left over or missing.
+A decoder's modules declare their tensors. Each tensor is copied from the file directly to its memory on the device, with a
+cast if needed; a rank reads only its own part. Before that, the names and shapes in all files are compared with the
+declarations: every tensor is used exactly once, and none is missing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,18 @@ from engine.models.spec import ModelSpec
 from kernels import QuantizedWeight
 
 INDEX = "model.safetensors.index.json"
-BODY = "model."  # how names of all but the output head begin
+BODY = "model."  # prefix of all names except those of the output head
 EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
-IGNORED = ".rotary_emb.inv_freq"  # a table that old checkpoints store with the weights
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}  # by safetensors' names; others: 1
+IGNORED = ".rotary_emb.inv_freq"  # a table in old checkpoints
+BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+}  # by safetensors' names; 1 for all others
 
 
 def load_model(
@@ -59,11 +67,11 @@ def load_model(
     stage: Stage = WHOLE,
     communicator: Communicator | None = None,
 ) -> Decoder:
-    """The decoder of `spec` on `device` in `dtype`, with the weights in `folder`; "dummy": random ones, by `seed`.
+    """Load the decoder of `spec` on `device` in `dtype` with the weights in `folder`; "dummy": random weights by `seed`.
 
-    `max_model_len` limits the rotary tables. With more than one rank it is the part of rank `shard` of `stage`, and
-    `communicator` is how that meets the others. ModelError, one line, when the weights are missing, damaged or do not fit the
-    specification, or when the device is too small for them.
+    `max_model_len` limits the RoPE tables. With several ranks, loads the part of rank `shard` of `stage`, which uses
+    `communicator`. Raises `ModelError` with a message of one line if the weights are missing, damaged or do not match the
+    specification, or if they do not fit on the device.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ModelError(f"load_format must be auto, safetensors or dummy, got {load_format!r}")
@@ -92,29 +100,29 @@ def load_model(
 
 
 def _without_memory(spec: ModelSpec, scope: Scope, folder: Path) -> Decoder:
-    """A decoder of shapes alone. ModelError when they are beyond any memory."""
+    """Create a decoder without memory for its weights. Raises `ModelError` if the shapes exceed any memory."""
     try:
         return Decoder(spec, replace(scope, device=torch.device("meta")), max_model_len=1)
-    except RuntimeError as error:  # the number of bytes has more than 64 bits
+    except RuntimeError as error:  # the number of bytes exceeds 64 bits
         raise ModelError(f"{folder / 'config.json'}: its tensors are too large ({error})") from None
 
 
 def decoder_of_shapes(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard = SINGLE) -> Decoder:
-    """One rank's decoder on the "meta" device, where tensors take no memory. ModelError as `load_model`."""
+    """Create one rank's decoder on the "meta" device, without memory. Raises `ModelError` like `load_model`."""
     formats = weight_formats(spec.quantization)
     return _without_memory(spec, Scope(dtype, torch.device("meta"), formats, shard=shard), folder)
 
 
 def bytes_of_parts(model: Decoder) -> dict[str, int]:
-    """Bytes of the weights as they are loaded: embedding, tables (of which a step reads its tokens' rows alone), attention,
-    mlp, experts, norms, head (0: it is the embedding).
+    """Return the bytes of the loaded weights: embedding, tables (of which a step reads only its tokens' rows), attention,
+    mlp, experts, norms, head (0 if tied to the embedding).
     """
     found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head"), 0)
     for name, module in model.named_modules():
         if isinstance(module, CheckpointModule):
             num_bytes = sum(tensor.memory.nbytes for tensor in module.tensors())
             weight = getattr(module, "weight", None)
-            if isinstance(weight, QuantizedWeight):  # rounded as it is loaded: what fills it gives the scales, too
+            if isinstance(weight, QuantizedWeight):  # quantised at load time: filling it also computes the scales
                 num_bytes += weight.scale.nbytes
             found[_part_of(name, module)] += num_bytes
     if model.spec.tie_word_embeddings:
@@ -135,12 +143,12 @@ def _part_of(name: str, module: CheckpointModule) -> str:
 
 
 def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
-    """Every tensor that a checkpoint of this decoder holds, by its name there."""
+    """Return all tensors that a checkpoint of this decoder must contain, by name."""
     found: dict[str, CheckpointTensor] = {}
     for module in model.modules():
         if isinstance(module, CheckpointModule):
             for tensor in module.tensors():
-                if (first := found.get(tensor.name)) is not None:  # parts of one tensor
+                if (first := found.get(tensor.name)) is not None:  # another part of the same tensor
                     assert tensor.index != first.index or not tensor.spans, f"{tensor.name} is declared twice"
                     tensor = replace(first, others=(*first.others, tensor))
                 found[tensor.name] = tensor
@@ -148,7 +156,7 @@ def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
 
 
 def _optional_tensors(model: Decoder) -> dict[str, Callable[[Tensor], None]]:
-    """What checkpoints may hold besides, by its name with and without the body's prefix."""
+    """Return the optional tensors by name, with and without the prefix `BODY`."""
     found = {}
     for module in model.modules():
         if isinstance(module, CheckpointModule):
@@ -162,7 +170,7 @@ def _optional_tensors(model: Decoder) -> dict[str, Callable[[Tensor], None]]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a checkpoint keeps one tensor."""
+    """The location of a stored tensor."""
 
     file: Path
     name: str
@@ -175,7 +183,7 @@ class _Stored:
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
-    """Every tensor in the checkpoint's files, from their headers. ModelError: no file, a damaged one, a name twice."""
+    """Read all tensors from the headers of the files. Raises `ModelError` for missing or damaged files and duplicate names."""
     stored: dict[str, _Stored] = {}
     for file in _files(folder):
         with _open(file) as opened:
@@ -188,7 +196,7 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that the index names, or else every .safetensors file but Mistral's own."""
+    """Return model.safetensors, the shards listed in the index, or else all .safetensors files except Mistral's own format."""
     single, index = folder / "model.safetensors", folder / INDEX
     if single.is_file():
         return [single]
@@ -216,7 +224,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """The safetensors file, memory-mapped. What is wrong with it becomes a ModelError."""
+    """Open a safetensors file, memory-mapped. Raises `ModelError` if it is invalid."""
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
@@ -228,7 +236,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 class _Matched(NamedTuple):
-    """What a decoder declares and what is stored, under the same names."""
+    """Declared and stored tensors under the same names."""
 
     declared: dict[str, CheckpointTensor]
     stored: dict[str, _Stored]
@@ -237,7 +245,7 @@ class _Matched(NamedTuple):
 
 
 def _matched(model: Decoder, stored: dict[str, _Stored], folder: Path) -> _Matched:
-    """ModelError names what does not fit."""
+    """Match declared and stored tensors. Raises `ModelError`, which names a mismatch."""
     declared = checkpoint_tensors(model)
     spec = model.spec
     drafts = tuple(f"layers.{spec.num_layers + i}." for i in range(spec.num_draft_layers))
@@ -251,7 +259,7 @@ def _matched(model: Decoder, stored: dict[str, _Stored], folder: Path) -> _Match
         stored.pop(LM_HEAD, None)
     if spec.architecture.endswith(classifier.SUFFIX):
         stored.pop(classifier.HEAD, None)  # read by the API process
-    if EMBEDDING.removeprefix(BODY) in stored:  # saved without what is around the body
+    if EMBEDDING.removeprefix(BODY) in stored:  # the model was saved without its head and prefix
         declared = {name.removeprefix(BODY): tensor for name, tensor in declared.items()}
     stored = _by_declared_names(declared, stored)
     optional = _optional_tensors(model)
@@ -267,7 +275,7 @@ def _renamed(name: str, spec: ModelSpec) -> str:
 
 
 def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
-    """Stream every stored tensor to its memory. ModelError names what does not fit."""
+    """Copy every stored tensor to its memory. Raises `ModelError`, which names a mismatch."""
     declared, stored, extras, optional = _matched(model, stored, folder)
     stored = {name: tensor for name, tensor in stored.items() if not declared[name].memory.is_meta}
     tied = model.spec.tie_word_embeddings
@@ -291,7 +299,7 @@ def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Pr
 
 
 def _by_declared_names(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored]) -> dict[str, _Stored]:
-    """What is stored under another name that a declared tensor may have, under the declared one."""
+    """Return the stored tensors with aliases replaced by declared names."""
     names = {alias: name for name, tensor in declared.items() for alias in tensor.aliases if name not in stored}
     return {names.get(name, name): tensor for name, tensor in stored.items()}
 
@@ -304,7 +312,7 @@ def _take(name: str, value: Tensor, take: Callable[[Tensor], None], file: Path) 
 
 
 def _check_tied(head: CheckpointTensor, file: Path) -> None:
-    """The head, which shares the embedding's memory, is stored as well: it must be the same."""
+    """Check that a stored head equals the embedding that it is tied to."""
     with _open(file) as opened:
         if not torch.equal(opened.get_tensor(LM_HEAD)[head.index].to(head.memory), head.memory):
             raise ModelError(
@@ -314,7 +322,7 @@ def _check_tied(head: CheckpointTensor, file: Path) -> None:
 
 
 def _check(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored], folder: Path, *, tied: bool) -> None:
-    """Every declared tensor is stored, every stored one is declared, and shapes and dtypes agree."""
+    """Check that declared and stored tensors are the same, with equal shapes and allowed dtypes."""
     missing, extra = declared.keys() - stored.keys(), stored.keys() - declared.keys()
     if tied and len(missing & {EMBEDDING, LM_HEAD}) == 1:
         missing -= {EMBEDDING, LM_HEAD}
@@ -338,7 +346,7 @@ def _check(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored], fo
 
 
 def _significant(shape: list[int]) -> list[int]:
-    """Checkpoints disagree about dimensions of 1: a scale may be [], [1], [N] or [N, 1]."""
+    """Return a shape without dimensions of 1: checkpoints store scales as [], [1], [N] or [N, 1]."""
     return [n for n in shape if n != 1]
 
 
@@ -348,7 +356,7 @@ def _names(names: set[str]) -> str:
 
 
 def _fill_randomly(model: Decoder, device: torch.device, seed: int) -> None:
-    """Norms 1, integers any, all else normal of standard deviation 0.02: one kernel for each, straight on the device."""
+    """Fill with random weights on the device: norms 1, integers arbitrary, all others normal with standard deviation 0.02."""
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Matrix) and module.is_here:

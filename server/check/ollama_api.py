@@ -68,7 +68,6 @@ def ollama_error(server: Server) -> None:
     answer: httpx.Response = server.post("/api/chat", {"messages": HELLO, "model": "no such model"})
     want(answer.status_code == 404, f"status {answer.status_code} instead of 404")
     if not isinstance(answer.json().get("error"), str):
-        server.ask(
-            "/api/chat", messages=HELLO, stream=False, options=SHORT
-        )  # skips the check if the endpoint is missing
+        # Skips the check if the endpoint is missing.
+        server.ask("/api/chat", messages=HELLO, stream=False, options=SHORT)
         want(False, "the error is no text")
