@@ -133,7 +133,7 @@ def _group(config: Mapping[str, Any], key: str, default: int, path: str = "") ->
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantization:
-    """fp8 in DeepSeek's and Qwen's blocks of 128 × 128, or with one scale for a matrix (Mistral, AutoFP8)."""
+    """fp8 in blocks of 128 × 128 (DeepSeek, Qwen), or with one scale per matrix (Mistral, AutoFP8)."""
     _choice(config, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _choice(config, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     block = config.get("weight_block_size")
@@ -146,7 +146,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
 
 
 def _fbgemm(config: Mapping[str, Any]) -> Quantization:
-    """fp8 with a scale for each row."""
+    """fp8 with one scale per row."""
     scheme = Scheme(layout="plain", kind="e4m3", activations=True)
     ignored = _names(config, "modules_to_not_convert")
     return Quantization(method="fbgemm_fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
@@ -185,7 +185,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Quantization:
-    """NVIDIA's fp8, and nvfp4 (weights only)."""
+    """NVIDIA's fp8 and nvfp4 (weights only)."""
     algorithm = _choice(config, "quant_algo", ("FP8", "NVFP4"))
     if algorithm == "FP8":
         scheme = Scheme(layout="plain", kind="e4m3", rows=0, activations=True)
@@ -196,13 +196,13 @@ def _modelopt(config: Mapping[str, Any]) -> Quantization:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
-    """mxfp4 of gpt-oss: the experts, whose tensors are stacked."""
+    """mxfp4 of gpt-oss: the experts, in stacked tensors."""
     scheme = Scheme(layout="blocks", kind="e2m1", group=32)
     return Quantization(method="mxfp4", schemes=((("re:.*\\.mlp\\.experts\\.",), scheme),))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
-    """llm-compressor's fp8, int8, int4, nvfp4 and mxfp4 (the last three: weights only), different ones for groups of modules."""
+    """fp8, int8, int4, nvfp4 and mxfp4 of llm-compressor (the last three: weights only), possibly mixed by groups of modules."""
     sparsity = config.get("sparsity_config") or {}
     sparse_format = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if sparse_format != "dense":

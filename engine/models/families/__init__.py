@@ -1,4 +1,4 @@
-"""config.json → ModelSpec, one short function per family, which says only how it differs from the common decoder."""
+"""Converts config.json to a ModelSpec. Each family is a short function that states how it differs from the common decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all families have in common: the decoder's parts from config.json's usual fields, checked."""
+"""Common code of all families: the decoder's parts from the usual fields of config.json, with checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.models.quantization import read_quantization
 from engine.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoESpec, Norms
 
 Mixer = AttentionSpec | LatentSpec
-MAX_LAYERS = 1024  # a description of each is made before the weights are looked at
+MAX_LAYERS = 1024  # their specifications are created before the weights are checked
 MAX_HEAD_DIM = 1024
 
 
@@ -83,7 +83,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu2"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu_tanh",  # in old configurations of Gemma, which was trained with that
+    "gelu": "gelu_tanh",  # old Gemma configurations; Gemma was trained with the tanh form
     "relu2": "relu2",
 }
 

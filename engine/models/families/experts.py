@@ -1,4 +1,4 @@
-"""Families whose layers have mixtures of experts, all or some."""
+"""Families with mixtures of experts in all or some layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import granite, qwen_windows
 from engine.models.spec import DenseSpec, ExpertNames, ModelSpec, MoESpec, RouterSpec
 
-MAX_EXPERTS = 2**16  # in all layers together: a description of each is made before the weights are looked at
+MAX_EXPERTS = 2**16  # in all layers together: their declarations are created before the weights are checked
 MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate",
     correction="block_sparse_moe.e_score_correction_bias",
@@ -53,7 +53,7 @@ def experts(
 
 
 def qwen2_moe(config: Config) -> ModelSpec:
-    """Qwen1.5-MoE and Qwen2-57B-A14B: a shared expert, scaled by a gate; biases of query, key and value."""
+    """Qwen1.5-MoE and Qwen2-57B-A14B: a gated shared expert; biases of query, key and value."""
     mlp = experts(config, renormalise=flag(config, "norm_topk_prob"))
     shared = replace(dense(config), intermediate_size=integer(config, "shared_expert_intermediate_size"))
     mlp = replace(mlp, shared=shared, shared_gate=True, names=ExpertNames(shared="mlp.shared_expert"))
@@ -88,7 +88,7 @@ def mixtral(config: Config) -> ModelSpec:
 
 
 def olmoe(config: Config) -> ModelSpec:
-    """OLMoE: norms of all query and all key heads together."""
+    """OLMoE: norms over all query heads and all key heads."""
     if config.get("clip_qkv") is not None:
         raise ModelError("'clip_qkv' is not supported; supported: null")
     bias = flag(config, "attention_bias")
@@ -97,7 +97,7 @@ def olmoe(config: Config) -> ModelSpec:
 
 
 def granite_moe(config: Config) -> ModelSpec:
-    """Granite 3 MoE, and with a shared expert: Granite's multipliers, experts in stacked tensors."""
+    """Granite 3 MoE, with or without a shared expert: Granite's multipliers, experts in stacked tensors."""
     mlp = experts(config, count=("num_local_experts",), size="intermediate_size", scoring="softmax_chosen")
     if size := integer(config, "shared_intermediate_size", 0, minimum=0):
         mlp = replace(mlp, shared=DenseSpec(intermediate_size=size, fused="input_linear", down_name="output_linear"))
@@ -107,7 +107,7 @@ def granite_moe(config: Config) -> ModelSpec:
 
 
 def glm4_moe(config: Config) -> ModelSpec:
-    """GLM-4.5, 4.6 and 4.7: the first layers are dense, half of a head rotates."""
+    """GLM-4.5, 4.6 and 4.7: the first layers are dense, RoPE on half of each head."""
     mixer = attention(
         config, qkv_bias=flag(config, "attention_bias"), qk_norm=flag(config, "use_qk_norm"), rotary_factor=0.5
     )
@@ -129,7 +129,7 @@ def deepseek_v3(config: Config) -> ModelSpec:
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
-    """DeepSeek V2 and V2-Lite: latent attention, experts chosen by a softmax."""
+    """DeepSeek V2 and V2-Lite: latent attention, softmax router."""
     grouped = config.get("topk_method", "greedy") != "greedy"
     spec = deepseek_v3(config if grouped else {**config, "n_group": 1, "topk_group": 1})
     layers = []
@@ -174,7 +174,7 @@ def deepseek_mlps(config: Config) -> list[DenseSpec | MoESpec]:
 
 
 def minimax_m2(config: Config) -> ModelSpec:
-    """MiniMax-M2: norms of all query and all key heads together, half of a head rotates."""
+    """MiniMax-M2: norms over all query heads and all key heads, RoPE on half of each head."""
     config = {"head_dim": 128, **config}
     factor = integer(config, "rotary_dim", config["head_dim"]) / config["head_dim"]
     mixer = replace(attention(config, qk_norm=True, rotary_factor=factor), qk_norm_over_heads=True)
@@ -183,7 +183,7 @@ def minimax_m2(config: Config) -> ModelSpec:
 
 
 def gpt_oss(config: Config) -> ModelSpec:
-    """gpt-oss: attention sinks, every other layer has the window, biases everywhere, a clamped activation."""
+    """gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, a clamped activation."""
     config = {"head_dim": 64, **config}
     if config.get("layer_types") is None:
         slide = [layer % 2 == 0 for layer in range(num_layers(config))]

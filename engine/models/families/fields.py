@@ -1,4 +1,4 @@
-"""Reading one field of config.json. `default` also stands in for null; without one the field must be there."""
+"""Reads one field of config.json. `default` also replaces null; without a default the field is required."""
 
 from __future__ import annotations
 

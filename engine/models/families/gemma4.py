@@ -1,4 +1,4 @@
-"""Gemma 4: its two kinds of attention, its experts, what its small models share among layers; and Gemma with images."""
+"""Gemma 4: two kinds of attention, experts, layers that share a KV cache; and the text models of multimodal Gemma."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APART = Apart(
     before_experts="pre_feedforward_layernorm_2",
     after_experts="post_feedforward_layernorm_2",
 )
-# How Gemma with images (and sounds) calls the text model, and what is left out of it.
+# Names of the text model in multimodal Gemma checkpoints, and tensors that are not loaded.
 TEXT_NAMES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -43,11 +43,11 @@ GEMMA3_SIZES = {
 
 
 def gemma4(config: Config) -> ModelSpec:
-    """Gemma 4, text: 31B; 26B-A4B, with experts beside the dense MLP; E2B and E4B, whose last layers share their KV cache."""
+    """Gemma 4, text: 31B; 26B-A4B with experts beside the dense MLP; E2B and E4B, whose last layers share a KV cache."""
     if config.get("use_bidirectional_attention") == "all":
         raise ModelError("'use_bidirectional_attention' must not be 'all': attention to later tokens is not supported")
     slide = slides(config, 6)
-    slide[-1] = False  # the last layer has full attention, whatever the configuration says
+    slide[-1] = False  # the last layer always has full attention
     count = num_layers(config)
     num_shared = integer(config, "num_kv_shared_layers", 0, minimum=0, maximum=count - 1)
     first_shared = count - num_shared
@@ -127,12 +127,12 @@ def _per_layer(config: Config) -> PerLayerSpec | None:
 
 
 def gemma3_with_images(config: Config) -> ModelSpec:
-    """Gemma 3 from 4B: its text model alone; images are refused."""
+    """Gemma 3 from 4B: only the text model; images are refused."""
     return _text_of(gemma3, GEMMA3_SIZES | config)
 
 
 def gemma4_with_images(config: Config) -> ModelSpec:
-    """Gemma 4 as published: its text model alone; images and sounds are refused."""
+    """Gemma 4 as published: only the text model; images and audio are refused."""
     return _text_of(gemma4, config)
 
 

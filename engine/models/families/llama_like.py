@@ -1,4 +1,4 @@
-"""Families whose layers are Llama's, with RMSNorm before attention and before the MLP."""
+"""Families with Llama's layers: RMSNorm before attention and before the MLP."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from engine.models.spec import ModelSpec
 
 
 def llama(config: Config) -> ModelSpec:
-    """Llama 1, 2 and 3.x, and what is shaped like them."""
+    """Llama 1, 2 and 3.x, and other models with the same architecture."""
     bias = flag(config, "attention_bias")
     mlp = dense(config, bias=flag(config, "mlp_bias"))
     return decoder(config, attention(config, qkv_bias=bias, o_bias=bias), mlp)
 
 
 def mistral(config: Config) -> ModelSpec:
-    """Mistral: every layer has the sliding window if there is one (null: none has)."""
+    """Mistral: the sliding window, if there is one, applies to every layer."""
     window = 0 if config.get("sliding_window", 4096) is None else integer(config, "sliding_window", 4096)
     return decoder(config, attention(config, window=window), dense(config))
 
 
 def ministral(config: Config) -> ModelSpec:
-    """Ministral 8B: windows by `layer_types`."""
+    """Ministral 8B: sliding windows by `layer_types`."""
     return decoder(config, attention(config), dense(config), windows=windows_of(config, slides(config)))
 
 
 def qwen2(config: Config) -> ModelSpec:
-    """Qwen2 and Qwen2.5: bias on query, key and value."""
+    """Qwen2 and Qwen2.5: biases of query, key and value."""
     return decoder(config, attention(config, qkv_bias=True), dense(config), windows=qwen_windows(config))
 
 
@@ -41,7 +41,7 @@ def qwen3(config: Config) -> ModelSpec:
 
 
 def smollm3(config: Config) -> ModelSpec:
-    """SmolLM3: some layers, by default each fourth, have no rotary embedding."""
+    """SmolLM3: some layers, by default every fourth, have no RoPE."""
     count, interval = num_layers(config), integer(config, "no_rope_layer_interval", 4)
     rotates = config.get("no_rope_layers")  # 1: the layer has RoPE
     if rotates is None:
@@ -58,13 +58,13 @@ def smollm3(config: Config) -> ModelSpec:
 
 
 def seed_oss(config: Config) -> ModelSpec:
-    """Seed-OSS: biases as the configuration says."""
+    """Seed-OSS: biases according to the configuration."""
     mixer = attention(config, qkv_bias=flag(config, "attention_bias", True), o_bias=flag(config, "attention_out_bias"))
     return decoder(config, mixer, dense(config, bias=flag(config, "mlp_bias")))
 
 
 def granite(config: Config) -> ModelSpec:
-    """Granite 3 and 4, dense: multipliers of embeddings, scores, sums and logits."""
+    """Granite 3 and 4, dense: multipliers of embeddings, scores, residuals and logits."""
     spec = llama(config)
     scale, residual = (number(config, name, 1.0) for name in ("attention_multiplier", "residual_multiplier"))
     layers = (
@@ -79,7 +79,7 @@ def granite(config: Config) -> ModelSpec:
 
 
 def phi3(config: Config) -> ModelSpec:
-    """Phi-3, Phi-3.5 and Phi-4: fused tensors, partial and long RoPE ("su" and "yarn" are old names of that)."""
+    """Phi-3, Phi-3.5 and Phi-4: fused tensors, partial RoPE and LongRoPE ("su" and "yarn" are old names for it)."""
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
         config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}

@@ -1,4 +1,4 @@
-"""MPT: ALiBi instead of RoPE, and field and tensor names of its own."""
+"""MPT: ALiBi instead of RoPE, with its own names of fields and tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MUST_BE = {
 
 
 def mpt(config: Config) -> ModelSpec:
-    """MPT: LayerNorm without biases, one tensor for query, key and value, and an MLP without a gate."""
+    """MPT: ALiBi, LayerNorm without bias, query, key and value in one tensor, an MLP without a gate."""
     inner = config.get("attn_config") or {}
     for name, value in MUST_BE.items():
         if inner.get(name, value) != value:

@@ -1,4 +1,4 @@
-"""Families that norm elsewhere than Llama, or otherwise."""
+"""Families with norms at other positions or of other kinds than Llama's."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ GELU = ("gelu_pytorch_tanh",)
 
 
 def gemma(config: Config) -> ModelSpec:
-    """Gemma: weights of norms are stored less one; embeddings are scaled; GeGLU."""
+    """Gemma: norm weights stored minus one, scaled embeddings, GeGLU."""
     return _gemma(config, decoder(config, _gemma_attention(config), dense(config, activations=(*GELU, "gelu"))))
 
 
 def gemma2(config: Config) -> ModelSpec:
-    """Gemma 2: norms before and after, soft caps, every other layer has the window."""
+    """Gemma 2: norms before and after each sublayer, soft caps, a sliding window in every other layer."""
     windows = windows_of(config, slides(config, 2), 4096)
     scale = number(config, "query_pre_attn_scalar", 256) ** -0.5
     cap = 0.0 if config.get("attn_logit_softcapping", 50.0) is None else number(config, "attn_logit_softcapping", 50.0)
@@ -40,7 +40,7 @@ def gemma2(config: Config) -> ModelSpec:
 
 
 def gemma3(config: Config) -> ModelSpec:
-    """Gemma 3, text: norms of query and key heads, five layers in six have the window and a RoPE of their own."""
+    """Gemma 3, text: norms of query and key heads; five of six layers have a sliding window and a separate RoPE."""
     slide = slides(config, integer(config, "sliding_window_pattern", 6))
     scale = number(config, "query_pre_attn_scalar", 256) ** -0.5
     if config.get("rope_local_base_freq") is not None or not config.get("rope_parameters"):
@@ -59,19 +59,19 @@ def gemma3(config: Config) -> ModelSpec:
     mixers = [kinds[slides_here] for slides_here in slide]
     windows = windows_of(config, slide, 4096)
     spec = decoder(config, mixers, dense(config, activations=GELU), windows=windows, norms=GEMMA)
-    stretched = integer(config, "max_position_embeddings")  # its linear scaling is counted in it
+    stretched = integer(config, "max_position_embeddings")  # includes the linear scaling
     return replace(_gemma(config, spec), context_length=stretched)
 
 
 def olmo2(config: Config) -> ModelSpec:
-    """OLMo 2: norms after attention and MLP, and of all query and all key heads together."""
+    """OLMo 2: norms after attention and MLP, and over all query heads and all key heads."""
     bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return decoder(config, replace(mixer, qk_norm_over_heads=True), dense(config), norms=AFTER)
 
 
 def olmo3(config: Config) -> ModelSpec:
-    """OLMo 3: as OLMo 2, but three layers in four have the window, and RoPE may be of two kinds."""
+    """OLMo 3: like OLMo 2, with a sliding window in three of four layers and up to two kinds of RoPE."""
     slide, bias = slides(config, 4), flag(config, "attention_bias")
     kinds = [
         replace(
@@ -92,7 +92,7 @@ def _olmo3_rope(config: Config, kind: str) -> Config:
 
 
 def exaone4(config: Config) -> ModelSpec:
-    """EXAONE 4: norms after attention and MLP and of heads; with windows, the layers without one have no RoPE."""
+    """EXAONE 4: norms after attention and MLP and of heads; with windows, layers without a window have no RoPE."""
     hybrid = config.get("sliding_window") is not None
     slide = slides(config, integer(config, "sliding_window_pattern", 4) if hybrid else 0)
     mixer = attention(config, qk_norm=True)
@@ -101,20 +101,20 @@ def exaone4(config: Config) -> ModelSpec:
 
 
 def glm(config: Config) -> ModelSpec:
-    """GLM-4 of 2024 (glm-4-9b-hf): half of a head rotates, by interleaved pairs; gate and up are one tensor."""
+    """GLM-4 of 2024 (glm-4-9b-hf): interleaved RoPE on half of each head; gate and up in one tensor."""
     mixer = attention(config, qkv_bias=flag(config, "attention_bias", True), rotary_factor=0.5, interleaved=True)
     return decoder(config, mixer, dense(config, fused="gate_up_proj"))
 
 
 def glm4(config: Config) -> ModelSpec:
-    """GLM-4-0414: norms before and after as well."""
+    """GLM-4-0414: norms before and after each sublayer."""
     spec = glm(config)
     norms = Norms(after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
     return replace(spec, layers=tuple(replace(layer, norms=norms) for layer in spec.layers))
 
 
 def cohere(config: Config) -> ModelSpec:
-    """Command-R: LayerNorm without a bias, of which attention and MLP read the same; scaled logits."""
+    """Command-R: attention and MLP in parallel after one LayerNorm without bias; scaled logits."""
     if flag(config, "use_qk_norm"):
         raise ModelError("'use_qk_norm' is not supported for Cohere; supported: false")
     bias = flag(config, "attention_bias")
@@ -123,7 +123,7 @@ def cohere(config: Config) -> ModelSpec:
 
 
 def cohere2(config: Config) -> ModelSpec:
-    """Command-R7B and Command A: three layers in four have the window and RoPE, the others neither."""
+    """Command-R7B and Command A: three of four layers have a sliding window and RoPE, the others neither."""
     slide, bias = slides(config, integer(config, "sliding_window_pattern", 4)), flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, o_bias=bias, interleaved=True)
     mixers = [mixer if here else replace(mixer, rope=None) for here in slide]
@@ -132,7 +132,7 @@ def cohere2(config: Config) -> ModelSpec:
 
 
 def starcoder2(config: Config) -> ModelSpec:
-    """StarCoder2: LayerNorm, biases, and an MLP without a gate."""
+    """StarCoder2: LayerNorm, biases, an MLP without a gate."""
     bias = flag(config, "use_bias", True)
     window = 0 if config.get("sliding_window") is None else integer(config, "sliding_window")
     mlp = replace(dense(config, bias=bias, activations=GELU, gated=False), up_name="c_fc", down_name="c_proj")
@@ -142,7 +142,7 @@ def starcoder2(config: Config) -> ModelSpec:
 
 
 def nemotron(config: Config) -> ModelSpec:
-    """Nemotron and Minitron, dense: LayerNorm whose weights are stored less one, and an MLP of squared ReLU without a gate."""
+    """Nemotron and Minitron, dense: LayerNorm with weights stored minus one, a squared-ReLU MLP without a gate."""
     bias = flag(config, "attention_bias")
     mlp = dense(config, bias=flag(config, "mlp_bias"), activations=("relu2",), gated=False)
     spec = decoder(config, attention(config, qkv_bias=bias, o_bias=bias, rotary_factor=0.5), mlp, eps_name="norm_eps")

@@ -1,4 +1,4 @@
-"""RoPE settings in config.json → RopeSpec, one short function per scaling."""
+"""Converts the RoPE settings of config.json to a RopeSpec: one short function per scaling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.spec import RopeSpec
 
-MAX_CONTEXT = 2**24  # positions that float32, in which angles are computed, tells apart
+MAX_CONTEXT = 2**24  # largest position that float32, used for angles, represents exactly
 
 
 def read_rope(
