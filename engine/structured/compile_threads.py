@@ -1,4 +1,4 @@
-"""The threads in which grammars are compiled."""
+"""Threads for compiling grammars."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_SECONDS = 5.0
-# Less than others, of cores that are busy. Not the lowest: between calls of the library these threads hold Python's global
-# lock, and one that gets no core meanwhile stops all threads of its process, for up to a second.
+# A low priority, but not the lowest: between library calls these threads hold Python's global lock, and a thread that gets no
+# core meanwhile would block its whole process for up to a second.
 NICENESS = 5
-STACK_BYTES = 64 << 20  # the library recurses as deep as a grammar is nested
+STACK_BYTES = 64 << 20  # the library recurses as deeply as a grammar is nested
 
 
 class CompileThreads:
-    """Threads that begin with the first grammar, serve owners alternately, and give way to other threads of the machine.
+    """Low-priority threads, started with the first grammar, that serve owners alternately.
 
-    `release` ends them once they are idle: deep grammars leave them with large stacks.
+    `release` ends idle threads, since deep grammars leave them with large stacks.
     """
 
     def __init__(self, num_threads: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +34,11 @@ class CompileThreads:
         self._executor: ThreadPoolExecutor | None = None
         self._fair: FairExecutor | None = None
         self._lock = threading.Lock()
-        self._num_working = 0  # tasks
-        self._used = 0.0  # when the last one ended
+        self._num_working = 0  # running tasks
+        self._used = 0.0  # when the last task finished
 
     def submit(self, owner: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As of `FairExecutor`."""
+        """Submit a task, like `FairExecutor.submit`."""
         if self._fair is None:
             self._executor = make_executor(self._num_threads)
             self._fair = FairExecutor(self._executor)
@@ -54,7 +54,7 @@ class CompileThreads:
             self._used = self._clock()
 
     def release(self) -> bool:
-        """End the threads if they have been idle for some seconds, and return their memory. Whether there are any."""
+        """End the threads if they have been idle for some seconds, and return their memory. Returns whether there are threads."""
         with self._lock:
             is_idle = not self._num_working and self._clock() - self._used >= IDLE_SECONDS
         if self._executor is not None and is_idle:
@@ -64,24 +64,24 @@ class CompileThreads:
         return self._executor is not None
 
     def shutdown(self) -> None:
-        """Work that waits is cancelled."""
+        """End the threads. Queued tasks are cancelled."""
         if self._fair is not None:
             self._fair.shutdown()
 
 
 def make_executor(num_threads: int) -> ThreadPoolExecutor:
-    """Threads with stacks that suffice for any grammar."""
+    """Create threads with stacks large enough for any grammar."""
     before = threading.stack_size(STACK_BYTES)
     try:
         executor = ThreadPoolExecutor(num_threads, "grammar", initializer=_give_way)
         together = threading.Barrier(num_threads)
-        wait([executor.submit(together.wait) for _ in range(num_threads)])  # now all threads are there
+        wait([executor.submit(together.wait) for _ in range(num_threads)])  # until all threads have started
     finally:
         threading.stack_size(before)
     return executor
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread: its work is long, and most of it outside Python's global lock."""
+    """Lower this thread's priority: its tasks are long and run mostly without Python's global lock."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

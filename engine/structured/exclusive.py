@@ -1,4 +1,4 @@
-"""`oneOf` as `anyOf`: branches of which an instance matches at most one, or that can be narrowed until that holds."""
+"""Converts `oneOf` to `anyOf` if an instance matches at most one branch, narrowing branches if necessary."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from engine.structured.languages import Texts
 from engine.structured.values import TYPES, listed, pattern_without, values_of, without
 
 Schema: TypeAlias = dict[str, Any]
-Resolve: TypeAlias = Callable[[str], Any]  # what a `$ref` points to, or None
+Resolve: TypeAlias = Callable[[str], Any]  # `$ref` → its target, or None
 Opposites: TypeAlias = Callable[[Any, Any], "list[Schema] | None"]
 
-MAX_ITEMS = 16  # elements of arrays, and values, that are compared
+MAX_ITEMS = 16  # array elements and values that are compared
 MAX_LENGTH = 2**31  # of arrays
-MAX_NAMES = 8  # of which one tells two schemas apart
+MAX_NAMES = 8  # property names tried as discriminators
 MAX_BRANCHES = 32
-MAX_WORK = 100_000  # schemas, names and values that are looked at for all of one document
-MAX_LEVELS = 6  # of schemas inside schemas, when two are compared
+MAX_WORK = 100_000  # schemas, names and values examined per document
+MAX_LEVELS = 6  # nesting depth when comparing two schemas
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 _RANGES = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
 
 
 def views(schema: Any, resolve: Resolve) -> list[Schema]:
-    """Schemas of which an instance of `schema` matches each: itself, what it refers to, its `allOf`. Each is there once."""
+    """Return all schemas that an instance of `schema` must match: itself, `$ref` targets and `allOf`, without duplicates."""
     found: dict[int, Schema] = {}
     rest = [schema]
     while rest:
@@ -39,9 +39,9 @@ def views(schema: Any, resolve: Resolve) -> list[Schema]:
 
 
 def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] | None:
-    """The branches of the schema's `oneOf`, narrowed so that `anyOf` of them says the same; None: not known how.
+    """Return the branches of the schema's `oneOf`, narrowed so that their `anyOf` is equivalent, or None if that fails.
 
-    `opposites`: schemas that match what a branch does not, or None.
+    `opposites`: returns schemas that match exactly what a branch does not, or None.
     """
     branches = list(schema["oneOf"])
     values = [value for branch in branches for value in values_of(branch) or ()]
@@ -49,11 +49,13 @@ def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] |
         only_texts = all(map(values_of, branches)) and all(isinstance(value, str) for value in values)
         return branches if only_texts and len(set(values)) == len(values) else None
     types, found = _types(schema), list(branches)
-    for i, j in combinations(range(len(branches)), 2):  # as they are given: one narrowed says less of what it refuses
+    for i, j in combinations(
+        range(len(branches)), 2
+    ):  # compare the original branches: a narrowed branch tells less about what it refuses
         if judge.work_left < 0:
             return None
         if _without_formats(branches[i]) == _without_formats(branches[j]):
-            found[i] = found[j] = False  # a format is an annotation: what matches one matches both
+            found[i] = found[j] = False  # `format` is an annotation: such an instance matches both branches
             continue
         if judge.disjoint(branches[i], branches[j], types):
             continue
@@ -77,7 +79,7 @@ def _without_formats(schema: Any) -> Any:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Those that an instance may have; a number that is an integer is a number here."""
+    """Return the types that an instance may have; integers count as numbers."""
     values = values_of(schema)
     if values is not None:
         return {_KINDS.get(type(value), "object") for value in values}
@@ -86,7 +88,7 @@ def _types(schema: Schema) -> set[str]:
 
 @dataclass
 class Judge:
-    """Compares the schemas of one document, for a while: they may be written to be compared for ever."""
+    """Compares the schemas of a document with bounded work, since hostile schemas could make comparisons endless."""
 
     resolve: Resolve
     work_left: int = MAX_WORK
@@ -94,7 +96,7 @@ class Judge:
     notes: list[str] = field(default_factory=list)
 
     def types(self, schema: Any, levels: int = MAX_LEVELS) -> set[str]:
-        """Those that an instance may have."""
+        """Return the types that an instance may have."""
         if schema is False:
             return set()
         found = set(TYPES) - {"integer"}
@@ -111,7 +113,7 @@ class Judge:
         return found
 
     def disjoint(self, one: Any, other: Any, types: set[str], levels: int = MAX_LEVELS) -> bool:
-        """Whether it is certain that no instance of one of `types` matches both."""
+        """Whether certainly no instance of one of `types` matches both schemas."""
         if one is False or other is False:
             return True
         if not levels:
@@ -169,7 +171,7 @@ class Judge:
         return "pattern" in one and "pattern" in other and self.texts.are_disjoint(one["pattern"], other["pattern"])
 
     def forbids(self, schema: Schema, name: str) -> bool:
-        """Whether it is certain that no object with this name matches."""
+        """Whether certainly no object with this property matches."""
         if name in schema.get("properties", {}):
             return schema["properties"][name] is False
         patterns = schema.get("patternProperties", {})
@@ -179,7 +181,7 @@ class Judge:
         )
 
     def _covers(self, wide: Any, schema: Schema, levels: int) -> bool:
-        """Whether it is certain that every instance of `schema` matches `wide`."""
+        """Whether certainly every instance of `schema` matches `wide`."""
         if wide is True or wide == {}:
             return True
         if not isinstance(wide, dict) or not levels:
@@ -213,7 +215,7 @@ def _property(schema: Schema, name: str) -> Any:
 
 
 def _minus(schema: Any, other: Any, types: set[str], judge: Judge, opposites: Opposites) -> Any:
-    """What keeps instances of `schema` from matching `other`. None: nothing is known to."""
+    """Return constraints that keep instances of `schema` from matching `other`, or None if none are known."""
     if other is True or other == {}:
         return None
     schema = {} if schema is True else schema
@@ -239,7 +241,7 @@ def _minus(schema: Any, other: Any, types: set[str], judge: Judge, opposites: Op
 
 
 def _other_lengths(schema: Schema, other: Schema, judge: Judge) -> list[Schema]:
-    """Arrays of `schema` that are too short or too long for `other`."""
+    """Return the arrays of `schema` that are too short or too long for `other`."""
     least = max(view.get("minItems", 0) for view in judge.views(other))
     most = min(view.get("maxItems", MAX_LENGTH) for view in judge.views(other))
     shorter: list[Schema] = [{"type": "array", "maxItems": least - 1}] if least else []
@@ -252,7 +254,7 @@ def _apart(schema: Schema, other: Schema, judge: Judge) -> Any:
 
 
 def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
-    """Objects that have a name for which `other` allows nothing that the schema does. None: there is none."""
+    """Return the objects with a property whose allowed values in both schemas are disjoint, or None if there is none."""
     own, others = judge.views(schema), judge.views(other)
     everything = set(TYPES)
     found = [
@@ -271,18 +273,19 @@ def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
 
 
 def _without_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
-    """Objects that lack a name which `other` requires. None: not known how."""
+    """Return the objects that lack a property which `other` requires, or None if that cannot be expressed."""
     own, others = (judge.views(each) for each in (schema, other))
     needed, free = ({name for view in each for name in view.get("required", ())} for each in (own, others))
     if names := sorted(free - needed):
         known = {name for view in own for name in view.get("properties", {})}
-        name = next((name for name in names if name not in known), names[0])  # what the schema does not speak of
+        # Prefer a property that the schema does not mention.
+        name = next((name for name in names if name not in known), names[0])
         return {"type": "object", "properties": {name: False}}
     return None
 
 
 def _apart_from(values: list[Any], types: set[str]) -> Schema | None:
-    """All but these values, where they are texts."""
+    """Return a schema of all values except these strings."""
     if not all(isinstance(value, str) for value in values) or (pattern := pattern_without(values)) is None:
         return None
     texts = {"type": "string", "pattern": pattern}

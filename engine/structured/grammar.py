@@ -73,7 +73,7 @@ def lark_grammar(grammar: str) -> str:
         lines = [line for line in grammar.split("\n") if line.strip()]
         try:
             grammar = any_to_lark("\n".join(lines))
-        except Exception as error:  # whatever its parser stumbles over
+        except Exception as error:  # any error of the converter
             raise ValueError(f"the GBNF grammar cannot be read: {error}") from None
     return LLMatcher.grammar_from_lark(bounded(grammar))
 
@@ -144,7 +144,7 @@ class Compiler:
                 self._num_characters -= len(self._compiled.popitem(last=False)[0])
 
     def check(self, grammar: str) -> None:
-        """Compile it, and follow it a little way at random. `ValueError` when that fails."""
+        """Compile a grammar and generate a few random tokens with it. Raises `ValueError` if that fails."""
         digest = hashlib.blake2b(grammar.encode(errors="surrogatepass")).digest()
         if (wrong := self._checked.get(digest)) is None:
             wrong = self._find_wrong(grammar)
@@ -159,7 +159,7 @@ class Compiler:
             self._try(self._build(grammar))
         except ValueError as error:
             return str(error) or type(error).__name__
-        except BaseException as error:  # a panic of the library in Rust is no `Exception`
+        except BaseException as error:  # a Rust panic is not an `Exception`
             if type(error).__name__ != "PanicException":
                 raise
             return "the grammar is beyond what the library can follow"
@@ -196,7 +196,7 @@ class Compiler:
 
 
 class _Tokens:
-    """A vocabulary as the library asks for it."""
+    """A vocabulary in the form that the library needs."""
 
     bos_token_id = None
 
@@ -207,13 +207,13 @@ class _Tokens:
         self._byte_ids = {token: i for i, token in enumerate(vocabulary.tokens) if len(token) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text that a grammar leaves no choice about: the masks allow these and no others.
+        """Return the tokens of a text that a grammar forces: the masks allow only these.
 
-        Other tokens of the same text would be strange to the model, and what it goes on to write would suffer.
+        Another tokenisation of the same text would be unusual for the model and degrade what it writes next.
         """
         for mark in ("", _MARK):
             token_ids = self._encode(mark + text.decode()) if self._encode is not None else []
-            for first in range(min(len(token_ids), 3)):  # after the mark, or a space that some vocabularies begin with
+            for first in range(min(len(token_ids), 3)):  # after the mark, or a space that some tokenizers add
                 found = token_ids[first:]
                 if b"".join(self.tokens[i] for i in found) == text and self._special.isdisjoint(found):
                     return found
@@ -229,13 +229,13 @@ def _make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def _pick(bits: int, dice: random.Random) -> int:
-    """The place of a bit that is set: not all are equally likely to be picked."""
+    """Return the index of a random set bit, not uniformly distributed."""
     above = bits >> (start := dice.randrange(bits.bit_length()))
     return start + (above & -above).bit_length() - 1
 
 
 def explain(error: str) -> str:
-    """The library's message without what only its authors can read."""
+    """Return the library's error message without internal details."""
     if "oneOf constraints" in error:
         return "oneOf is supported where at most one of its schemas can match; anyOf takes any"
     if "grammar.symbols.len()" in error or "schema too large" in error:

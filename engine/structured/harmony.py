@@ -1,9 +1,9 @@
-"""Answers in gpt-oss's harmony format as one grammar: analysis and remarks, then the content or a call.
+"""Grammars for gpt-oss's harmony format: analysis and commentary, then the content or a tool call.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>content
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}
 
-The model also writes the recipient before the channel, and leaves `<|constrain|>` out.
+The model may also write the recipient before the channel, and omit `<|constrain|>`.
 https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
@@ -15,13 +15,13 @@ from engine.core.structured_outputs import Tags
 from engine.structured.tags import Composition, quoted
 
 _CHANNEL, _MESSAGE, _NEXT = "<|channel|>", "<|message|>", "<|end|><|start|>assistant"
-_FREE = ("analysis", "commentary")  # channels of what comes before the answer
+_FREE = ("analysis", "commentary")  # channels before the answer
 
 
 def compose_messages(content: str | None, tags: Tags | None, schemas: Sequence[str], special: Mapping[str, int]) -> str:
-    """`content` (a grammar; None: free text) in the final message, or a call of one of `tags`.
+    """Return a grammar of `content` (a grammar; None: free text) in the final message, or a call of one of `tags`.
 
-    `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, but for those that end a text.
+    `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, except end-of-text tokens.
     """
     return _Messages(content, tags, schemas, None, special).text()
 

@@ -1,7 +1,7 @@
-"""JSON Schemas made ready for the grammar library: sound, bounded, portable.
+"""Prepares JSON Schemas for the grammar library: sound, bounded, portable.
 
-The library refuses most of what it cannot do. Here is refused what it would do by halves, or only at great expense, and
-made stricter what readers check more strictly than it does.
+The library refuses most unsupported keywords. This module also refuses what the library would enforce only partially or at
+great cost, and tightens what JSON Schema validators check more strictly than the library.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from engine.structured.values import pointed_to
 
 Schema: TypeAlias = dict[str, Any]
 
-MAX_LENGTH = 100_000  # characters of its JSON without annotations
-MAX_ANNOTATED_LENGTH = 1_000_000  # with them
+MAX_LENGTH = 100_000  # characters of a schema's JSON without annotations
+MAX_ANNOTATED_LENGTH = 1_000_000  # including annotations
 MAX_DEPTH = 64
 MAX_REFERENCES = 400
-MAX_PROPERTIES = 1000  # of one object: the library's time grows with their square
-MAX_ENUM_VALUES = 10_000  # in all
-MAX_TEXT_LENGTH = 10_000  # of one of them
-MAX_WRITTEN = 2_000_000  # characters, about: rewrites repeat schemas
-MAX_ROUNDS = 16  # in search of a recursion without end
-EXACT = 2**53  # integers up to here are exact as floats
+MAX_PROPERTIES = 1000  # per object; the library takes quadratic time
+MAX_ENUM_VALUES = 10_000  # in the whole schema
+MAX_TEXT_LENGTH = 10_000  # of a string value
+MAX_WRITTEN = 2_000_000  # approximate characters after rewriting, which repeats schemas
+MAX_ROUNDS = 16  # iterations when looking for endless recursion
+EXACT = 2**53  # largest integer up to which floats are exact
 MAX_SHOWN = 40  # characters of a format's name
-MOST_DECIMALS = 6  # of a multipleOf, which the library reckons in decimals
+MOST_DECIMALS = 6  # decimal places of `multipleOf`
 
 _SCHEMA = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 _SCHEMA_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
@@ -61,7 +61,7 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("pattern", "format", "$ref"), ("a text", lambda value: isinstance(value, str))),
 }
 
-# What says nothing of instances, and is often most of a schema.
+# Annotations: they do not affect instances, and often make up most of a schema.
 _ANNOTATIONS = ("title", "description", "markdownDescription", "enumDescriptions", "$comment", "default", "examples")
 _DIALECT = re.compile(r"https?(://json-schema\.org/(?:draft-0[467]|draft/2019-09|draft/2020-12)/schema)#?")
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -71,14 +71,14 @@ _DATE = (
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMATS = {  # the library's know no leap years, and allow what many readers do not
+_FORMATS = {  # the library's own formats ignore leap years and are more lenient than validators
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
 }
 _LIBRARY_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_HINTS = ("int64", "float", "double", "password")  # formats that allow what the type does
-# What the library lacks, where no rewrite has said it otherwise.
+_HINTS = ("int64", "float", "double", "password")  # formats that do not restrict the type
+# Keywords that the library does not support, unless a rewrite has replaced them.
 _LACKING = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems",
     "unevaluatedProperties", "unevaluatedItems",
@@ -86,9 +86,9 @@ _LACKING = (
 
 
 def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) -> str:
-    """The schema (parsed, or its JSON) as JSON for the library. `ValueError` names the keyword that cannot be supported.
+    """Return a schema (parsed, or as JSON) as JSON for the library. Raises `ValueError`, which names an unsupported keyword.
 
-    `lenient`: what cannot be enforced is left out. `notes` gets a line on everything that is, unknown formats among it.
+    `lenient`: omit what cannot be enforced. `notes` gets a line about each omission, including unknown formats.
     """
     text = schema if isinstance(schema, str) else _dump(schema)
     _check_length(text, MAX_ANNOTATED_LENGTH)
@@ -105,7 +105,7 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
             raise ValueError("nothing matches the JSON Schema false")
         parsed = {}
     _check_depth(parsed, MAX_DEPTH)
-    parsed.pop("x-guidance", None)  # the library's own switches
+    parsed.pop("x-guidance", None)  # options of the library
     _know_dialect(parsed)
     preparation = _Preparation(parsed, lenient)
     preparation.run()
@@ -122,7 +122,7 @@ def _check_length(text: str, limit: int) -> None:
 
 
 def _know_dialect(root: Schema) -> None:
-    """Of dialects that the library does not know, the keywords are those of 2020-12."""
+    """Treat dialects that the library does not know as draft 2020-12."""
     match = _DIALECT.fullmatch(str(root.pop("$schema", "")))
     if match is not None:
         root["$schema"] = ("https" if "/20" in match[1] else "http") + match[1]
@@ -147,7 +147,7 @@ def _check_depth(value: Any, levels: int) -> None:
 
 
 def _written_length(value: Any, lengths: dict[int, int]) -> int:
-    """`lengths`: of what has been measured, by its id."""
+    """Return the length of a value as JSON. `lengths`: cache by object id."""
     if isinstance(value, str):
         return len(value)
     if not isinstance(value, dict | list):
@@ -159,7 +159,7 @@ def _written_length(value: Any, lengths: dict[int, int]) -> int:
 
 
 def _check_written(schema: Any) -> None:
-    """`ValueError` when it is too large with all that is repeated written out."""
+    """Raise `ValueError` if the schema is too large once repeated parts are written out."""
     try:
         written = _written_length(schema, {})
     except RecursionError:
@@ -182,22 +182,23 @@ def _subschemas(schema: Schema) -> Iterator[Any]:
 
 @dataclass
 class _Preparation:
-    """Changes all schemas inside a schema, in place. Rewrites look into others, so the shapes of all come first."""
+    """Changes all schemas inside a schema in place. First normalises all of them, since rewrites look at other schemas."""
 
     root: Schema
     is_lenient: bool = False
-    notes: list[str] = field(default_factory=list)  # of what is not enforced
+    notes: list[str] = field(default_factory=list)  # about what is not enforced
     num_references: int = 0
     num_enum_values: int = 0
-    leads_elsewhere: bool = False  # a `$ref` is no path in this schema
-    has_resources: bool = False  # a schema inside has an `$id`
+    leads_elsewhere: bool = False  # some `$ref` is not a path in this schema
+    has_resources: bool = False  # some subschema has an `$id`
 
     def run(self) -> None:
         self._apply(self.shapes, self.older)
         if not self.has_resources:
             self._fix_anchors()
         _check_length(text := _dump(self.root), MAX_LENGTH)
-        as_given = json.loads(text)  # rewrites narrow: what one schema refuses is to be read from it as it was
+        # The unmodified schema: rewrites narrow schemas, so what a schema refuses must be read from this one.
+        as_given = json.loads(text)
         self.judge = Judge(partial(pointed_to, as_given), notes=self.notes)
         of_kinds = (self.values, self.objects, self.arrays, self.numbers, self.strings)
         self._apply(self.rewrites, self.references, *of_kinds, *([self.leftovers] if self.is_lenient else []))
@@ -206,7 +207,7 @@ class _Preparation:
 
     def _apply(self, *rules: Callable[[Schema], None]) -> None:
         stack: list[Any] = [self.root]
-        seen: dict[int, Schema] = {}  # which keeps them: another one must not get the id of one that a rule dropped
+        seen: dict[int, Schema] = {}  # keeps them alive, so that no new object gets the id of a dropped schema
         while stack:
             schema = stack.pop()
             if id(schema) in seen:
@@ -217,15 +218,15 @@ class _Preparation:
                     rule(schema)
                 stack += _subschemas(schema)
                 if isinstance(target := pointed_to(self.root, schema.get("$ref", "")), dict):
-                    stack.append(target)  # which may stand where no schema is looked for
+                    stack.append(target)  # it may be at a position that is not searched for schemas
             elif not isinstance(schema, bool):
                 raise ValueError(f"a schema must be an object or a boolean, got {_dump(schema)[:80]}")
 
     def _fix_anchors(self) -> None:
-        """A `$dynamicRef` to the only such anchor of the only document is a `$ref`."""
+        """Replace a `$dynamicRef` to the only such anchor in the document by a `$ref`."""
         found: dict[str, list[str]] = {}
         owners: list[Schema] = []
-        stack: list[tuple[Any, Any]] = [(self.root, None)]  # the second is (key, that of what it is in)
+        stack: list[tuple[Any, Any]] = [(self.root, None)]  # the second is (key, position of the parent)
         while stack:
             value, at = stack.pop()
             if isinstance(value, dict) and value.keys() & {"$dynamicAnchor", "$dynamicRef"}:
@@ -258,7 +259,7 @@ class _Preparation:
                 raise ValueError(f"{name} must be {wanted}, got {_dump(schema[name])[:80]}")
 
     def older(self, schema: Schema) -> None:
-        """Draft 4 has no `const`; `enum` of one value was its word."""
+        """Convert draft 4, which uses an `enum` of one value instead of `const`."""
         if "draft-04" in self.root.get("$schema", "") and "const" in schema:
             self._leave_out(schema, "const")
 
@@ -288,7 +289,9 @@ class _Preparation:
         num_properties = len(schema.get("properties", {}))
         if num_properties > MAX_PROPERTIES:
             raise ValueError(f"properties: an object may have at most {MAX_PROPERTIES}, got {num_properties}")
-        if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1:  # a free name may come twice
+        if (
+            schema.get("minProperties", 0) > len(schema.get("required", ())) + 1
+        ):  # the library might generate the same additional property twice
             if self.is_lenient:
                 self._leave_out(schema, "minProperties")
                 return
@@ -307,16 +310,16 @@ class _Preparation:
         if schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1:
             schema.pop("uniqueItems", None)
         if schema.get("uniqueItems") is True and not self.is_lenient:
-            schema[MARK] = schema.pop("uniqueItems")  # `UniqueItems` sees to it
+            schema[MARK] = schema.pop("uniqueItems")  # enforced by `UniqueItems`
 
     def numbers(self, schema: Schema) -> None:
         for name in _BOUNDS:
             bound = schema.get(name, 0)
-            if abs(bound) <= EXACT:  # true and false, of older drafts, are 1 and 0
+            if abs(bound) <= EXACT:  # booleans of older drafts have the values 1 and 0
                 continue
             if (bound < 0) != (name in ("minimum", "exclusiveMinimum")):
                 raise ValueError(f"{name} must be at most 2**53 away from 0, got {bound}")
-            schema[name] = EXACT if bound > 0 else -EXACT  # as 64-bit integers have, for which no one waits
+            schema[name] = EXACT if bound > 0 else -EXACT  # such as the bounds of 64-bit integers, which no one needs
         step = schema.get("multipleOf", 1)
         if not (0 < step <= 1000 and (step * 64 % 1 == 0 or round(step, MOST_DECIMALS) == step)):
             raise ValueError(f"multipleOf must be at most 1000, and a multiple of 1/64 or 0.000001, got {step}")
@@ -350,7 +353,7 @@ class _Preparation:
 
 
 def _add(schema: Schema, also: Schema) -> None:
-    """Make the schema hold for what both it and `also` hold for."""
+    """Restrict the schema to instances that also match `also`."""
     if schema.keys() & also.keys():
         schema["allOf"] = [*schema.get("allOf", []), also]
     else:
@@ -365,7 +368,7 @@ def _portable(name: str, pattern: str) -> str:
 
 
 def _pointer(at: Any) -> str:
-    """To what lies at (key, (key of what it is in, …))."""
+    """Return the JSON pointer of a position (key, position of the parent)."""
     keys: list[str] = []
     while at is not None:
         keys.append(str(at[0]).replace("~", "~0").replace("/", "~1"))
@@ -395,9 +398,9 @@ def _check_value(value: Any) -> None:
 
 
 def _drop_endless(root: Schema) -> None:
-    """A `$ref` to what has no finite instance is one to nothing, in place. `ValueError` when the root is such.
+    """Replace each `$ref` to a schema without finite instances by `false`, in place. Raises `ValueError` if the root is one.
 
-    Least fixed point: nothing is taken to be finite until shown. Doubt counts as finite.
+    Computes a least fixed point: a schema counts as infinite until shown to be finite. In doubt, it counts as finite.
     """
     targets: dict[str, Any] = {}
     sources: dict[str, list[Schema]] = {}
@@ -429,7 +432,7 @@ def _drop_endless(root: Schema) -> None:
 
 
 def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
-    """Whether something finite may match, given which references are known to be finite."""
+    """Whether a finite instance may match, given the references that are known to be finite."""
     if not isinstance(schema, dict):
         return schema is not False
     if "const" in schema or "enum" in schema:

@@ -1,9 +1,9 @@
-"""What regular expressions match, as sets that can be intersected, subtracted and compared. Runs no expression.
+"""Regular languages that can be intersected, subtracted and compared. No expression is executed.
 
-Dialects differ in what an expression matches (`\\d`, `$` before a last newline). Its `narrow` language is what all of them
-match, its `wide` one what any of them may: the first may be generated, the second is what a `not` stays out of.
-Languages are followed by their derivatives by a character (Brzozowski), which are the states of an automaton; written
-as an expression, that looks neither ahead nor behind. All of this is bounded.
+Dialects differ in what an expression matches (`\\d`, `$` before a final newline). The `narrow` language contains what all
+dialects match, the `wide` language what any of them may match: the first may be generated, the second must be avoided by
+`not`. Derivatives by a character (Brzozowski) are the states of an automaton, which can be written as an expression without
+lookaround. All work is bounded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, both ends included, in order, with gaps between
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, inclusive, sorted and not adjacent
 Parsed: TypeAlias = tuple[Any, ...]
 
 MAX_LENGTH = 2000  # characters of an expression
-NOTHING = r"^[^\x{0}-\x{10ffff}]$"  # matches no text
+NOTHING = r"^[^\x{0}-\x{10ffff}]$"  # matches nothing
 
-MAX_NODES = 100_000  # steps of one comparison: what is made or looked up
-FIRST = 8  # languages that there always are
-MAX_WORK = 400_000  # and of all of one document
+MAX_NODES = 100_000  # languages and derivatives computed or looked up in one comparison
+FIRST = 8  # predefined languages
+MAX_WORK = 400_000  # the same for a whole document
 MAX_STATES = 1000
-MAX_WRITTEN = 8_000  # characters
+MAX_WRITTEN = 8_000  # characters of a written expression
 MAX_REPEATED = 1000
 MAX_NESTED = 40
 _LAST = 0x10FFFF
@@ -38,7 +38,7 @@ _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 
 
 class UndecidedError(ValueError):
-    """An expression is beyond the bounds, or says what is not known here."""
+    """An expression exceeds the bounds or uses an unsupported construct."""
 
 
 def _ranges(found: list[tuple[int, int]]) -> Ranges:
@@ -55,7 +55,7 @@ _SURROGATES = (0xD800, 0xDFFF)
 
 
 def _all_but(given: Ranges) -> Ranges:
-    """No surrogates are among them, which no text has."""
+    """Return the complement, without surrogates."""
     found, at = [], 0
     for low, high in _ranges([*given, _SURROGATES]):
         found.append((at, low - 1))
@@ -65,7 +65,7 @@ def _all_but(given: Ranges) -> Ranges:
 
 _BEYOND_ASCII = (0x80, _LAST)
 _DIGITS, _LETTERS = (0x30, 0x39), [(0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-_SETS = {  # narrow, wide
+_SETS = {  # (narrow, wide)
     "d": (_ranges([_DIGITS]), _ranges([_DIGITS, _BEYOND_ASCII])),
     "w": (_ranges([_DIGITS, *_LETTERS]), _ranges([_DIGITS, *_LETTERS, _BEYOND_ASCII])),
     "s": (_ranges([(9, 13), (32, 32)]), _ranges([(9, 13), (0x1C, 0x20), _BEYOND_ASCII])),
@@ -75,7 +75,7 @@ _DOT = (_all_but(((10, 10), (13, 13), (0x2028, 0x2029))), _all_but(((10, 10),)))
 
 
 class _Parser:
-    """An expression as nested tuples; characters as narrow and wide ranges."""
+    """Parses an expression into nested tuples, with characters as narrow and wide ranges."""
 
     def __init__(self, pattern: str) -> None:
         if len(pattern) > MAX_LENGTH:
@@ -122,7 +122,7 @@ class _Parser:
             if self.pattern.startswith("+", self.at):
                 raise UndecidedError("a possessive repetition")
             if self.pattern.startswith("?", self.at):
-                self.at += 1  # lazy: the same texts
+                self.at += 1  # lazy quantifiers match the same texts
             atom = ("rep", atom, least, most)
         return atom
 
@@ -229,15 +229,15 @@ def _char(code: int) -> Parsed:
 class Language:
     kind: str  # set, empty text, cat, or, and, not, rep
     parts: tuple[Any, ...]
-    has_empty: bool  # the empty text is in it
+    has_empty: bool  # contains the empty text
 
 
 class Languages:
-    """Makes languages; equal ones, as far as is seen, are the same object. `UndecidedError` when they get too many."""
+    """Creates languages. Equal ones, as far as detected, are the same object. Raises `UndecidedError` if there are too many."""
 
     def __init__(self, limit: int = MAX_NODES) -> None:
         self._limit = limit
-        self._num_parts = 0  # of unions and intersections, whenever one is gone through
+        self._num_parts = 0  # members of unions and intersections visited so far
         self._made: dict[tuple[Any, ...], Language] = {}
         self._derived: dict[tuple[int, int], Language] = {}
         self.nothing = self._make("set", (), False)
@@ -250,7 +250,7 @@ class Languages:
         return len(self._made) + len(self._derived) + self._num_parts
 
     def of(self, pattern: str, narrow: bool) -> Language:
-        """The texts in which the expression is found, as JSON Schema has it."""
+        """Return the texts in which the expression is found, as in JSON Schema's `pattern`."""
         parsed = _Parser(pattern).parse()
         first = self._translated(parsed, self.anything, True, narrow)
         later = self._translated(parsed, self.anything, False, narrow)
@@ -326,7 +326,7 @@ class Languages:
         return self._make("rep", (language, 0 if language.has_empty else least, most), not least or language.has_empty)
 
     def _translated(self, parsed: Parsed, rest: Language, at_start: bool | None, narrow: bool) -> Language:
-        """The texts of which a beginning matches, and of which the remainder is in `rest`. `at_start`: None: unknown."""
+        """Return the texts with a matching prefix and a remainder in `rest`. `at_start`: at the text's start; None: unknown."""
         match parsed:
             case ("set", *both):
                 return self.joined(self._make("set", both[0 if narrow else 1], False), rest)
@@ -359,7 +359,7 @@ class Languages:
         return self._looking_at_each(inner, least, most, rest, narrow)
 
     def _looking_at_each(self, inner: Parsed, least: int, most: int | None, rest: Language, narrow: bool) -> Language:
-        """`(?:(?!…).)*`, `(?:.(?!…))*`: where it is narrow, what is refused comes nowhere in the remaining text."""
+        """Translate `(?:(?!…).)*` and `(?:.(?!…))*`. If narrow, the refused text occurs nowhere in the remaining text."""
         items = inner[1] if inner[0] == "seq" and len(inner[1]) == 2 else []
         looks = [each for each in items if each[0] == "look" and not each[2] and _is_plain(each[1])]
         chars = [each for each in items if each[0] == "set"]
@@ -375,7 +375,7 @@ class Languages:
         return self.intersection([many, self.opposite(self.joined(self.anything, refused))])
 
     def derivative(self, language: Language, code: int) -> Language:
-        """What may follow in the language after this character."""
+        """Return the derivative: what may follow this character."""
         self._num_parts += 1
         if self.num_made >= self._limit:
             raise UndecidedError("the expressions are too large to compare")
@@ -407,7 +407,7 @@ class Languages:
 
 
 def _after(parsed: Parsed, at_start: bool | None) -> bool | None:
-    """Whether what follows is at the beginning."""
+    """Whether what follows is at the start of the text."""
     match parsed:
         case ("set", *_):
             return False
@@ -424,7 +424,7 @@ def _after(parsed: Parsed, at_start: bool | None) -> bool | None:
 
 
 def _is_plain(parsed: Parsed) -> bool:
-    """Without conditions on where it is."""
+    """Whether the expression has no conditions on its position."""
     match parsed:
         case ("seq" | "alt", items):
             return all(map(_is_plain, items))
@@ -435,18 +435,18 @@ def _is_plain(parsed: Parsed) -> bool:
 
 @dataclass(frozen=True)
 class _Automaton:
-    """States are numbers, the first is 0. Those from which nothing is reached are left out."""
+    """An automaton. States are numbers starting with 0, without dead states."""
 
     steps: dict[int, dict[int, Ranges]]
     ends: frozenset[int]
 
 
 def _automaton(languages: Languages, language: Language, until_found: bool = False) -> _Automaton:
-    """`until_found`: stops at the first state that is an end."""
+    """Build the automaton of a language. `until_found`: stop at the first accepting state."""
     pieces = _pieces(language)
     numbers, states = {id(language): 0}, [language]
     steps: dict[int, dict[int, list[tuple[int, int]]]] = {}
-    for number, state in enumerate(states):  # grows
+    for number, state in enumerate(states):  # `states` grows
         if until_found and state.has_empty:
             break
         steps[number] = defaultdict(list)
@@ -474,7 +474,7 @@ def _automaton(languages: Languages, language: Language, until_found: bool = Fal
 
 
 def _pieces(language: Language) -> list[list[tuple[int, int]]]:
-    """The characters, parted into those that no set in the language tells apart."""
+    """Partition the characters into classes that no set in the language distinguishes."""
     sets: dict[Ranges, None] = {}
     stack, seen = [language], set()
     while stack:
@@ -498,10 +498,10 @@ def _pieces(language: Language) -> list[list[tuple[int, int]]]:
 
 
 def _written(automaton: _Automaton) -> str | None:
-    """As an expression, from which states are taken one by one. None: nothing is in it."""
+    """Write an automaton as an expression by eliminating its states, or return None if it accepts nothing."""
     if 0 not in automaton.steps:
         return None
-    arrows: dict[int, dict[int, str]] = {-1: {0: ""}}  # -1 before the first state, -2 after the last
+    arrows: dict[int, dict[int, str]] = {-1: {0: ""}}  # -1: before the first state, -2: after the last
     for state, nexts in automaton.steps.items():
         arrows[state] = {after: _class(found) for after, found in nexts.items()}
         if state in automaton.ends:
@@ -530,7 +530,7 @@ def _written(automaton: _Automaton) -> str | None:
 
 
 def _cost(state: int, num_before: int, outs: dict[int, str]) -> tuple[int, int]:
-    """Chains of states go first, from their ends, so that one is written inside the other."""
+    """Order of elimination: chains of states first, from their ends, so that expressions nest."""
     return (0, -state) if num_before == 1 else (num_before * (20 + sum(map(len, outs.values()))), state)
 
 
@@ -563,7 +563,7 @@ def _is_one(text: str) -> bool:
         return False
     level = 0
     for at, char in enumerate(text):
-        level += (char == "(") - (char == ")")  # others are written as codes
+        level += (char == "(") - (char == ")")  # literal parentheses are written as codes
         if not level:
             return at == len(text) - 1
     return False
@@ -583,16 +583,16 @@ def _in_row(text: str) -> str:
 
 
 class Texts:
-    """Answers about expressions, for a while: together they may cost `work_left` languages and derivatives."""
+    """Answers questions about expressions, with at most `work_left` languages and derivatives in total."""
 
     def __init__(self, work_left: int = MAX_WORK) -> None:
         self.work_left = work_left
         self._answers: dict[Any, Any] = {}
 
     def pattern(self, wanted: Sequence[str], refused: Sequence[str] = ()) -> str | None:
-        """Of texts that match all of `wanted` and none of `refused`, without looking ahead; None: it cannot be said.
+        """Return an expression without lookaround for the texts that match all of `wanted` and none of `refused`.
 
-        NOTHING when there are none.
+        Returns `NOTHING` if there are none, and None if it cannot be determined.
         """
 
         def work(languages: Languages) -> str:
@@ -604,7 +604,7 @@ class Texts:
         return found
 
     def is_plain(self, pattern: str) -> bool:
-        """Whether it is certain that all dialects match the same texts with it."""
+        """Whether all dialects certainly match the same texts."""
 
         def work(languages: Languages) -> bool:
             narrow = languages.opposite(languages.of(pattern, narrow=True))
@@ -614,7 +614,7 @@ class Texts:
         return bool(self._answer((pattern, "plain"), work))
 
     def are_disjoint(self, one: str, other: str) -> bool:
-        """Whether it is certain that no text matches both."""
+        """Whether certainly no text matches both."""
 
         def work(languages: Languages) -> bool:
             both = languages.intersection([languages.of(each, narrow=False) for each in (one, other)])
@@ -623,7 +623,7 @@ class Texts:
         return bool(self._answer((one, other), work))
 
     def refuses(self, pattern: str, text: str) -> bool:
-        """Whether it is certain that the text does not match."""
+        """Whether the text certainly does not match."""
 
         def work(languages: Languages) -> bool:
             language = languages.of(pattern, narrow=False)

@@ -1,7 +1,7 @@
-"""Lark grammars kept within bounds: how large their terminals are, and JSON Schemas inside them. Parses none of the rest.
+"""Bounds Lark grammars: the size of their terminals, and JSON Schemas inside them. Does not parse anything else.
 
-The library counts most of its work, but not what repetitions in terminals cost: `X{1000}` of a `Y{1000}` is a regular
-expression of a million positions.
+The library limits most of its work, but not repetitions in terminals: `X{1000}` of a `Y{1000}` is a regular expression with a
+million positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Token = tuple[str, str]  # kind, text
 
 
 def bounded(grammar: str) -> str:
-    """The grammar with its JSON Schemas made ready. `ValueError` when it is too large, or a schema is not supported."""
+    """Return the grammar with prepared JSON Schemas. Raises `ValueError` if it is too large or a schema is not supported."""
     check_length(grammar)
     out: list[str] = []
     definitions: dict[str, list[_Token]] = {}
@@ -60,14 +60,14 @@ def bounded(grammar: str) -> str:
 
 
 def check_length(grammar: str) -> None:
-    """`ValueError` when it is too long to be looked at."""
+    """Raise `ValueError` if the grammar is too long."""
     if len(grammar) > MAX_LENGTH:
         raise ValueError(f"a grammar may have at most {MAX_LENGTH} characters, this one has {len(grammar)}")
 
 
 def tokens(grammar: str) -> Iterator[_Token]:
-    """The parts of a grammar; all text is in one of them. `ValueError` for directives that are not supported, and for what
-    is not closed: to look for its end from each quote on would take time that grows with the square of the length.
+    """Split a grammar into tokens that cover all of its text. Raises `ValueError` for unsupported directives and for unclosed
+    quotes, since searching for the end from each quote would take quadratic time.
     """
     at = 0
     while at < len(grammar):
@@ -91,9 +91,9 @@ def tokens(grammar: str) -> Iterator[_Token]:
 
 
 def _size(name: str, definitions: dict[str, list[_Token]], sizes: dict[str, int]) -> int:
-    """Positions of a definition as one regular expression. Rules are none: what they repeat, the library counts."""
+    """Return the positions of a terminal as one regular expression. Rules count 0, since the library counts them itself."""
     if name not in sizes:
-        sizes[name] = 1  # should it contain itself, which the library will refuse
+        sizes[name] = 1  # ends the recursion if it contains itself, which the library refuses
         is_terminal = name.isupper()
         positions = Positions()
         for kind, text in definitions[name]:

@@ -1,8 +1,8 @@
-"""Lark grammars inside JSON: objects with one text, which is a sentence of the grammar when it is read.
+"""Lark grammars inside JSON: objects with one string that, once decoded, is a sentence of the grammar.
 
-Each terminal is written as JSON writes its characters, with the short escapes; control characters that have none are left out.
-A regular expression becomes a rule of its parts: the library's lexer never goes back, and an escape may be the last of one
-terminal or the first of the next.
+Each terminal is written with JSON's short escapes; control characters without a short escape are excluded. A regular
+expression becomes a rule of its parts, because the library's lexer does not backtrack, and an escape may end one terminal or
+start the next.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from engine.structured.regex import pieces
 
 _ESCAPED = '"\\\b\f\n\r\t'
 _PLAIN = r'[^"\\\x00-\x1f]'
-_OWN = "own_"  # before the names of the grammar's rules: `start` is taken, and terminals become rules
-_COMMON = {  # of Lark's terminals that `%import common.…` gives
+_OWN = "own_"  # prefix of the grammar's rule names: `start` is taken, and terminals become rules
+_COMMON = {  # Lark's terminals available through `%import common.…`
     "LF": r"\n",
     "CR": r"\r",
     "NEWLINE": r"(\r?\n)+",
@@ -32,7 +32,7 @@ _IMPORT = re.compile(r"%import\s+common\.(\w+)[ \t]*(?=\n|\Z)")
 
 
 def object_with_text(name: str, grammar: str) -> str:
-    """A grammar of all JSON objects `{name: text}` whose text is a sentence of `grammar`. `ValueError`: why that cannot be."""
+    """Return a grammar of JSON objects `{name: text}` whose text is a sentence of `grammar`. Raises `ValueError`."""
     check_length(grammar)
     imported = {found: _COMMON.get(found) for found in _IMPORT.findall(grammar)}
     if None in imported.values():
@@ -47,7 +47,7 @@ def object_with_text(name: str, grammar: str) -> str:
 def _own(name: str) -> str:
     bare = name.lstrip("?!")
     if not bare:
-        return name  # a sign that stands alone
+        return name  # a single punctuation mark
     return f"{_OWN}terminal_{bare.lower()}" if bare.isupper() else f"{_OWN}{bare}"
 
 
@@ -68,12 +68,12 @@ def _rewritten(token: tuple[str, str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """A terminal of this text in JSON."""
+    """Return a terminal for this text in JSON."""
     return json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)
 
 
 def _rule(pattern: str) -> str:
-    """A regular expression as a part of a rule."""
+    """Return a regular expression as a part of a rule."""
     out: list[str] = []
     for atom, times in _repeated(pattern):
         escapes = [_literal(char) for char in _ESCAPED if _may_be(atom, char)]
@@ -96,7 +96,7 @@ def _rule(pattern: str) -> str:
 
 
 def _repeated(pattern: str) -> Iterator[tuple[str, str]]:
-    """Atoms and signs, each with what follows it of `*`, `+`, `?` and counts."""
+    """Yield atoms and signs, each with its quantifier."""
     held: tuple[str, str] | None = None
     for piece, kind, _ in pieces(pattern):
         if kind == "flags" or (kind == "open" and piece not in ("(", "(?:")) or piece in ("^", "$"):
@@ -104,7 +104,7 @@ def _repeated(pattern: str) -> Iterator[tuple[str, str]]:
         if kind == "count" or piece in ("*", "+", "?"):
             if held is not None and not held[1]:
                 held = (held[0], piece)
-            continue  # what is lazy matches the same
+            continue  # lazy quantifiers match the same texts
         if held is not None:
             yield held
         held = ("(" if kind == "open" else piece, "")

@@ -1,7 +1,7 @@
-"""Regular expressions as people write them (Python, JavaScript), in the dialect of the grammar library. Runs none.
+"""Translates regular expressions (Python, JavaScript) to the dialect of the grammar library. Executes none.
 
-Where dialects differ, the result matches only what all of them match: `\\d` is 0 to 9 here, and `\\D` no digit of any
-script, so what is generated passes the reader's check whichever dialect that is in.
+Where dialects differ, the result matches only what all of them match: `\\d` is 0 to 9, and `\\D` excludes the digits of all
+scripts. So generated text passes a check in any dialect.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_LENGTH = 10_000
-MAX_POSITIONS = 20_000  # with counted repetitions written out: what a matcher's states are made of
+MAX_POSITIONS = 20_000  # with counted repetitions expanded: they determine a matcher's size
 
-_CLASSES = {  # the narrow and the wide reading, as members of a character class
+_CLASSES = {  # (narrow, wide), as members of a character class
     "d": ("0-9", r"\p{Nd}"),
     "w": ("0-9A-Za-z_", r"\p{L}\p{M}\p{N}\p{Pc}"),
     "s": (r" \t\n\r\f\v", r"\s\x1c-\x1f\x{feff}"),
@@ -26,12 +26,12 @@ _BRACED = re.compile(r"\\[pPux]\{\w*\}")
 
 
 def portable(pattern: str) -> str:
-    """`pattern` for the library. `ValueError` says what cannot be done; errors of syntax are left to the library."""
+    """Return `pattern` for the library. Raises `ValueError` for unsupported constructs; the library reports syntax errors."""
     return read(pattern)[0]
 
 
 def read(pattern: str) -> tuple[str, int]:
-    """`pattern` for the library, and its positions. `ValueError` as `portable`."""
+    """Return `pattern` for the library, and its number of positions. Raises `ValueError` like `portable`."""
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"a regular expression may have at most {MAX_LENGTH} characters, this one has {len(pattern)}")
     out: list[str] = []
@@ -54,7 +54,7 @@ def read(pattern: str) -> tuple[str, int]:
 
 
 def end_of_group(pattern: str, at: int) -> int | None:
-    """Where the group that opens at `at` has been closed; None: nowhere, or an alternative to the whole pattern follows."""
+    """Return the end of the group that opens at `at`; None: it is unclosed, or an alternative to the whole pattern follows."""
     level, end = 0, None
     while at < len(pattern):
         match pattern[at]:
@@ -75,11 +75,11 @@ def end_of_group(pattern: str, at: int) -> int | None:
 
 @dataclass(slots=True)
 class Positions:
-    """Counts the positions of an expression that is read from left to right, with its repetitions written out."""
+    """Counts the positions of an expression from left to right, with repetitions expanded."""
 
-    total: int = 0  # of the innermost open group
-    _last: int = 0  # of the last atom or group
-    _open: list[int] = field(default_factory=list)  # those before each open group, in its parent
+    total: int = 0  # in the innermost open group
+    _last: int = 0  # in the last atom or group
+    _open: list[int] = field(default_factory=list)  # positions before each open group, in its parent
 
     def atom(self, size: int) -> None:
         self._last = size
@@ -95,13 +95,13 @@ class Positions:
             self.total = self._open.pop() + self._last
 
     def repeat(self, times: int) -> None:
-        """What was last comes this often at most."""
+        """Repeat the last atom or group at most `times` times."""
         self.total += self._last * max(times - 1, 0)
         self._last *= max(times, 1)
 
 
 def pieces(pattern: str) -> Iterator[tuple[str, str, int]]:
-    """Text for the library, its kind, and how often it repeats what is before it at most."""
+    """Yield parts: text for the library, kind, and the maximum repetitions of the preceding part."""
     at = 0
     while at < len(pattern):
         char = pattern[at]
@@ -136,12 +136,12 @@ def _literal(char: str) -> str:
 
 
 def _escape(pattern: str, at: int, in_class: bool, negated: bool) -> tuple[str, int]:
-    """What stands at a backslash, and where it ends."""
+    """Return the escape sequence at `at`, and its end."""
     if match := _BRACED.match(pattern, at):
         return match[0], match.end()
     char = pattern[at + 1 : at + 2]
     if char.lower() not in _CLASSES:
-        literal = char in "<>" or not char.isprintable()  # which the library would take for more
+        literal = char in "<>" or not char.isprintable()  # which have a special meaning in the library
         return _literal(char) if literal else "\\" + char, at + 2
     narrow, wide = _CLASSES[char.lower()]
     if char.isupper():
@@ -151,7 +151,7 @@ def _escape(pattern: str, at: int, in_class: bool, negated: bool) -> tuple[str, 
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """A character class, and where it ends; in it, `[`, `&&`, `--` and `~~` mean nothing but themselves."""
+    """Return the character class at `at`, and its end. In it, `[`, `&&`, `--` and `~~` are literal."""
     negated = pattern.startswith("^", at + 1)
     out = ["[^" if negated else "["]
     start = at = at + len(out[0])

@@ -1,7 +1,7 @@
-"""Keywords of JSON Schema that the grammar library lacks, said in those that it has.
+"""Rewrites JSON Schema keywords that the grammar library does not support in terms of keywords that it does.
 
-Each rewrite leaves a schema with the same instances, or fewer of them: what is generated is always valid. What cannot be
-said so is left as it is, and the library refuses it by name.
+A rewritten schema has the same instances or fewer, so generated instances are always valid. Keywords that cannot be rewritten
+remain, and the library refuses them by name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from engine.structured.languages import NOTHING
 from engine.structured.regex import MAX_LENGTH, end_of_group
 from engine.structured.values import TYPES, escaped, listed, pattern_without, values_of, without
 
-MAX_AHEAD = 16  # parts of a pattern that look ahead
+MAX_AHEAD = 16  # lookaheads in a pattern
 _OTHERS = frozenset(["anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "not", "$dynamicRef", "$recursiveRef"])
-MAX_PATTERNS = 16  # of properties, where they overlap
-MAX_CONTAINED = 16  # elements that `minContains` asks for
-MAX_OTHERS = 400  # characters of a pattern of the names that no other one matches: the library compares all of them
-MAX_UNIQUE = 6  # values whose sets are written out
-# What a schema of names may hold beside what it says of them.
+MAX_PATTERNS = 16  # overlapping patterns in patternProperties
+MAX_CONTAINED = 16  # largest supported `minContains`
+MAX_OTHERS = 400  # characters of the pattern for names that no other pattern matches; the library compares all of them
+MAX_UNIQUE = 6  # values of which all subsets are written out
+# Keywords of a `propertyNames` schema that do not restrict names.
 _REFERENCES = frozenset(["$ref", "$dynamicRef", "$recursiveRef"])
 _SILENT = frozenset(["title", "description", "markdownDescription", "default", "examples", "format"])
 _NO_TEXT = {"type": [kind for kind in TYPES if kind not in ("string", "integer")]}
@@ -30,8 +30,8 @@ _AHEAD = re.compile(r"\(\?[=!]")
 
 
 def rewrite(schema: Schema, judge: Judge) -> None:
-    """In place, this schema and not those inside it. `judge`: of the document that it is in."""
-    _unevaluated(schema, judge)  # before the others add schemas
+    """Rewrite this schema in place, without its subschemas. `judge`: of its document."""
+    _unevaluated(schema, judge)  # before other rewrites add schemas
     _pattern(schema, judge)
     _negation(schema, judge)
     _dependent(schema)
@@ -45,14 +45,14 @@ def rewrite(schema: Schema, judge: Judge) -> None:
 
 
 def _pattern(schema: Schema, judge: Judge) -> None:
-    """What looks ahead becomes a pattern of the same texts that does not, or from the beginning one of its own."""
+    """Replace lookaheads by an equivalent pattern, or turn leading ones into separate patterns."""
     pattern = schema.get("pattern", "")
     if not looks_ahead(pattern) or len(pattern) > MAX_LENGTH:
         return
     if (found := judge.texts.pattern([pattern])) is not None:
         schema["pattern"] = found
         return
-    for _ in range(MAX_AHEAD):  # each is looked for in all of the rest
+    for _ in range(MAX_AHEAD):  # each iteration searches the rest of the pattern
         if not pattern.startswith("^(?=") or (end := end_of_group(pattern, 1)) is None:
             return
         also(schema, {"pattern": f"^(?:{pattern[4 : end - 1]})"})
@@ -64,7 +64,7 @@ def looks_ahead(pattern: str) -> bool:
 
 
 def _negation(schema: Schema, judge: Judge) -> None:
-    """`not` of types, of values where those allowed are named or are texts, and of conditions on properties."""
+    """Rewrite `not` of types, of values if the allowed ones are listed or strings, and of conditions on properties."""
     refused = schema.get("not")
     if refused is False or refused is True:
         schema.pop("not")
@@ -77,7 +77,7 @@ def _negation(schema: Schema, judge: Judge) -> None:
             types = [kind for kind in types if kind != "integer"]
         elif "integer" in kinds and "number" in types:
             if "type" in schema:
-                return  # fractions alone cannot be said
+                return  # non-integers alone cannot be expressed
             types.remove("number")
         schema["type"] = types
         del schema["not"]
@@ -89,7 +89,7 @@ def _negation(schema: Schema, judge: Judge) -> None:
 
 
 def _dependent(schema: Schema) -> None:
-    """`dependentRequired`, `dependentSchemas`, `dependencies`: the name is absent, or the rest holds."""
+    """Rewrite `dependentRequired`, `dependentSchemas` and `dependencies`: the name is absent, or the rest holds."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         dependent = schema.get(keyword)
         if not isinstance(dependent, dict):
@@ -102,7 +102,7 @@ def _dependent(schema: Schema) -> None:
 
 
 def _one_of(schema: Schema, judge: Judge) -> None:
-    """Where at most one of them can match, it is `anyOf`."""
+    """Convert `oneOf` to `anyOf` if at most one branch can match."""
     if "oneOf" not in schema:
         return
     branches = exclusive(schema, judge, lambda branch, other: _opposites(branch, other, judge))
@@ -112,7 +112,7 @@ def _one_of(schema: Schema, judge: Judge) -> None:
 
 
 def _unevaluated(schema: Schema, judge: Judge) -> None:
-    """What no other schema for the same object or array speaks of, where these hold always."""
+    """Rewrite `unevaluatedProperties` and `unevaluatedItems` if the schemas for the same instance always apply."""
     for keyword in ("unevaluatedProperties", "unevaluatedItems"):
         if schema.get(keyword) in (True, {}):
             del schema[keyword]
@@ -129,14 +129,14 @@ def _unevaluated(schema: Schema, judge: Judge) -> None:
         schema["anyOf"] = [
             {"allOf": [each, _closed([*always, *views(each, judge.resolve)], rest)]} for each in schema["anyOf"]
         ]
-    else:  # some speak of more, but not for all instances: without those names none is left unevaluated
+    else:  # conditional schemas evaluate more names: without those names, nothing is left unevaluated
         schema |= _closed(always, False)
 
 
 def _closed(always: list[Schema], rest: Any) -> Schema:
-    """That names of which these schemas for the same object do not speak have values of `rest`."""
+    """Return a schema by which properties that these schemas do not mention match `rest`."""
     if any(view.keys() & {"additionalProperties", "unevaluatedProperties"} for view in always):
-        return {}  # all are spoken of
+        return {}  # all are mentioned
     own = always[0]
     closed: Schema = {"additionalProperties": rest}
     for keyword in ("properties", "patternProperties"):
@@ -146,10 +146,10 @@ def _closed(always: list[Schema], rest: Any) -> Schema:
 
 
 def _conditions(schema: Schema, judge: Judge) -> None:
-    """`if` of which the opposite can be said, too; of others `then` and `else` both hold."""
+    """Rewrite `if` with its negation, if that can be expressed; otherwise require both `then` and `else`."""
     if "if" not in schema:
         for name in ("then", "else"):
-            schema.pop(name, None)  # they say nothing
+            schema.pop(name, None)  # no effect
         return
     condition = schema["if"]
     if isinstance(condition, bool):
@@ -166,7 +166,7 @@ def _conditions(schema: Schema, judge: Judge) -> None:
 
 
 def _opposites(schema: Schema, condition: Any, judge: Judge, levels: int = MAX_LEVELS) -> list[Schema] | None:
-    """Schemas of which an instance of `schema` matches one if and only if it does not match `condition`; None: not known."""
+    """Return schemas such that an instance of `schema` matches one if and only if it fails `condition`, or None."""
     if isinstance(condition, bool):
         return [] if condition else [{}]
     if not levels:
@@ -201,7 +201,7 @@ def _opposites(schema: Schema, condition: Any, judge: Judge, levels: int = MAX_L
 
 
 def _other_types(condition: Schema) -> list[str]:
-    """That none of the condition's types is. What names none has all."""
+    """Return the schema of all other types than the condition's. Without `type`, a condition has all types."""
     return [kind for kind in TYPES if kind != "integer" and kind not in listed(condition.get("type", list(TYPES)))]
 
 
@@ -236,10 +236,10 @@ def _opposites_of_object(schema: Schema, condition: Schema, judge: Judge, levels
 
 
 def _contains(schema: Schema) -> None:
-    """The first elements are those."""
+    """Rewrite `contains`: the first elements match it."""
     if "contains" not in schema:
         for name in ("minContains", "maxContains"):
-            schema.pop(name, None)  # they say nothing
+            schema.pop(name, None)  # no effect
     if "contains" not in schema or schema.keys() & {"prefixItems", "additionalItems", "maxContains"}:
         return
     if isinstance(items := schema.get("items", True), list) or schema.get("minContains", 1) > MAX_CONTAINED:
@@ -255,7 +255,7 @@ def _contains(schema: Schema) -> None:
 
 
 def _unique(schema: Schema) -> None:
-    """Of a few named values all sets are written out, in one order each; of more there are at most as many elements."""
+    """Rewrite `uniqueItems` for listed values: write out all subsets of a few values; for more, limit the length."""
     if schema.get("uniqueItems") is not True or schema.keys() & {"prefixItems", "additionalItems", "contains"}:
         return
     values = values_of(schema.get("items"))
@@ -282,7 +282,7 @@ def _unique(schema: Schema) -> None:
 
 
 def _names(schema: Schema, judge: Judge) -> None:
-    """`propertyNames` by patterns, lengths and lists becomes `patternProperties`, and these are made to be disjoint."""
+    """Rewrite `propertyNames` with patterns, lengths and lists as `patternProperties`, and make these disjoint."""
     names = schema.get("propertyNames", True)
     pattern = _pattern_of(names, judge)
     if pattern == "":
@@ -295,7 +295,7 @@ def _names(schema: Schema, judge: Judge) -> None:
         return
     properties = {name: inner for name, inner in schema.get("properties", {}).items() if _may_be(name, names)}
     if properties and (isinstance(rest, dict) or not _is_simple(names)):
-        return  # patternProperties would be for those, too; and a pattern of others may take a long time to match
+        return  # patternProperties would apply to them too, and a pattern of all other names may be slow to match
     wanted = [(judge.texts.pattern([own, pattern]), inner) for own, inner in given.items()]
     if rest is not False:
         wanted.append((judge.texts.pattern([pattern], list(given)) if given else pattern, rest))
@@ -312,7 +312,7 @@ def _names(schema: Schema, judge: Judge) -> None:
 
 
 def _patterns(schema: Schema, given: dict[str, Any], rest: Any, judge: Judge) -> None:
-    """`patternProperties` that no name matches two of, and that every reader tells from all other names."""
+    """Return disjoint `patternProperties` that all regex dialects agree on."""
     if len(given) > 1 and (parted := _disjoint(list(given.items()), judge)) is not None:
         schema["patternProperties"] = parted
     elif len(given) > 1:
@@ -329,7 +329,7 @@ def _patterns(schema: Schema, given: dict[str, Any], rest: Any, judge: Judge) ->
 
 
 def _names_alone(schema: Schema, given: dict[str, Any], judge: Judge) -> None:
-    """Of patterns that overlap in ways which are not known, the names that are patterns themselves, and those spoken of."""
+    """Return only literal names, from patterns and properties, if the overlap of patterns cannot be determined."""
     alternatives = [each for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word, ())]
     required = [name for each in (schema, *alternatives) if isinstance(each, dict) for name in each.get("required", ())]
     spoken_of = [pattern for pattern in given if pattern.isidentifier()] + [
@@ -349,7 +349,7 @@ def _names_alone(schema: Schema, given: dict[str, Any], judge: Judge) -> None:
 
 
 def _counts(schema: Schema) -> None:
-    """`minProperties` and `maxProperties` where some of the listed names are required: one more, or the first of them."""
+    """Rewrite `minProperties` and `maxProperties` by requiring listed properties, or allowing only the first ones."""
     properties, required = schema.get("properties", {}), list(dict.fromkeys(schema.get("required", ())))
     free = [name for name, inner in properties.items() if inner is not False and name not in required]
     least, most = schema.get("minProperties", 0) - len(required), schema.get("maxProperties")
@@ -375,7 +375,7 @@ def _counts(schema: Schema) -> None:
 
 
 def _possible(schema: Schema, judge: Judge) -> None:
-    """Leaves out alternatives that the rest of the schema rules out."""
+    """Drop alternatives that the rest of the schema rules out."""
     if "anyOf" in schema and schema.keys() & {"required", "type"}:
         rest = {word: value for word, value in schema.items() if word not in ("anyOf", "allOf", "$ref")}
         kept = [each for each in schema["anyOf"] if not judge.disjoint(rest, each, set(TYPES))]
@@ -385,7 +385,7 @@ def _possible(schema: Schema, judge: Judge) -> None:
 
 
 def _disjoint(patterns: list[tuple[str, Any]], judge: Judge) -> dict[str, Any] | None:
-    """Patterns with schemas, of which a name matches at most one. None: not known how."""
+    """Return disjoint patterns with their schemas, or None if they cannot be determined."""
     found: list[tuple[str, Any]] = []
     for pattern, inner in patterns:
         parts: list[tuple[str, Any]] = []
@@ -406,7 +406,7 @@ def _disjoint(patterns: list[tuple[str, Any]], judge: Judge) -> dict[str, Any] |
 
 
 def _may_be(name: str, names: Schema) -> bool:
-    """Whether `names` allow it, as far as is known."""
+    """Whether `names` may allow the name."""
     values = values_of(names)
     in_list = values is None or name in values
     return in_list and names.get("minLength", 0) <= len(name) <= names.get("maxLength", len(name))
@@ -417,7 +417,7 @@ def _is_simple(names: Schema) -> bool:
 
 
 def _pattern_of(names: Any, judge: Judge, levels: int = MAX_LEVELS) -> str | None:
-    """What the names match, "" for all of them; None where it cannot be said."""
+    """Return a pattern for the names, "" for all names; None if it cannot be expressed."""
     if isinstance(names, bool):
         return "" if names else NOTHING
     if not isinstance(names, dict) or not levels:
@@ -463,6 +463,6 @@ def _any_of(schemas: list[Schema]) -> Schema:
 
 
 def also(schema: Schema, more: Any) -> None:
-    """Make the schema hold for what both it and `more` hold for."""
+    """Restrict the schema to instances that also match `more`."""
     if more is not True:
         schema["allOf"] = [*schema.get("allOf", []), more]

@@ -1,7 +1,7 @@
-"""Answers of several parts, as one grammar: thoughts, then content, or free text that ends in tags.
+"""Grammars of answers with several parts: reasoning, then content, or free text that ends in tags (tool calls).
 
-Marks are written as text or, where the vocabulary has a special token of that text, as this token; where the model is
-free to write them, both count.
+A mark is written as its special token if the vocabulary has one, else as text. Where the model may write freely, both forms
+are recognised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.core.structured_outputs import Tags, Thoughts
 
-MAX_TAGS_LENGTH = 1_000_000  # characters of their schemas' grammars
+MAX_TAGS_LENGTH = 1_000_000  # characters of the tags' grammars
 SPACE = r"[ \t\r\n]"
 
 
@@ -23,15 +23,15 @@ def compose(
     thoughts: Thoughts | None,
     special: Mapping[str, int],
 ) -> str:
-    """`content` (a grammar; None: free text) or `tags`, after `thoughts`.
+    """Return a grammar of `content` (a grammar; None: free text) or `tags`, after `thoughts`.
 
-    `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, but for those that end a text.
+    `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, except end-of-text tokens.
     """
     return Composition(content, tags, schemas, thoughts, special).text()
 
 
 class Composition:
-    """Writes one grammar in Lark's notation, which refers to others by name."""
+    """Writes a grammar in Lark's notation that refers to other grammars by name."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Composition:
         self.rules = ["TEXT: /(?s:.*)/"]
 
     def marks(self) -> list[str]:
-        """All texts that are written as they are."""
+        """Return all literal marks."""
         tags, thoughts = self.tags, self.thoughts
         marks = [tags.trigger, tags.opening, tags.between, tags.closing] if tags is not None else []
         marks += [text for tag in tags.tags for text in (tag.begin, tag.end)] if tags is not None else []
@@ -75,7 +75,7 @@ class Composition:
         return json.dumps({"grammars": grammars, "begins": self.begins()})
 
     def begins(self) -> dict[str, list[str]]:
-        """The texts after which the content and the schemas begin; "": as the answer does. For `UniqueItems`."""
+        """Return the texts after which content and schemas begin; "": at the start of the answer. Used by `UniqueItems`."""
         tags, thoughts = self.tags, self.thoughts
         content = [thoughts.end] if thoughts is not None else [""]
         content += [""] if thoughts is not None and not thoughts.opened else []
@@ -85,7 +85,7 @@ class Composition:
         self.rules.append(f"{name}: " + " | ".join(options))
 
     def others(self, name: str, *marks: str) -> str:
-        """Text that ends in a special token which is none of `marks`, any number of times: it means nothing."""
+        """Return a rule for texts that end in special tokens outside `marks`, any number of times; they are ignored."""
         ids = [i for mark, i in self.all_special.items() if mark not in marks]
         if not ids:
             return ""
@@ -93,13 +93,13 @@ class Composition:
         return f"{name}* "
 
     def reached(self, name: str, mark: str, free: str = "", before: str = "TEXT") -> str:
-        """Text up to a mark, the mark included: where it is written, the text is over. Before it, `free`."""
+        """Return a rule for `free` text up to and including a mark, which always ends the text."""
         self.rules.append(f"{name}[lazy]: {before} {quoted(mark)}")
         token = f" | {before} {_token([self.special[mark]])}" if mark in self.special else ""
         return f"{free}({name}{token})"
 
     def literal(self, text: str) -> str:
-        """This text and no other, with its special tokens."""
+        """Return a rule for exactly this text, with its special tokens."""
         symbols = []
         while text:
             found = [(text.index(mark), -len(mark), mark) for mark in self.special if mark in text]
@@ -123,7 +123,7 @@ class Composition:
         more = f"({self.literal(tags.between)} tag)* " if tags.several else ""
         end = f"{more}{self.literal(tags.closing)}"
         self.rule("tags", f"{self.literal(tags.opening)} tag {end}")
-        # Some vocabularies put a space before the first word after a special token.
+        # Some tokenizers add a space before the first word after a special token.
         space = '" "? ' if tags.trigger in self.special else ""
         heads = [i for i, tag in enumerate(tags.tags) if tag.head is not None]
         if tags.required:
@@ -138,7 +138,7 @@ class Composition:
 
 
 def _named(name: str, grammar: str) -> dict[str, Any]:
-    """A grammar as one of several."""
+    """Return a named grammar, for a list of grammars."""
     if not grammar.startswith("{"):
         return {"name": name, "lark_grammar": grammar}
     (found,) = json.loads(grammar)["grammars"]
@@ -154,7 +154,7 @@ def _slashed(pattern: str) -> str:
 
 
 def _token(ids: Collection[int]) -> str:
-    """One of these tokens: `<[3,5-9]>`."""
+    """Return a rule for one of these tokens, such as `<[3,5-9]>`."""
     return f"<[{','.join(_ranges(sorted(ids)))}]>"
 
 

@@ -1,7 +1,7 @@
-"""`uniqueItems`: arrays that have no element twice, which no grammar of a bounded size says.
+"""Enforces `uniqueItems`, which no grammar of bounded size can express.
 
-Beside its grammar, an answer is followed as JSON. An element that an array has already is an error; so that it does not
-come to that, tokens that would complete one are taken out of the masks.
+In addition to its grammar, an answer is parsed as JSON while it is generated. A duplicate element is an error. To prevent it,
+tokens that would complete a duplicate are removed from the masks.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from llguidance import LLMatcher
 
 from engine.structured.values import listed, pointed_to, values_of
 
-if TYPE_CHECKING:  # the API process does without
+if TYPE_CHECKING:  # not imported in the API process
     import numpy as np
 
-MARK = "x-uniqueItems"  # in schemas for the library, which does not read it
-MAX_TRIALS = 64  # tokens that are tried one by one, where no more are allowed
-MAX_CHOICES = 256  # values of an element that are known in advance
-MAX_LOOKED_AT = 4096  # bytes of an element: in a longer one no token is taken out
+MARK = "x-uniqueItems"  # keyword in prepared schemas, ignored by the library
+MAX_TRIALS = 64  # if at most this many tokens are allowed, each is tried
+MAX_CHOICES = 256  # largest number of possible element values known in advance
+MAX_LOOKED_AT = 4096  # bytes of an element; in longer elements no token is removed
 _SPACES = b" \t\r\n"
 _BEFORE_QUOTE = re.compile(rb'((?:[^"\\]|\\.)*)"', re.DOTALL)
 _BEFORE_END = re.compile(rb"([-+.0-9eE]*)[,\]}\s]")
 
 
 class NotUniqueError(ValueError):
-    """An array has an element twice."""
+    """An array has a duplicate element."""
 
 
 class Endings:
-    """The tokens of a vocabulary that end a text or a number, by what they write before its end, and those of a value."""
+    """A vocabulary's tokens that end a string or a number, by the text before that end, and those that end other values."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         texts: dict[str, list[int]] = {}
@@ -58,28 +58,28 @@ class Endings:
 
 @dataclass(slots=True)
 class _Open:
-    """An array or object that has begun."""
+    """An open array or object."""
 
-    schemas: list[Any]  # those that may describe it
+    schemas: list[Any]  # schemas that may apply to it
     is_object: bool
     is_unique: bool = False
-    key: str | int = 0  # of the present element
-    start: int | None = None  # where this begins in the text; None: between elements
-    values: dict[str, Any] = field(default_factory=dict)  # the elements so far, by a text that only equal ones share
-    choices: frozenset[str] | None = None  # where an element is one of a few scalars: these, as JSON
+    key: str | int = 0  # of the current element
+    start: int | None = None  # start of the current element in the text; None: between elements
+    values: dict[str, Any] = field(default_factory=dict)  # the elements so far, by a canonical text
+    choices: frozenset[str] | None = None  # the possible elements as JSON, if they are a few scalars
 
     def copy(self) -> _Open:
         return replace(self, values=dict(self.values))
 
 
 class UniqueItems:
-    """Follows one answer. `begins`: the texts after which JSON begins, and its schema; b"": as the answer does."""
+    """Follows one answer. `begins`: texts after which JSON begins, with its schema; b"": at the start of the answer."""
 
     def __init__(self, begins: Sequence[tuple[bytes, Any]]) -> None:
         self._begins = [(begin, schema) for begin, schema in begins if begin]
         at_once = [schema for begin, schema in begins if not begin]
         self._root: Any = at_once[0] if at_once else None
-        self._text = bytearray()  # of the JSON; before it begins, of what comes before
+        self._text = bytearray()  # of the JSON; before it begins, the text before it
         self._open: list[_Open] = []
         self._state = "value" if at_once else "before"  # or key, text, scalar, between
         self._is_key = self._is_escaped = False
@@ -92,14 +92,14 @@ class UniqueItems:
 
     @property
     def _pending(self) -> Iterator[tuple[_Open, str]]:
-        """Arrays with an element that may turn out to be one of them again, and what would close what is open in it."""
+        """Return the arrays whose current element may become a duplicate, and the text that would complete it."""
         for i, each in enumerate(self._open):
             is_short = each.start is None or len(self._text) - each.start <= MAX_LOOKED_AT
             if each.is_unique and each.values and is_short:
                 yield each, "".join("}" if inner.is_object else "]" for inner in reversed(self._open[i + 1 :]))
 
     def advance(self, text: bytes) -> None:
-        """`NotUniqueError` when an array has an element twice."""
+        """Parse more of the answer. Raises `NotUniqueError` for a duplicate element."""
         for byte in text:
             self._advance(byte)
 
@@ -108,7 +108,7 @@ class UniqueItems:
             self._end()
         self._text.append(byte)
         if not self._open and self._state == "value" and byte not in b"{[" + _SPACES:
-            self._state = "before"  # it is something else
+            self._state = "before"  # not JSON after all
         if self._state == "before":
             self._look_for_begin()
         elif self._state == "text":
@@ -169,7 +169,7 @@ class UniqueItems:
             self._end()
 
     def _end(self) -> None:
-        """A value is complete."""
+        """Record a complete value."""
         self._state = "between"
         if not self._open:
             self._state = "before"
@@ -185,9 +185,9 @@ class UniqueItems:
             top.start = None
 
     def narrow(self, mask: np.ndarray, matcher: LLMatcher, endings: Endings) -> None:
-        """Take out of a mask [words] int32 tokens that would complete an element again, or leave no other way.
+        """Remove from a mask [words] int32 the tokens that would complete a duplicate, or leave no alternative to one.
 
-        `NotUniqueError` when no token is left.
+        Raises `NotUniqueError` if no token is left.
         """
         if self._state == "before" or not any(True for _ in self._pending):
             return
@@ -206,10 +206,10 @@ class UniqueItems:
             for ids in self._repeating(array, closing, endings):
                 _remove(mask, ids)
         if not mask.any():
-            mask[:] = before  # there may be more to come before the element ends
+            mask[:] = before  # the element may still become longer
 
     def _may_come(self, token_id: int, matcher: LLMatcher, tokens: Sequence[bytes]) -> bool:
-        """Whether the array stays without repetition after the token and what the grammar then forces."""
+        """Whether the array stays free of duplicates after the token and the tokens that the grammar then forces."""
         after, trial = matcher.deep_copy(), self.copy()
         if not after.consume_token(token_id):
             return False
@@ -220,7 +220,7 @@ class UniqueItems:
         return trial._can_differ()
 
     def _can_differ(self) -> bool:
-        """Whether an element that is one of a few may still be one that is not there yet."""
+        """Whether an element with few possible values may still become a new one."""
         top = self._open[-1] if self._open else None
         if top is None or top.choices is None or top.start is None or self._state not in ("text", "scalar"):
             return True
@@ -246,7 +246,7 @@ class UniqueItems:
 
 
 def of_grammar(grammar: str) -> UniqueItems | None:
-    """For an answer that a grammar guides, as `json_grammar` or `compose` wrote it; None: it has no such arrays."""
+    """Return the `UniqueItems` for a grammar written by `json_grammar` or `compose`; None if it has no such arrays."""
     if f'"{MARK}"' not in grammar:
         return None
     parsed = json.loads(grammar)
@@ -260,7 +260,7 @@ def of_grammar(grammar: str) -> UniqueItems | None:
 
 
 def refuse_unique_items(grammar: str) -> None:
-    """`ValueError` when `of_grammar` finds such arrays in it."""
+    """Raise `ValueError` if the grammar has arrays with `uniqueItems`."""
     if of_grammar(grammar) is not None:
         raise ValueError(
             "uniqueItems is not supported in the arguments of tools that this model may call in several ways"
@@ -291,7 +291,7 @@ def _parsed(text: str) -> Any:
 
 
 def _name(value: Any) -> str:
-    """The same for values that JSON Schema holds for equal: 1 and 1.0, objects whatever their order."""
+    """Return a text that is the same for values equal in JSON Schema: 1 and 1.0, objects in any order."""
     return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
 
 
@@ -304,7 +304,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rest(so_far: Any, value: Any) -> str | None:
-    """What the last text of `so_far` lacks to be that of `value`; None where more is different."""
+    """Return what `so_far` lacks to complete `value`, or None if they differ elsewhere."""
     if isinstance(so_far, str):
         return value[len(so_far) :] if isinstance(value, str) and value.startswith(so_far) else None
     if isinstance(so_far, dict) and isinstance(value, dict) and so_far.keys() == value.keys():
@@ -321,7 +321,7 @@ def _rest(so_far: Any, value: Any) -> str | None:
 
 
 def _choices(schema: Any) -> frozenset[str] | None:
-    """Its values as JSON, where they are scalars that have but one spelling there, and few."""
+    """Return a schema's values as JSON, if they are a few scalars with a unique spelling."""
     values = values_of(schema)
     if values is None and isinstance(schema, dict):
         least, most = schema.get("minimum"), schema.get("maximum")
@@ -335,7 +335,7 @@ def _choices(schema: Any) -> frozenset[str] | None:
 
 
 def _views(schemas: Sequence[Any], resolve: Callable[[str], Any]) -> list[Any]:
-    """The schemas, and all inside them for the same value, whether or not they hold."""
+    """Return the schemas and all their subschemas for the same value, whether or not they apply."""
     found: dict[int, Any] = {}
     stack = list(schemas)
     while stack:
@@ -351,7 +351,7 @@ def _views(schemas: Sequence[Any], resolve: Callable[[str], Any]) -> list[Any]:
 
 
 def _children(schema: Any, key: str | int) -> Iterator[Any]:
-    """The schemas that may be for an element. A pattern is not matched: it may be for any name."""
+    """Return the schemas that may apply to an element. Patterns are not matched: they may apply to any name."""
     if isinstance(key, str):
         properties = schema.get("properties", {})
         yield from [properties[key]] if key in properties else [schema.get("additionalProperties")]

@@ -1,4 +1,4 @@
-"""Values that schemas name, and texts that are none of them."""
+"""Values listed in schemas, and patterns that exclude texts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_EXCLUDED = 2000  # characters of texts that a pattern leaves out
-_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")  # in patterns
+MAX_EXCLUDED = 2000  # total characters of texts that a pattern excludes
+_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")  # special characters in patterns
 _IN_CLASS = re.compile(r"[\\^\[\]&~-]")
 
 
 def values_of(schema: Any) -> list[Any] | None:
-    """All that a schema allows, where it names them."""
+    """Return the values that a schema allows, if it lists them."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -25,13 +25,13 @@ def values_of(schema: Any) -> list[Any] | None:
 
 
 def without(values: list[Any], others: list[Any]) -> list[Any]:
-    """Those that are not among `others`."""
+    """Return the values that are not in `others`."""
     left_out = set(map(_key, others))
     return [value for value in values if _key(value) not in left_out]
 
 
 def _key(value: Any) -> Any:
-    """Equal where JSON has the values equal: 1 is 1.0, and true is neither."""
+    """Return a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
     match value:
         case bool():
             return "boolean", value
@@ -47,19 +47,19 @@ def listed(value: Any) -> list[Any]:
 
 
 def escaped(text: str) -> str:
-    """A pattern of this text."""
+    """Return a pattern for this text."""
     return _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def pattern_without(texts: list[str]) -> str | None:
-    """A pattern of all texts but these; None where it would be too long."""
+    """Return a pattern for all texts except these, or None if it would be too long."""
     if sum(map(len, texts)) > MAX_EXCLUDED:
         return None
     return f"^{_other_than(sorted(set(texts)))}$"
 
 
 def _other_than(texts: list[str]) -> str:
-    """`texts`: sorted, each once. What begins as they do goes on as none of them does."""
+    """Return a pattern for texts that share a prefix with some of `texts` and then differ. `texts`: sorted and unique."""
     ends = texts[:1] == [""]
     longer: dict[str, list[str]] = {}
     for text in texts[ends:]:
@@ -72,7 +72,7 @@ def _other_than(texts: list[str]) -> str:
 
 
 def pointed_to(root: Any, reference: str) -> Any:
-    """What a pointer into this document points to; None for other references, and for those that lead nowhere."""
+    """Return the target of a JSON pointer into this document; None for other or broken references."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target: Any = root
