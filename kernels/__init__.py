@@ -1,8 +1,8 @@
-"""Quire's operations, of which a decoder is made: tensors in, tensors out.
+"""The operations that a decoder consists of: tensors in, tensors out.
 
-The docstrings and reference implementations are in `kernels.reference`. The first argument's device picks the backend; an
-operation that a backend does not name is the reference implementation. To support another kind of device, add it to
-`BACKENDS`. A backend is imported by the first call on its device, so a machine without a GPU needs no Triton.
+`kernels.reference` has their docstrings and reference implementations. The device of the first argument selects the backend.
+Operations that a backend does not implement use the reference implementation. To support another kind of device, add it to
+`BACKENDS`. A backend is imported on the first call for its device, so a machine without a GPU does not need Triton.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
 
 
 def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, R]:
-    """The backend's implementation of `operation`, a reference implementation, or that itself."""
+    """Return the backend's implementation of an operation, or the reference implementation `operation` itself."""
     if device_type not in BACKENDS:
         raise NotImplementedError(
             f"there are no kernels for devices of type {device_type!r}, only for {', '.join(BACKENDS)}"
@@ -78,7 +78,7 @@ def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, 
 
 
 def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
-    """`operation`, a reference implementation, on the backend of its first argument's device.
+    """Return a function that calls `operation`, a reference implementation, on the backend of its first argument's device.
 
     A process uses the CPU and at most one other type of device, so one attribute of the argument decides.
     """
@@ -142,14 +142,14 @@ def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:
 
 
 def attention_backend(device: torch.device) -> str:
-    """What computes attention there, for people."""
+    """Return the attention implementation for a device, for display."""
     if device.type == "cuda":
         return "Triton and Gluon" if torch.cuda.get_device_capability(device)[0] == 9 else "Triton"
     return "C++" if importlib.import_module("kernels.cpu.library").library() is not None else "PyTorch"
 
 
 def num_threads(device: torch.device) -> int:
-    """That compute together there; 0 where they are not the CPU's."""
+    """Return the number of CPU threads that compute on a device; 0 for devices other than the CPU."""
     if device.type != "cpu":
         return 0
     native = importlib.import_module("kernels.cpu.library").library()

@@ -1,15 +1,15 @@
-"""What lies where in memory: the device rows, the one packed buffer that a step sends, the tensors that are made of both.
+"""Memory layout of a step: device rows, the packed buffer that a step sends, and the tensors computed from both.
 
-The packed buffer is int32. S is a segment's length (at least the number of sequences + 1), G the number of cache groups,
+The packed buffer is int32. S is the length of a segment (at least the number of sequences + 1), G the number of cache groups,
 T the number of tokens:
 
-    [0, S)      rows            the device row of each sequence; the last row is for padding
-    [S, 2S)     query_start     its first token in the step; one more entry closes the last
+    [0, S)      rows            device row of each sequence; the last row is for padding
+    [S, 2S)     query_start     first token of each sequence in the step, and the end of the last sequence
     then, for each cache group
-    [.., +S)    update_start    its first entry in the block updates; one more entry closes the last
-    [.., +S)    update_at       where in its block table the updates go
-    then        token_ids       T of them; -1: the row's newest token, which only the device knows
-    then        updates         block ids appended to block tables
+    [.., +S)    update_start    first entry of each sequence in the block updates, and the end of the last one
+    [.., +S)    update_at       position in the block table where the updates go
+    then        token_ids       T entries; -1: the row's newest token, which only the device knows
+    then        updates         block ids to append to block tables
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_COLUMNS = 8  # a record is 64 bytes
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the device remembers of each of R rows from step to step. The last row is for padding."""
+    """State of each of R rows that the device keeps between steps. The last row is for padding."""
 
     records: Tensor  # [R, NUM_COLUMNS] int64
     block_tables: Tensor  # [G, R, max_blocks] int32
@@ -38,12 +38,12 @@ class RowState:
 
     @property
     def num_computed(self) -> Tensor:
-        """[R] int64, a view: tokens whose KV the steps launched so far compute."""
+        """[R] int64, a view: number of tokens whose KV is computed by the steps launched so far."""
         return self.records[:, NUM_COMPUTED]
 
     @property
     def last_token(self) -> Tensor:
-        """[R] int64, a view: the newest token, whose KV is not computed yet."""
+        """[R] int64, a view: the newest token, whose KV has not been computed."""
         return self.records[:, LAST_TOKEN]
 
     @property
@@ -52,26 +52,26 @@ class RowState:
         return self.records[:, SEED]
 
     def floats(self, column: int) -> Tensor:
-        """[R] float32, a view of a column that holds the bits of floats."""
+        """[R] float32, a view of a column with the bits of floats."""
         return self.records.view(torch.float32)[:, 2 * column]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What one step computes from. Tokens: the first three; sequences: the rest."""
+    """Inputs of one step. The first three are per token, the others per sequence."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int32
-    slot_mapping: Tensor  # [G, T] int64: where each token's K and V go in each cache group; -1: nowhere
+    slot_mapping: Tensor  # [G, T] int64: slot of each token's K and V in each cache group; -1: not stored
     last_index: Tensor  # [B] int64: each sequence's last token in the step
     rows: Tensor  # [B] int64
-    context_lens: Tensor  # [B] int32: tokens in the context, the step's included; 0: a padding row
+    context_lens: Tensor  # [B] int32: context length including the step's tokens; 0: a padding row
     temperature: Tensor  # [B] float32
     top_p: Tensor  # [B] float32
     min_p: Tensor  # [B] float32
     top_k: Tensor  # [B] int32
     seed: Tensor  # [B] int64
-    next_position: Tensor  # [B] int64: the position of the token to be sampled
+    next_position: Tensor  # [B] int64: position of the token to sample
 
     @classmethod
     def allocate(cls, num_seqs: int, num_tokens: int, num_groups: int, device: torch.device) -> StepTensors:

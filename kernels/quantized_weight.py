@@ -1,4 +1,4 @@
-"""Matrices of few bits, as all backends hold them: one form for every format of checkpoints."""
+"""Quantised matrices in the form that all backends use, for every checkpoint format."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ Kind: TypeAlias = Literal["e4m3", "int8", "int4", "e2m1"]
 class QuantizedWeight:
     """W [N, K]: W[n, order[k]] = (value[n, k] - zero[n, k // group]) · scale[n // rows, k // group] · factor[n].
 
-    `kind` says what a code's value is: e4m3 and int8, itself; int4, the code less 8; e2m1, ± 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
-    A stack of E such matrices, those of experts, is one object whose tensors all begin with that dimension; `stack[e]` is
-    a matrix, whose tensors are views.
+    `kind` defines the value of a code: e4m3 and int8: the code itself; int4: the code minus 8; e2m1: ± 0, 0.5, 1, 1.5, 2, 3, 4
+    or 6. A stack of E matrices (experts) is one object whose tensors all have E as their first dimension; `stack[e]` is a
+    matrix whose tensors are views.
     """
 
     kind: Kind
-    codes: (
-        Tensor  # e4m3 and int8: [N, K]; else [N, K / 2] uint8: byte j holds channel j, and in its high bits j + K / 2
-    )
+    codes: Tensor  # e4m3 and int8: [N, K]; else [N, K / 2] uint8: low bits of byte j: channel j, high bits: j + K / 2
     scale: Tensor  # [ceil(N / rows), ceil(K / group)] float32, float16, bfloat16 or e4m3
-    group: int  # channels that share a scale
-    rows: int = 1  # rows that share a scale
+    group: int  # number of channels that share a scale
+    rows: int = 1  # number of rows that share a scale
     zero: Tensor | None = None  # [N, ceil(K / group)] int8
     factor: Tensor | None = None  # [N] float32
-    order: Tensor | None = None  # [K] int64: a permutation of the channels; None: as they are
-    rounds_activations: bool = False  # products may round x to codes of this kind with a scale for each token
+    order: Tensor | None = None  # [K] int64: a permutation of the channels; None: identity
+    rounds_activations: bool = False  # products may quantise x to this kind, with one scale per token
 
     @property
     def is_cpu(self) -> bool:
@@ -47,23 +45,23 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of all that a product reads."""
+        """Bytes that a product reads."""
         tensors = (self.codes, self.scale, self.zero, self.factor, self.order)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def __len__(self) -> int:
-        """The number of rows, of a stack that of matrices."""
+        """Return the number of rows, or of matrices in a stack."""
         return len(self.codes)
 
     @staticmethod
     def stack(matrices: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """A stack of equally formed matrices, copied."""
+        """Copy matrices of the same form into a stack."""
         parts = ((field.name, [getattr(matrix, field.name) for matrix in matrices]) for field in fields(matrices[0]))
         stacks: dict[str, Any] = {name: torch.stack(part) for name, part in parts if isinstance(part[0], Tensor)}
         return replace(matrices[0], **stacks)
 
     def __getitem__(self, index: int) -> QuantizedWeight:
-        """One matrix of a stack."""
+        """Return one matrix of a stack."""
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
         views: dict[str, Any] = {name: part[index] for name, part in parts if isinstance(part, Tensor)}
         return replace(self, **views)

@@ -1,8 +1,8 @@
-"""Every operation in plain PyTorch: the contract of each, and the oracle that all backends are tested against.
+"""Every operation in plain PyTorch: its specification, and the oracle for the tests of all backends.
 
 Values are computed in float32 (float64 for float64 inputs) and rounded where Hugging Face's models round. A layer's KV cache
 is one tensor [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and `value_cache`. A slot is
-block_id * block_size + offset; slot -1 means "do not write". Slots that were never written may hold anything, NaN too.
+block_id * block_size + offset; slot -1 means "do not write". Unwritten slots may hold anything, including NaN.
 
 A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale for each KV head:
 kv_scale [2, Hkv] float32, which is None for caches of other dtypes.

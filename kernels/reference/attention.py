@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, one sequence after another."""
+"""Attention over the paged KV cache, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.reference.precision import to_wide, wide_dtype
 
 
 def _read(cache: Tensor, table: Tensor, positions: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values [N, Hkv, D] in `dtype` of the tokens at positions [N] of the sequence with this block table."""
+    """Return keys or values [N, Hkv, D] in `dtype` at positions [N] of the sequence with this block table."""
     assert (scale is not None) == (cache.dtype == torch.float8_e4m3fn)
     block_size = cache.shape[2]
     slots = (table[positions // block_size].long(), slice(None), positions % block_size)
@@ -39,14 +39,14 @@ def paged_attention_decode(
     plan: object = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query token per sequence over its paged context -> [B, H, D], written to `out` when given.
+    """Compute the attention of one query token per sequence over its paged context -> [B, H, D], in `out` if given.
 
-    query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of
-    which sequence i owns row rows[i] (rows [B] int32); context_lens [B] int32 count the query's own token, whose K and V
-    are stored already. context_len 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
-    c * tanh(score / c). alibi_slopes [H] float32: slope * -distance is added. sinks [H] float32: a further score of each
-    head, as it is, whose share of the softmax goes to no value. sparse: which blocks of keys are seen. `plan` is the GPU
-    kernel's work map.
+    query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of which
+    sequence i uses row rows[i] (rows [B] int32). context_lens [B] int32 include the query's own token, whose K and V are
+    already stored; a context length of 0 gives 0. window w > 0: only keys at distance < w. soft_cap c > 0: scores become
+    c * tanh(score / c). alibi_slopes [H] float32: adds slope * -distance. sinks [H] float32: an additional score per head
+    that takes part in the softmax without a value. sparse: the blocks of keys that are attended to. plan: the GPU kernel's
+    work map.
     """
     query_start = torch.arange(len(query) + 1, dtype=torch.int32)
     return paged_attention_prefill(
@@ -74,12 +74,11 @@ def paged_attention_prefill(
     tiles: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` when given.
+    """Compute causal attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` if given.
 
-    query [T, H, D], of which sequence i's tokens are query[query_start[i]:query_start[i + 1]], the last ones of its
-    context_lens[i] tokens, K and V of all of which are stored. Rows of `out` that belong to no sequence are left alone.
-    query_start [B + 1] int32; the other arguments are those of `paged_attention_decode`. `tiles` is the GPU kernel's
-    grid.
+    query [T, H, D]. Sequence i has the tokens query[query_start[i]:query_start[i + 1]], the last ones of its
+    context_lens[i] tokens, whose K and V are all stored. Rows of `out` outside all sequences are not written. query_start
+    [B + 1] int32; other arguments as in `paged_attention_decode`. tiles: the GPU kernel's grid.
     """
     if out is None:
         out = torch.zeros_like(query)
