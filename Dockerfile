@@ -12,7 +12,7 @@ RUN apt-get update \
 RUN useradd --create-home --uid 1000 quire
 WORKDIR /app
 
-# The large dependencies stand in a layer of their own, which changes with the pins only.
+# The large dependencies have their own layer, which is rebuilt only when the pins change.
 ARG TORCH=cuda
 COPY constraints.txt ./
 RUN torch=$(grep '^torch==' constraints.txt) \
@@ -26,7 +26,7 @@ COPY server server
 COPY benchmarks benchmarks
 ARG EXTRA=
 RUN pip install --no-cache-dir -c constraints.txt ".${EXTRA:+[$EXTRA]}"
-# The probes of KubeRay ask with wget.
+# KubeRay's probes use wget.
 RUN [ "$EXTRA" != ray ] || { apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*; }
 COPY configs configs
 

@@ -1,13 +1,13 @@
-# Everyday commands. `make` lists them; the first of them that needs it sets up .venv, once.
+# Everyday commands. `make` lists them. The first command that needs .venv creates it.
 
-# What may be set:  PYTHON=/path/to/python   MODEL=folder-or-id   ARGS="…"   TORCH=cpu|cuda   JOBS=n
+# Variables:  PYTHON=/path/to/python   MODEL=folder-or-id   ARGS="…"   TORCH=cpu|cuda   JOBS=n
 PYTHON ?=
 MODEL  ?=
 ARGS   ?=
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-# Test processes. One where a GPU, which they would share, is tested too.
+# Test processes. Only one if a GPU is tested too, since processes would share it.
 JOBS   ?= $(if $(filter cuda,$(TORCH)),0,2)
-# Seconds of `make clients` for which a server is given nonsense.
+# Seconds of fuzzing in `make clients`.
 FUZZ   ?= 60
 
 BIN   := .venv/bin
@@ -28,41 +28,41 @@ serve: $(READY) ## serve MODEL (the bundled one) with its chat page at http://12
 test: $(TESTS) ## run the tests; a selection in ARGS, such as ARGS="tests/core -k fuzz"
 	@OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-# What says most in the least time: no processes, no interpreter of kernels, no fuzz.
+# The fastest tests: no processes, no interpreted kernels, no fuzzing.
 QUICK := tests/core tests/text tests/structured tests/models tests/benchmarks/test_workloads.py tests/benchmarks/serving/test_metrics.py \
   $(wildcard tests/engine/test_flags.py tests/engine/test_output_collector.py tests/engine/test_engine_loop.py tests/server/parsing) \
   tests/test_layering.py tests/test_words.py
 
-quick: $(TESTS) ## run the quick tests: some seconds, for the inner loop
+quick: $(TESTS) ## run the quick tests: a few seconds, for use while editing
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not heavy and not hypothesis' -k 'not fuzz and not test_decoder' $(QUICK) $(ARGS)
 
-coverage: $(TESTS) ## run the tests and report the lines they leave out: engine/core 100 %, all 92 %; pages in htmlcov
+coverage: $(TESTS) ## run the tests and report coverage: engine/core 100 %, all 92 %; pages in htmlcov
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report= $(ARGS)
 	@$(BIN)/coverage html -q; $(BIN)/coverage report --skip-empty --fail-under=92
 	@$(BIN)/coverage report --include='engine/core/*' --fail-under=100
 
-gpu: $(TESTS) ## check every kernel and model family on the GPU at hand; a selection in ARGS, such as ARGS="attention products"
+gpu: $(TESTS) ## check every kernel and model family on this machine's GPU; a selection in ARGS, such as ARGS="attention products"
 	@$(BIN)/python -m tests.gpu $(ARGS)
 
-attack: $(TESTS) ## attack a server on loopback as an unfriendly network would; a selection in ARGS, such as ARGS="slow"
+attack: $(TESTS) ## run attacks against a server on loopback; a selection in ARGS, such as ARGS="slow"
 	@$(BIN)/python -m tests.attack $(ARGS)
 
-soak: $(TESTS) ## twenty minutes under 64 clients with a fault each minute: what failed, what leaked
+soak: $(TESTS) ## load a server with 64 clients for twenty minutes, with a fault each minute; report failures and leaks
 	@$(BIN)/python -m tests.attack.soak $(ARGS)
 
-clients: .clients/ready ## run other people's clients and agents against a live server, write docs/clients.md, then FUZZ seconds of nonsense
+clients: .clients/ready ## run third-party clients and agents against a live server, write docs/clients.md, then fuzz the API for FUZZ seconds
 	@OMP_NUM_THREADS=1 .clients/bin/python -m pytest -m slow -W default -o asyncio_mode=auto \
 	  -o asyncio_default_fixture_loop_scope=function -o asyncio_default_test_loop_scope=session tests/clients $(ARGS)
 	@PATH=$(CURDIR)/.clients/bin:$$PATH python -m tests.clients.fuzz_api --seconds $(FUZZ)
 
-ray: $(TESTS) ## test with Ray, two nodes of which run on this machine: ranks on both, replicas that come and go
+ray: $(TESTS) ## test with a Ray cluster of two nodes on this machine: ranks on both, replicas that are added and removed
 	@$(PIP) install -q -c constraints.txt -e '.[ray]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -W ignore tests/ray $(ARGS)
 
 lint: $(TESTS) ## check style and types
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary
 
-format: $(TESTS) ## put the code into the project's format
+format: $(TESTS) ## format the code
 	@$(BIN)/ruff check -q --fix-only . && $(BIN)/ruff format .
 
 bench: $(READY) ## measure offline throughput of MODEL; more flags in ARGS
@@ -72,8 +72,8 @@ clean: ## remove .venv and every cache
 	rm -rf .coverage* htmlcov .venv .clients tests/clients/*/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: a set-up that was interrupted starts again. Without an NVIDIA GPU torch comes from its own
-# index of CPU builds, a tenth of the size; where that cannot be reached, the default build does as well.
+# The stamp is written last, so an interrupted set-up starts again. Without an NVIDIA GPU, torch comes from its index of CPU
+# builds, a tenth of the size. If that index cannot be reached, the default build is installed, which works on CPUs too.
 $(READY): pyproject.toml constraints.txt
 	@set -e; \
 	python=$$(for candidate in $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python); do \
@@ -84,11 +84,11 @@ $(READY): pyproject.toml constraints.txt
 	  echo "None of these is one: $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python). Name yours: make PYTHON=/path/to/python3.12 …" >&2; \
 	  exit 1; \
 	fi; \
-	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH): some minutes, once."; \
+	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH). This takes a few minutes, once."; \
 	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
 	echo "  1/2  torch"; \
 	if [ $(TORCH) = cpu ] && $(PIP) install -q --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
-	else [ $(TORCH) != cpu ] || echo "No CPU build of torch could be had: taking the default build, which is larger and runs on CPUs too."; \
+	else [ $(TORCH) != cpu ] || echo "The CPU build of torch is not available. Installing the default build, which is larger and also runs on CPUs."; \
 	  $(PIP) install -q torch==$(TORCH_VERSION); fi; \
 	echo "  2/2  Quire and the other packages that serving needs"; \
 	$(PIP) install -q -c constraints.txt -e .; \
@@ -99,8 +99,8 @@ $(TESTS): $(READY)
 	@$(PIP) install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-# The clients bring plugins of pytest that the project's own tests shall not meet: they live beside .venv and look into it.
-# What they want in another version than constraints.txt names, they have for themselves.
+# The clients install pytest plugins that must not affect the project's own tests, so they have a separate environment that
+# also sees the packages of .venv. It has its own copy of packages whose versions differ from constraints.txt.
 .clients/ready: $(TESTS) tests/clients/requirements.txt $(wildcard tests/clients/*/package.json)
 	@set -e; \
 	$(BIN)/python -m venv --clear .clients; \

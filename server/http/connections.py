@@ -55,7 +55,7 @@ class Connections:
         return sum(connection.is_working for connection in self._all)
 
     def opened(self, connection: Connection) -> bool:
-        """Register a new connection. Returns False if there are too many."""
+        """Register a new connection, closing the one idle longest if there are too many. Returns False if none is idle."""
         if len(self._all) >= self.limits.max_connections:
             if not self._idle:
                 return False

@@ -13,7 +13,7 @@ _PART_BYTES = 16 << 10  # of a body, processed without a pause for other threads
 
 
 def default_body_bytes(max_model_len: int) -> int:
-    """Return the default limit of a body: enough for a prompt that fills the context in any encoding."""
+    """Return the default limit of a body: a prompt that fills the context in any encoding, or many short prompts, fit."""
     return (4 << 20) + 32 * max_model_len
 
 

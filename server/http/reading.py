@@ -56,9 +56,8 @@ class StrictJSONRoute(APIRoute):
                 except BaseException as error:
                     if type(error).__name__ != "PanicException":
                         raise
-                    raise unexpected(
-                        error
-                    ) from None  # from a Rust library; not an `Exception`, so nothing else would handle it
+                    # From a Rust library; not an `Exception`, so nothing else would handle it.
+                    raise unexpected(error) from None
             return response
 
         return handle_strictly

@@ -76,9 +76,8 @@ def _fields_without_effect(body: Body, *above: str | int) -> Iterator[tuple[tupl
         value = getattr(body, name)
         if isinstance(value, Body):
             yield from _fields_without_effect(value, *above, name)
-        elif (
-            isinstance(value, list) and value and isinstance(value[0], Body | str)
-        ):  # documents may be strings or objects
+        elif isinstance(value, list) and value and isinstance(value[0], Body | str):
+            # `documents` may be strings or objects.
             for index, item in enumerate(value):
                 if type(item) is not str and isinstance(item, Body):
                     yield from _fields_without_effect(item, *above, name, index)
