@@ -33,7 +33,7 @@ MAX_WRITTEN = 2_000_000  # approximate characters after rewriting, which repeats
 MAX_ROUNDS = 16  # iterations when looking for endless recursion
 EXACT = 2**53  # largest integer up to which floats are exact
 MAX_SHOWN = 40  # characters of a format's name
-MOST_DECIMALS = 6  # decimal places of `multipleOf`
+MOST_DECIMALS = 6  # most decimals of `multipleOf`
 
 _SCHEMA = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 _SCHEMA_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")

@@ -60,7 +60,8 @@ def test_json_lines_say_which_request_they_are_about(log: Log, monkeypatch: pyte
 
 
 def test_lines_of_text_end_with_the_request(log: Log) -> None:
-    configure(RequestFields(["/metrics", "/static/"]))
+    configure(RequestFields(["/", "/metrics", "/static/"]))
+    access_line("/")
     access_line("/metrics?name=any")
     access_line("/static/js/page.js")
     logging.getLogger("server").warning("no request")
