@@ -66,9 +66,7 @@ class Decoder(nn.Module):
             for i, layer in enumerate(spec.layers)
         )
         for i, layer in enumerate(spec.layers):
-            if (
-                source := layer.mixer.kv_of
-            ) is not None:  # the cache must be read with the scale that it was written with
+            if (source := layer.mixer.kv_of) is not None:  # the cache is read with the scale that it was written with
                 reader, owner = (cast(DecoderLayer, self.layers[at]).attention for at in (i, source))
                 assert isinstance(reader, Attention)
                 assert isinstance(owner, Attention)
@@ -103,8 +101,8 @@ class Decoder(nn.Module):
         stages start from the previous stage's `hidden` [T, hidden].
 
         For each layer of this stage: kv_cache [2, num_blocks, Hkv, block_size, D], or [1, num_blocks, 1, block_size, L + R]
-        for latents, to which the step's keys and values are added (possibly a strided view); and attention metadata, one
-        object for all layers of a cache group.
+        for latents, to which the step's keys and values are added (a strided view if the kernels accept one); and
+        attention metadata, one object for all layers of a cache group.
         """
         if hidden is None:
             hidden = self.embed_tokens(input_ids)

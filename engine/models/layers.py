@@ -302,7 +302,7 @@ def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
 
 
 class LMHead(Linear):
-    """The output head. Each rank computes a part of the vocabulary; all get the logits of all of it."""
+    """The output head. Each rank computes a part of the vocabulary; every rank gets all logits."""
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__(scope, hidden_size, {"lm_head": vocab_size}, shard="vocab")

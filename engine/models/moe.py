@@ -129,9 +129,8 @@ class Router(CheckpointModule):
         self.norm = RouterNorm(scope, spec.names.router_norm, hidden_size, eps) if eps else None
         self.expert_scale = empty(count, dtype=torch.float32, device=device) if spec.expert_scale else None
         self._scope, self._names = scope, spec.names
-        self.counts: Tensor | None = (
-            None  # [1 + E] int64: counts of padding and of each expert's tokens; None: not counted
-        )
+        # [1 + E] int64: counts of padding and of each expert's tokens; None: not counted.
+        self.counts: Tensor | None = None
 
     def forward(self, x: Tensor, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route x [T, hidden]. Returns the normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""

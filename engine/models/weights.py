@@ -42,15 +42,8 @@ INDEX = "model.safetensors.index.json"
 BODY = "model."  # prefix of all names except those of the output head
 EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
 IGNORED = ".rotary_emb.inv_freq"  # a table in old checkpoints
-BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-}  # by safetensors' names; 1 for all others
+# By safetensors' names; 1 for all others.
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
 
 
 def load_model(

@@ -49,9 +49,8 @@ def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] |
         only_texts = all(map(values_of, branches)) and all(isinstance(value, str) for value in values)
         return branches if only_texts and len(set(values)) == len(values) else None
     types, found = _types(schema), list(branches)
-    for i, j in combinations(
-        range(len(branches)), 2
-    ):  # compare the original branches: a narrowed branch tells less about what it refuses
+    # Compare the original branches: a narrowed branch tells less about what it refuses.
+    for i, j in combinations(range(len(branches)), 2):
         if judge.work_left < 0:
             return None
         if _without_formats(branches[i]) == _without_formats(branches[j]):

@@ -21,7 +21,7 @@ from engine.structured.compile_threads import CompileThreads
 from engine.structured.grammar import Compiler, explain
 from engine.structured.unique import UniqueItems, of_grammar
 
-MAX_WEIGHT = 16 << 20  # total characters of compiled grammars; further requests wait
+MAX_WEIGHT = 16 << 20  # total characters of grammars that are compiled or followed; further requests wait
 IDLE_SECONDS = 0.02  # how long to wait for a grammar if there is no other work
 MAX_THREADS = 8
 FEW = 64  # fewer masks are filled in one thread: several are hardly faster, and delay the thread that drives the device

@@ -289,9 +289,8 @@ class _Preparation:
         num_properties = len(schema.get("properties", {}))
         if num_properties > MAX_PROPERTIES:
             raise ValueError(f"properties: an object may have at most {MAX_PROPERTIES}, got {num_properties}")
-        if (
-            schema.get("minProperties", 0) > len(schema.get("required", ())) + 1
-        ):  # the library might generate the same additional property twice
+        # The library might generate the same additional property twice.
+        if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1:
             if self.is_lenient:
                 self._leave_out(schema, "minProperties")
                 return
