@@ -1,6 +1,6 @@
-"""The head of a sequence classifier: a linear map of the last token's hidden state to a logit for each label.
+"""The head of a sequence classifier: a linear layer from the last token's hidden state to one logit per label.
 
-It is so small that the API process computes it, from what the engine gives as an embedding.
+It is so small that the API process computes it from the embedding that the engine returns.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Literal
 from engine.models.errors import ModelError
 from engine.models.files import read_config, read_json
 
-SUFFIX = "ForSequenceClassification"  # of architectures
+SUFFIX = "ForSequenceClassification"  # of architecture names
 HEAD = "score.weight"
-TOKENS = "classifier_from_token"  # in config.json: the head is made of the output head's rows of these tokens
+TOKENS = "classifier_from_token"  # in config.json: the head consists of the output head's rows of these tokens
 _OUTPUT_HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "embed_tokens.weight")
 MAX_LABELS = 4096
 _INDEX = "model.safetensors.index.json"
@@ -35,14 +35,14 @@ _KINDS: dict[Any, Literal["softmax", "sigmoid", "none"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """What makes scores of hidden states."""
+    """Computes scores from hidden states."""
 
-    weights: list[array[float]]  # of each label, as long as a hidden state
+    weights: list[array[float]]  # for each label, one per hidden channel
     labels: list[str]
     activation: Literal["softmax", "sigmoid", "none"]
 
     def scores(self, hidden: Sequence[float], *, activated: bool = True) -> list[float]:
-        """Of each label. hidden: the last token's, after the final norm. Not `activated`: logits."""
+        """Return the score of each label. hidden: the last token's, after the final norm. activated: not just logits."""
         logits = [math.fsum(map(mul, hidden, weights)) for weights in self.weights]
         if not activated or self.activation == "none":
             return logits
@@ -65,9 +65,10 @@ def read_classifier(
     overrides: Mapping[str, Any] | None = None,
     token_id: Callable[[str], int | None] = lambda token: None,
 ) -> Classifier | None:
-    """The head of the model in `folder`; None: it is no classifier. ModelError when it lacks one, or has another.
+    """Read the head of the model in `folder`; None if it is not a classifier. Raises `ModelError` if the head is missing or
+    unsupported.
 
-    overrides: as of `read_config`. token_id: of a token of the vocabulary.
+    overrides: see `read_config`. token_id: returns the id of a token of the vocabulary.
     """
     if not architecture.endswith(SUFFIX):
         return None
@@ -85,7 +86,7 @@ def read_classifier(
 
 
 def _is_identity(config: dict[str, Any]) -> bool:
-    """Whether sentence-transformers leaves the logits as they are."""
+    """Whether sentence-transformers applies no activation to the logits."""
     of_library = config.get("sentence_transformers")
     named = of_library.get("activation_fn") if isinstance(of_library, dict) else None
     return str(named or config.get("sbert_ce_default_activation_function", "")).endswith("Identity")
@@ -94,7 +95,7 @@ def _is_identity(config: dict[str, Any]) -> bool:
 def _head_of_tokens(
     folder: Path, hidden_size: int, config: Mapping[str, Any], token_id: Callable[[str], int | None]
 ) -> list[array[float]]:
-    """A label for each token; of two, whose softmax is asked for, the one label whose sigmoid is the second's probability."""
+    """Return a head with a label for each token. For a softmax over two tokens: one label, the second token against the first."""
     path, tokens, method = folder / "config.json", config[TOKENS], config.get("method")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ModelError(f"{path}: {TOKENS!r} must be a list of tokens, got {tokens!r}")
@@ -120,7 +121,7 @@ def _head_of_tokens(
 def _read_rows(
     folder: Path, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None = None
 ) -> list[array[float]]:
-    """Rows of the first of these tensors that is stored; None: all, which are few."""
+    """Read rows of the first of these tensors that is stored. indices: None: all rows, which are few."""
     file = "model.safetensors"
     if not (folder / file).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")
@@ -136,7 +137,7 @@ def _read_rows(
 
 
 def _read_from(path: Path, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None) -> list[array[float]]:
-    """The same of one file, which begins with the length of its header, which is JSON."""
+    """Read the rows from one file, which begins with the length of its JSON header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:

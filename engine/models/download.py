@@ -26,7 +26,7 @@ OTHER_FORMATS = ["[!1]*/*", "consolidated*"]
 
 
 def download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:
-    """The folder of a model of the Hub, downloaded unless the cache holds it. Arguments and errors: see `resolve_model`."""
+    """Return the folder of a Hub model, downloaded unless it is cached. Arguments and errors: see `resolve_model`."""
     try:
         validate_repo_id(repo)
     except HFValidationError:
@@ -65,7 +65,7 @@ def download(repo: str, revision: str | None, download_dir: str | None, weights:
 
 
 def _reporting(progress: Progress) -> type[tqdm]:
-    """The Hub's progress bar, which tells `progress` the bytes, too, whether or not it is drawn."""
+    """Return a progress bar class for the Hub client that also reports bytes to `progress`, even if it is not drawn."""
 
     class Bar(tqdm):  # type: ignore[misc]
         def update(self, n: float | None = 1) -> Any:

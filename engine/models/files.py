@@ -10,11 +10,11 @@ from typing import Any
 from engine.models.errors import ModelError
 
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
-_ROPE = ("rope_scaling", "rope_parameters")  # two spellings of one thing: overrides may have the other one
+_ROPE = ("rope_scaling", "rope_parameters")  # two names of the same field: overrides may use the other one
 
 
 def load_json(path: Path) -> Any:
-    """What the JSON file `path` holds. ModelError names the file when it is missing, unreadable or broken."""
+    """Read a JSON file. Raises `ModelError`, which names the file, if it is missing, unreadable or malformed."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path}: is too large ({path.stat().st_size >> 20} MiB); download it again")
@@ -28,7 +28,7 @@ def load_json(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. ModelError names the file when it is missing, unreadable or not an object."""
+    """Read a JSON object. Raises `ModelError`, which names the file, if it is missing, unreadable or not an object."""
     value = load_json(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not a {type(value).__name__}; download it again")
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of the model in `folder`, with `overrides` merged over it key by key. ModelError as of `read_json`."""
+    """Read config.json of the model in `folder`, with `overrides` merged key by key. Raises `ModelError` like `read_json`."""
     config, over = read_json(folder / "config.json"), dict(overrides or {})
     for name, other in (_ROPE, _ROPE[::-1]):
         if over.get(name) and other not in over and config.get(other):
@@ -45,7 +45,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dic
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Where both have an object under one key, these are merged; else what is in `over` counts."""
+    """Merge `over` into `under`: objects under the same key are merged, other values replaced."""
     found = dict(under)
     for name, value in over.items():
         own = found.get(name)
@@ -54,7 +54,7 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 
 def listing(folder: Path, limit: int = 8) -> str:
-    """What `folder` holds, for an error message: "a, b, c and 4 more"."""
+    """List the files of a folder for an error message: "a, b, c and 4 more"."""
     names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "nothing"

@@ -1,4 +1,4 @@
-"""Tells checkpoints apart without reading their weights."""
+"""Identifies checkpoints without reading their weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the model's configuration and of its weights' files: it changes whenever one is replaced.
+    """Return a hash of the model's configuration and weight files, which changes whenever a file is replaced.
 
-    A file is known by its size, and by its time of change; in Hugging Face's cache, where files are links to blobs that are
-    named by their content, by that name.
+    A file is identified by its size and modification time; in Hugging Face's cache, where files are links to blobs named by
+    their content, by that name.
     """
     digest = sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):

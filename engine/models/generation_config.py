@@ -8,7 +8,7 @@ from typing import Any
 from engine.models.errors import ModelError
 from engine.models.files import read_json
 
-_SAMPLING_FIELDS = {  # their name → ours
+_SAMPLING_FIELDS = {  # name in the file → name in `SamplingParams`
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -19,9 +19,9 @@ _SAMPLING_FIELDS = {  # their name → ours
 
 
 def read_generation_config(folder: Path) -> dict[str, float | int]:
-    """Sampling defaults by the names of `SamplingParams`; only those the file sets, none when there is no file.
+    """Return the sampling defaults in the file, with the names of `SamplingParams`; none if there is no file.
 
-    ModelError names a field that is not a number.
+    Raises `ModelError`, which names the field, if a value is not a number.
     """
     config = _read(folder)
     defaults = {ours: config[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if config.get(theirs) is not None}
@@ -32,7 +32,7 @@ def read_generation_config(folder: Path) -> dict[str, float | int]:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-text ids the file names; none when there is no file."""
+    """Return the end-of-text ids in the file; none if there is no file."""
     config = _read(folder)
     try:
         return token_ids(config, "eos_token_id")
@@ -41,7 +41,7 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def token_ids(config: dict[str, Any], name: str) -> tuple[int, ...]:
-    """A field that holds one token id, a list of them, or null."""
+    """Read a field with one token id, a list of them, or null."""
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):

@@ -17,16 +17,16 @@ def resolve_model(
     weights: bool = True,
     progress: Progress = silent,
 ) -> Path:
-    """The folder of a model: `name_or_path` itself, or where the Hub's model of that name was downloaded to.
+    """Return the folder of a model: `name_or_path` itself, or the folder of the downloaded Hub model.
 
-    Only files that are used are downloaded, without the safetensors when `weights` is False; what the cache holds is
-    not downloaded again. `progress`: is told of the bytes. ModelError, one line, says what to do.
+    Downloads only files that are used and not cached, without the safetensors if `weights` is False. `progress`: called with
+    the bytes. Raises `ModelError` with a message of one line that says what to do.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_file():
         raise ModelError(f"{folder}: is a file; give the folder that holds config.json and the weights")
     if not folder.is_dir():
-        from engine.models.download import download  # a tenth of a second, of which models in folders need none
+        from engine.models.download import download  # takes a tenth of a second, which local folders do not need
 
         folder = download(name_or_path, revision, download_dir, weights, progress)
     if not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n and 4): beside the residual stream, each layer gets a short vector of its own for each token.
+"""Per-layer embeddings (Gemma 3n and 4): besides the residual stream, each layer gets its own short vector for each token.
 
 Shapes: T tokens of the step, L layers, P the size of that vector.
 """
@@ -16,7 +16,7 @@ from engine.models.spec import PerLayerSpec
 
 
 class PerLayerEmbedding(nn.Module):
-    """Token ids and their embeddings to the vectors of all layers. Ranks divide the table's rows alone."""
+    """Computes the vectors of all layers from token ids and embeddings. Only the table's rows are divided among ranks."""
 
     def __init__(
         self, spec: PerLayerSpec, hidden_size: int, num_layers: int, make_norm: MakeNorm, scope: Scope
@@ -27,7 +27,7 @@ class PerLayerEmbedding(nn.Module):
         self.projection = Linear(scope, hidden_size, {"per_layer_model_projection": width})
         self.norm = make_norm(scope / "per_layer_projection_norm", spec.size)
         self._shape = num_layers, spec.size
-        # As the model was trained: in the dtype of the weights.
+        # In the dtype of the weights, as the model was trained.
         self._multiplier = torch.tensor(spec.size**0.5, dtype=scope.dtype).item()
         self._projection_multiplier = hidden_size**-0.5
 
@@ -40,7 +40,7 @@ class PerLayerEmbedding(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """What a layer adds to the residual stream of its own vector of each token, which the stream gates."""
+    """Adds a layer's own vector of each token, gated by the residual stream, to the residual stream."""
 
     def __init__(self, spec: PerLayerSpec, hidden_size: int, make_norm: MakeNorm, scope: Scope) -> None:
         super().__init__()
@@ -49,6 +49,6 @@ class PerLayerInput(nn.Module):
         self.around = Residual(None, make_norm(scope / "post_per_layer_input_norm", hidden_size), 1)
 
     def forward(self, hidden: Tensor, vector: Tensor) -> Tensor:
-        """hidden [T, hidden] + what becomes of vector [T, P], in hidden's memory."""
+        """Add the projection of vector [T, P] to hidden [T, hidden] in place."""
         gated = F.gelu(self.gate(hidden), approximate="tanh") * vector
         return self.around.add(self.projection, hidden, gated)

@@ -1,4 +1,4 @@
-"""Reads the files that sentence-transformers adds to an embedding model: how its hidden states are pooled."""
+"""Reads the pooling configuration that sentence-transformers adds to embedding models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from engine.models.errors import ModelError
 from engine.models.files import load_json, read_json
 
-MODULES = "modules.json"  # there is one with every embedding model
+MODULES = "modules.json"  # present in every embedding model
 SUPPORTED = ("Transformer", "Pooling", "Normalize")
 
 
 def is_embedding_model(folder: Path) -> bool:
-    """Whether the model in `folder` is published to make embeddings. ModelError when they take more than pooling."""
+    """Whether the model in `folder` is an embedding model. Raises `ModelError` if it needs more than pooling."""
     path = folder / MODULES
     if not path.exists():
         return False
@@ -27,9 +27,9 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path) -> str:
-    """ "last" or "mean", by 1_Pooling/config.json; "last", as usual for decoders, when there is none.
+    """Return "last" or "mean" from 1_Pooling/config.json; "last", as usual for decoders, if there is no such file.
 
-    ModelError when it says something else.
+    Raises `ModelError` for another pooling method.
     """
     path = folder / "1_Pooling" / "config.json"
     config = read_json(path) if path.exists() else {}

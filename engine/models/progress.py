@@ -1,12 +1,12 @@
-"""How whatever takes long at start-up says how far it is."""
+"""Progress reporting of long start-up phases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# (phase, done, total): a phase of `engine.state`, and how much of it is done, in any unit; 0 of 0 where that is not known.
+# (phase, done, total): a phase of `engine.state` and its progress in any unit; 0 of 0: unknown.
 Progress = Callable[[str, int, int], None]
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """For callers that do not want to know."""
+    """Ignore progress."""

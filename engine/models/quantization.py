@@ -1,6 +1,6 @@
-"""config.json's quantization_config → which matrices are stored in which scheme. Read where PyTorch is not loaded.
+"""Converts config.json's quantization_config to a scheme for each matrix. Does not import PyTorch.
 
-One short function for each `quant_method`. ModelError names the key at fault, and the nearest thing that works.
+One short function per `quant_method`. `ModelError` names the unsupported key and the closest supported alternative.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ WHERE = "quantization_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a checkpoint stores a matrix [N, K] of few bits."""
+    """How a checkpoint stores a quantised matrix [N, K]."""
 
-    layout: Literal["plain", "packed", "gptq", "awq", "fp4", "blocks", "online"]  # which tensors: a class in `formats`
-    kind: Literal["e4m3", "int8", "int4", "e2m1"]  # what a code stands for: see `kernels.QuantizedWeight`
-    group: int = 0  # channels that share a scale; 0: all
-    rows: int = 1  # rows that share a scale; 0: all
+    layout: Literal[
+        "plain", "packed", "gptq", "awq", "fp4", "blocks", "online"
+    ]  # the stored tensors, see the classes in `formats`
+    kind: Literal["e4m3", "int8", "int4", "e2m1"]  # the values of codes, see `kernels.QuantizedWeight`
+    group: int = 0  # number of channels that share a scale; 0: all
+    rows: int = 1  # number of rows that share a scale; 0: all
     symmetric: bool = True  # False: there are zero points
-    reordered: bool = False  # each channel's group is stored, too (GPTQ's desc_act, actorder)
-    activations: bool = False  # they may be rounded to the codes' dtype where that is faster
-    zero_offset: int = 0  # to add to stored zero points
-    global_scale: str = ""  # the tensor of one number that scales all scales; "" none
-    divided: bool = False  # by the global scale, not multiplied
+    reordered: bool = False  # the group of each channel is stored too (GPTQ's desc_act, actorder)
+    activations: bool = False  # activations may be quantised to the codes' dtype if that is faster
+    zero_offset: int = 0  # added to stored zero points
+    global_scale: str = ""  # tensor with a factor of all scales; "": none
+    divided: bool = False  # scales are divided by the global scale instead of multiplied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """The scheme of each Linear, by its name in the checkpoint."""
+    """The schemes of linear layers by their names in the checkpoint."""
 
-    method: str  # as --quantization calls it
+    method: str  # its name in --quantization
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # targets → scheme: the first that matches
     ignored: tuple[str, ...] = ()
 
     def scheme(self, name: str) -> Scheme | None:
-        """None: floats."""
+        """Return the scheme of a module; None: float weights."""
         if any(_matches(pattern, name) for pattern in self.ignored):
             return None
         return next((scheme for targets, scheme in self.schemes if any(_matches(t, name) for t in targets)), None)
 
 
-ONLINE = {  # what a float checkpoint can be rounded to while it is loaded
+ONLINE = {  # formats to which a float checkpoint can be quantised at load time
     "fp8": Scheme(layout="online", kind="e4m3", activations=True),
     "int8": Scheme(layout="online", kind="int8", activations=True),
     "int4": Scheme(layout="online", kind="int4", group=32),
@@ -57,10 +59,10 @@ ONLINE = {  # what a float checkpoint can be rounded to while it is loaded
 def choose_quantization(
     stored: Quantization | None, method: str | None, *, rounds_head: bool = False
 ) -> Quantization | None:
-    """Of the weights in memory, where `method` was asked for; None: as the checkpoint is.
+    """Return the quantization of the weights in memory if `method` was requested; None: as in the checkpoint.
 
-    A float checkpoint's weights are rounded while they are loaded, row by row, to int4 in groups of channels; not those that
-    attention over latents needs as floats. `rounds_head`: int8 and int4 round the output head, too, to int8.
+    The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except those that
+    latent attention needs as floats. `rounds_head`: int8 and int4 also quantise the output head, to int8.
     """
     if method is None or (stored is not None and stored.method == method):
         return stored
@@ -77,7 +79,7 @@ def choose_quantization(
 
 
 def read_quantization(config: Any) -> Quantization | None:
-    """Of the weights. None: they are floats, or it is only said how to quantise the KV cache."""
+    """Read the quantization of the weights. None: float weights, or only the KV cache is quantised."""
     if config is None:
         return None
     if not isinstance(config, dict):
@@ -89,7 +91,7 @@ def read_quantization(config: Any) -> Quantization | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """A pattern is "Linear", for all; "re:" and a regular expression; a name with wildcards; or whole parts of a name."""
+    """Whether a pattern matches: "Linear" (all), "re:" and a regular expression, a name with wildcards, or parts of a name."""
     if pattern == "Linear":
         return True
     if pattern.startswith("re:"):
@@ -116,7 +118,7 @@ def _choice(
 
 
 def _names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """The names of modules under the first of the keys that there is."""
+    """Return the names of modules under the first existing key."""
     value: Any = next((config[key] for key in keys if config.get(key) is not None), [])
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ModelError(f"'{WHERE}': {keys[0]!r} must be a list of names, got {value!r}")
@@ -124,7 +126,7 @@ def _names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 
 def _group(config: Mapping[str, Any], key: str, default: int, path: str = "") -> int:
-    """Channels in a group; 0: all (-1 in the file)."""
+    """Read the number of channels per group; 0: all (-1 in the file)."""
     value = config.get(key, default)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and (value < 16 or value & (value - 1))):
@@ -171,7 +173,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         layout="gptq",
         kind="int4" if bits == 4 else "int8",
         group=_group(config, "group_size", 128),
-        symmetric=False,  # zero points are stored in any case
+        symmetric=False,  # zero points are always stored
         reordered=_choice(config, "desc_act", (True, False), default=False),
         zero_offset=1 if file_format == "gptq" else 0,
     )
@@ -212,7 +214,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
         raise ModelError(f"'{WHERE}': 'config_groups' must be an object of objects, got {groups!r}")
     schemes = []
     for name, group in groups.items():
-        if group.get("weights") is None:  # it is about the KV cache
+        if group.get("weights") is None:  # concerns the KV cache
             continue
         targets = _names(group, "targets")
         file_format = group.get("format") or config.get("format")

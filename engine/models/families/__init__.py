@@ -19,10 +19,10 @@ from engine.models.spec import ModelSpec
 
 
 def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """The specification of the model in `folder`. `overrides`: as of `read_config`.
+    """Read the specification of the model in `folder`. `overrides`: see `read_config`.
 
-    End-of-text ids are those of generation_config.json, then those that only config.json names. ModelError names the
-    file and the field that is missing, wrong or not supported.
+    End-of-text ids are those of generation_config.json, followed by further ones of config.json. Raises `ModelError`, which
+    names the file and the field that is missing, invalid or not supported.
     """
     config = read_config(folder, overrides)
     try:
@@ -36,7 +36,7 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
     spec = replace(spec, eos_token_ids=tuple(eos))
     if spec.architecture in FAMILIES and not is_embedding_model(folder):
         return spec
-    return replace(spec, has_head=False, tie_word_embeddings=True)  # so that no memory is taken for one
+    return replace(spec, has_head=False, tie_word_embeddings=True)  # so that the head takes no memory
 
 
 def _family(config: Config) -> Callable[[Config], ModelSpec]:

@@ -29,7 +29,7 @@ def attention(
     interleaved: bool = False,
     layer_type: str = "",
 ) -> AttentionSpec:
-    """layer_type: whose RoPE it has, in families that have one for each type of layer. Others: see `read_rope`."""
+    """Create the attention. layer_type: selects the RoPE in families with one per type of layer. Others: see `read_rope`."""
     if not flag(config, "is_causal", True):
         raise ModelError("'is_causal' must be true: attention to later tokens is not supported")
     hidden_size = integer(config, "hidden_size")
@@ -58,7 +58,7 @@ def attention(
 
 
 def latent_attention(config: Config, *, bias: bool = False) -> LatentSpec:
-    """DeepSeek's multi-head latent attention."""
+    """Create DeepSeek's multi-head latent attention."""
     plain, rotary = (integer(config, f"qk_{name}_head_dim", maximum=MAX_HEAD_DIM) for name in ("nope", "rope"))
     rope = read_rope(config, rotary, interleaved=flag(config, "rope_interleave", True))
     if rope.rotary_dim != rotary:
@@ -100,7 +100,7 @@ def dense(
     gated: bool = True,
     fused: str = "",
 ) -> DenseSpec:
-    """activations: that the family may have; the first one is the default."""
+    """Create a dense MLP. activations: those that the family supports, the default first."""
     name = config.get("hidden_activation") or config.get("hidden_act", activations[0])
     if name not in activations:
         raise ModelError(f"'hidden_act' {name!r} is not supported; supported: {activations[0]}")
@@ -117,7 +117,7 @@ def decoder(
     norms: Norms | None = None,
     eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
-    """A decoder whose layers are alike but for their mixers, windows or MLPs, where those are given."""
+    """Create a decoder whose layers differ only in mixers, windows or MLPs, if these are given per layer."""
     mixers = [mixer] * num_layers(config) if isinstance(mixer, AttentionSpec | LatentSpec) else list(mixer)
     mlps = [mlp] * len(mixers) if isinstance(mlp, DenseSpec | MoESpec) else mlp
     if windows is not None:
@@ -148,7 +148,7 @@ def decoder(
 
 
 def slides(config: Config, pattern: int = 0) -> list[bool]:
-    """Which layers have the sliding window: by `layer_types`, else all but each `pattern`-th; 0: none."""
+    """Return which layers have the sliding window: by `layer_types`, else all except every `pattern`-th; 0: none."""
     count, types = num_layers(config), config.get("layer_types")
     if types is None:
         return [pattern > 0 and (layer + 1) % pattern != 0 for layer in range(count)]
@@ -160,6 +160,6 @@ def slides(config: Config, pattern: int = 0) -> list[bool]:
 
 
 def windows_of(config: Config, slides: Sequence[bool], default: int | None = None) -> list[int]:
-    """The window of each layer; 0: none."""
+    """Return the window of each layer; 0: none."""
     window = integer(config, "sliding_window", default) if any(slides) else 0
     return [window if slide else 0 for slide in slides]

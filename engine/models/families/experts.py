@@ -43,7 +43,7 @@ def experts(
     renormalise: bool = False,
     activations: Sequence[str] = ("silu", "swish"),
 ) -> MoESpec:
-    """count: what the configuration may call the number of experts; size: what it calls the intermediate size of each."""
+    """Create a mixture of experts. count: possible fields for the number of experts; size: field of their intermediate size."""
     name = next((name for name in count if config.get(name) is not None), count[0])
     num_experts = integer(config, name, maximum=MAX_EXPERTS // num_layers(config))
     num_chosen = integer(config, "num_experts_per_tok", maximum=num_experts)
@@ -71,7 +71,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
 
 
 def _every(config: Config, mlp: MoESpec) -> list[DenseSpec | MoESpec]:
-    """Experts in each `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    """Use experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, count = integer(config, "decoder_sparse_step", 1), num_layers(config)
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(isinstance(layer, int) for layer in without):
@@ -142,7 +142,7 @@ def deepseek_v2(config: Config) -> ModelSpec:
 
 
 def deepseek_mlps(config: Config) -> list[DenseSpec | MoESpec]:
-    """DeepSeek's: after the first, dense layers, experts chosen by sigmoid scores and a correction in groups; shared ones."""
+    """DeepSeek's MLPs: first dense layers, then experts with shared ones, chosen in groups by corrected sigmoid scores."""
     mlp = experts(
         config,
         count=("n_routed_experts", "num_local_experts", "num_experts"),

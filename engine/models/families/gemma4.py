@@ -81,7 +81,7 @@ def gemma4(config: Config) -> ModelSpec:
 
 
 def _attention(config: Config, kind: str, layer: int) -> AttentionSpec:
-    """Full attention has heads of its own size and number, and may have no values but its keys."""
+    """Create the attention. Full attention has its own head size and number of heads, and may use keys as values."""
     is_full, bias = kind == "full_attention", flag(config, "attention_bias")
     tied = is_full and flag(config, "attention_k_eq_v")
     config = {"head_dim": 256, "rope_parameters": ROPE, **config}

@@ -102,7 +102,7 @@ def helium(config: Config) -> ModelSpec:
 
 
 def qwen_windows(config: Config) -> list[int]:
-    """By `layer_types`, else for the layers from `max_window_layers` on."""
+    """Return the windows: by `layer_types`, else for the layers from `max_window_layers` on."""
     if config.get("layer_types") is not None:
         return windows_of(config, slides(config))
     count, slides_at_all = num_layers(config), flag(config, "use_sliding_window")

@@ -61,7 +61,7 @@ def mpt(config: Config) -> ModelSpec:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8 · i / n) of each head; where n, their number, is no power of two, every other one of the next one's first."""
+    """Return 2^(-8 · i / n) for n heads. If n is not a power of two: every other slope for the next power of two."""
     filled = 1 << (num_heads - 1).bit_length()
     slopes = [2 ** (-8 * i / filled) for i in range(1, filled + 1)]
     if filled != num_heads:

@@ -85,7 +85,7 @@ def olmo3(config: Config) -> ModelSpec:
 
 
 def _olmo3_rope(config: Config, kind: str) -> Config:
-    """`rope_scaling` stretches the full layers alone."""
+    """Return the RoPE; `rope_scaling` applies only to layers with full attention."""
     if kind == "sliding_attention" and config.get("rope_scaling"):
         return {**config, "rope_scaling": None}
     return {"rope_theta": 500000.0, **config}

@@ -16,9 +16,9 @@ MAX_CONTEXT = 2**24  # largest position that float32, used for angles, represent
 def read_rope(
     config: Config, head_dim: int, *, layer_type: str = "", rotary_factor: float = 1.0, interleaved: bool = False
 ) -> RopeSpec:
-    """From `rope_scaling` + `rope_theta`, or from `rope_parameters`, which holds both, maybe for each type of layer.
+    """Read the RoPE from `rope_scaling` and `rope_theta`, or from `rope_parameters`, which has both, possibly per type of layer.
 
-    rotary_factor: the family's `partial_rotary_factor`, where the configuration says none.
+    rotary_factor: the family's default of `partial_rotary_factor`.
     """
     fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(fields, dict):
@@ -74,7 +74,7 @@ def _llama3(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """What yarn multiplies scores of queries and keys by, the square root of it."""
+    """Return yarn's factor of cos and sin: the square root of its factor of scores."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -129,16 +129,16 @@ SCALINGS: dict[str, Callable[[RopeSpec, Config, Config], RopeSpec]] = {
 
 
 def _original_length(fields: Config, config: Config) -> int:
-    """The context before stretching: next to the RoPE fields or at the top, else the context as it is."""
+    """Return the context before extension: a field beside the RoPE fields or at the top level, else the context itself."""
     name = "original_max_position_embeddings"
     return integer(config if name in config else fields, name, integer(config, "max_position_embeddings"))
 
 
 def context_length(config: Config, rope: RopeSpec | None) -> int:
-    """The longest context the model is meant for, its RoPE scaling counted as vLLM counts it.
+    """Return the longest context that the model supports with its RoPE scaling, computed as in vLLM.
 
-    Linear and dynamic scaling stretch `max_position_embeddings`; yarn stretches the original length; llama3's
-    and longrope's `max_position_embeddings` is already stretched.
+    Linear and dynamic scaling extend `max_position_embeddings`, yarn extends the original length; for llama3 and longrope,
+    `max_position_embeddings` includes the extension.
     """
     trained = integer(config, "max_position_embeddings", maximum=MAX_CONTEXT)
     if rope is None or rope.scaling in ("default", "llama3", "longrope", "proportional"):

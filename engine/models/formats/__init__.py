@@ -1,4 +1,4 @@
-"""Weight formats: how matrices are stored in a checkpoint, and repacked in memory."""
+"""Weight formats: how matrices are stored in a checkpoint and repacked in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class QuantizedFormats:
 
 
 def formats_of_tied_head(formats: WeightFormats, name: str) -> WeightFormats:
-    """Of an output head that is the embedding, whatever the checkpoint's other matrices are."""
+    """Return the formats for an output head tied to the embedding, independent of other matrices."""
     own = formats.of([name])
     return Shared(own) if isinstance(own, Online) else FLOATS
 

@@ -1,4 +1,4 @@
-"""The layouts in which checkpoints store matrices of few bits, a class for each."""
+"""The layouts in which checkpoints store quantised matrices, one class each."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from engine.models.quantization import Scheme
 I8, I32, U8, E4M3 = (frozenset({name}) for name in ("I8", "I32", "U8", "F8_E4M3"))
 DTYPES = {"e4m3": (torch.float8_e4m3fn, E4M3), "int8": (torch.int8, I8)}
 STD = 0.02  # of random weights
-STD_OF_CODES = {"e4m3": 64.0, "int8": 73.9, "int4": 4.6, "e2m1": 2.9}  # random(), below
+STD_OF_CODES = {"e4m3": 64.0, "int8": 73.9, "int4": 4.6, "e2m1": 2.9}  # of uniformly random codes
 
 
 def _random_codes(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:
-    """Any bytes; of e4m3 none that is NaN."""
+    """Return random codes; no NaN for e4m3."""
     if kind == "e4m3":
         return 64 * torch.randn(shape, generator=generator, device=generator.device).clamp(-7, 7)
     return torch.randint(-128, 128, shape, generator=generator, device=generator.device)
 
 
 class Plain(QuantizedFormat):
-    """`weight` [N, K] e4m3 or int8, and `weight_scale`: one number, one for each row, group of channels, or block."""
+    """`weight` [N, K] e4m3 or int8, with `weight_scale` per tensor, row, group of channels, or block."""
 
     ignored = ("input_scale", "input_zero_point", "activation_scale", "input_scale_ub", "output_scale")
 
     def stored(self) -> Iterator[Stored]:
         scheme = self.scheme
         yield Stored("weight", *DTYPES[scheme.kind], 1, 1)
-        aliases = ("weight_scale_inv",)  # which is the scale, too
+        aliases = ("weight_scale_inv",)  # despite its name, also the scale
         yield Stored("weight_scale", torch.float32, FLOAT_DTYPES, scheme.rows, scheme.group, aliases=aliases)
         if not scheme.symmetric:
             yield Stored("weight_zero_point", torch.int8, I8, scheme.rows, scheme.group)
@@ -55,12 +55,12 @@ class Plain(QuantizedFormat):
 
 
 def _two_dimensional(scale: Tensor, scheme: Scheme) -> Tensor:
-    """[blocks of rows or 1, groups or 1]."""
+    """Reshape scales to [blocks of rows or 1, groups or 1]."""
     return scale.reshape(scale.shape[0] if scheme.rows else 1, -1)
 
 
 class IntegerFormat(QuantizedFormat):
-    """Integers of four or eight bits in int32."""
+    """4-bit or 8-bit integers packed in int32 words."""
 
     @property
     def bits(self) -> int:
@@ -71,15 +71,15 @@ class IntegerFormat(QuantizedFormat):
         return 32 // self.bits
 
     def codes(self, unsigned: Tensor) -> Tensor:
-        """As `QuantizedWeight` takes them: int4 from 0 to 15, int8 signed."""
+        """Convert to the codes of `QuantizedWeight`: int4 from 0 to 15, int8 signed."""
         return unsigned if self.bits == 4 else (unsigned - 128).to(torch.int8)
 
     def zero(self, unsigned: Tensor) -> Tensor:
-        """[n, G] of unsigned codes → of values."""
+        """Convert zero points [n, G] from unsigned codes to values."""
         return (unsigned + self.scheme.zero_offset - (1 << self.bits - 1)).to(torch.int8)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
-        """Every zero point is in the middle, channels are in order."""
+        """Return random values, with zero points in the middle and channels in order."""
         match stored.name:
             case "qweight" | "weight_packed":
                 return torch.randint(-(2**31), 2**31, shape, generator=generator, device=generator.device)
@@ -93,7 +93,7 @@ class IntegerFormat(QuantizedFormat):
 
 
 def _unpack(words: Tensor, bits: int, dim: int, order: Callable[[int], int] = int) -> Tensor:
-    """int32 words → their unsigned codes along `dim`, the lowest bits first, or in `order` of bits."""
+    """Unpack int32 words into unsigned codes along `dim`, lowest bits first, or in `order`."""
     per_word = 32 // bits
     shifts = [bits * order(i) for i in range(per_word)]
     codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim + 1).to(torch.int16)
@@ -101,7 +101,7 @@ def _unpack(words: Tensor, bits: int, dim: int, order: Callable[[int], int] = in
 
 
 def _order(group_of: Tensor, group: int) -> Tensor | None:
-    """The channels sorted by their group, each of which has `group`; None: they are."""
+    """Return the channels sorted by group, with `group` channels each; None if they are in order."""
     order = group_of.argsort(stable=True)
     in_order = torch.arange(len(order), device=order.device)
     if not torch.equal(group_of[order].long(), in_order // group):
@@ -182,9 +182,9 @@ class AWQ(IntegerFormat):
 
 
 class FP4(QuantizedFormat):
-    """e2m1, two in a byte: nvfp4 with e4m3 scales of 16 channels and one of all scales, mxfp4 with powers of two of 32.
+    """e2m1, two codes per byte. nvfp4: e4m3 scales of 16 channels and a global scale; mxfp4: powers of two for 32 channels.
 
-    `weight_packed` [N, K / 2] (ModelOpt: `weight`), the even channel in the low bits; `weight_scale` [N, G].
+    `weight_packed` [N, K / 2] (ModelOpt: `weight`), even channels in the low bits; `weight_scale` [N, G].
     """
 
     ignored = ("input_scale", "input_global_scale")
@@ -218,7 +218,7 @@ class FP4(QuantizedFormat):
 
 
 class Blocks(FP4):
-    """gpt-oss' mxfp4: `blocks` [N, K / 32, 16], each of 32 channels, and `scales` [N, K / 32]."""
+    """gpt-oss's mxfp4: `blocks` [N, K / 32, 16] of 32 channels each, and `scales` [N, K / 32]."""
 
     def stored(self) -> Iterator[Stored]:
         yield Stored("blocks", torch.uint8, U8, 1, 32, inner=16)
@@ -233,7 +233,7 @@ class Blocks(FP4):
 
 
 class Online(WeightFormat):
-    """A float `weight` [N, K], rounded as it is loaded: row by row, or to int4 in groups of channels."""
+    """A float `weight` [N, K], quantised at load time: per row, or to int4 in groups of channels."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -256,7 +256,7 @@ class Online(WeightFormat):
         return kernels.QuantizedWeight(kind, codes, scale, group, rounds_activations=rounds)
 
     def _round(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """value [n, K] → its codes and scales, as `QuantizedWeight` holds them."""
+        """Quantise value [n, K] to the codes and scales of `QuantizedWeight`."""
         if self.scheme.kind == "int4":
             codes, scale = kernels.quantize_groups(value, self.scheme.group)
             return kernels.pack_nibbles(codes), scale
@@ -282,10 +282,10 @@ class Online(WeightFormat):
         weight.scale.fill_(STD / STD_OF_CODES[self.scheme.kind])
 
     def pack(self, matrix: Matrix) -> None:
-        """It is what products take."""
+        """Do nothing: the weight already has the form that products take."""
 
     def rounded(self, weight: Tensor) -> kernels.QuantizedWeight:
-        """A float matrix [N, K]."""
+        """Quantise a float matrix [N, K]."""
         return self._made_of(*self._round(weight), weight.shape[1])
 
     @staticmethod
@@ -295,7 +295,7 @@ class Online(WeightFormat):
 
 
 class Shared(FloatFormat):
-    """A float matrix that another module reads, too: it is rounded for products alone, once it is filled."""
+    """A float matrix that another module also reads. A quantised copy for products is made once it is filled."""
 
     def __init__(self, online: Online) -> None:
         self.online = online
@@ -303,5 +303,5 @@ class Shared(FloatFormat):
     def pack(self, matrix: Matrix) -> None:
         weight = matrix.weight
         assert isinstance(weight, Tensor)
-        del matrix.weight  # the name of a parameter takes nothing else
+        del matrix.weight  # a parameter's name accepts only parameters
         matrix.weight = self.online.rounded(weight)

@@ -1,4 +1,4 @@
-"""What all formats of few bits have in common: they declare the tensors of each part, and decode them to one form."""
+"""Common code of quantised formats: they declare the tensors of each part and decode them to one form."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that the checkpoint keeps for a matrix [N, K]."""
+    """A tensor stored for a matrix [N, K]."""
 
     name: str
     dtype: torch.dtype  # in memory
     dtypes: frozenset[str]  # in the file, by safetensors' names
-    rows: int  # of the matrix, for which one row of this tensor stands; 0: it has no such dimension
-    columns: int  # likewise
+    rows: int  # matrix rows per row of this tensor; 0: no such dimension
+    columns: int  # matrix columns per column of this tensor; 0: no such dimension
     transposed: bool = False  # the columns come first
     aliases: tuple[str, ...] = ()  # other names
-    inner: int = 0  # entries of each element, along one more dimension; 0: there is none
+    inner: int = 0  # size of an additional last dimension; 0: none
 
     def spans(self, rows: Span, columns: Span, names: str) -> tuple[Span, ...]:
-        """This rank's part. ModelError, which calls the matrix `names`: ranks would divide what belongs together."""
+        """Return this rank's part. Raises `ModelError`, which calls the matrix `names`, if ranks would split a group."""
         spans = [_coarse(rows, self.rows, names, cut=self.dtypes == FLOAT_DTYPES)] if self.rows else []
         if self.columns:
             spans.append(_coarse(columns, self.columns, names))
@@ -44,7 +44,7 @@ class Stored:
 
 
 def _coarse(span: Span, size: int, names: str, *, cut: bool = False) -> Span:
-    """`span` in units of `size`. `cut`: units may be divided among ranks, which then all hold them."""
+    """Convert `span` to units of `size`. `cut`: ranks may split a unit, which each of them then holds."""
     if size == 1:
         return span
     if not cut and (span.start % size or (span.stop % size and span.stop != span.total)):
@@ -55,32 +55,32 @@ def _coarse(span: Span, size: int, names: str, *, cut: bool = False) -> Span:
 class Decoded(NamedTuple):
     """Rows of a matrix, decoded."""
 
-    codes: Tensor  # [n, K], one for each channel also where they have four bits
-    scale: Tensor  # [n or the scheme's blocks of them, G] float32
+    codes: Tensor  # [n, K], one element per code, also for 4-bit codes
+    scale: Tensor  # [n or number of row blocks, G] float32
     zero: Tensor | None = None  # [n, G] int8
     factor: Tensor | None = None  # [n] float32
     order: Tensor | None = None  # [K] int64
 
 
 class QuantizedFormat(WeightFormat):
-    """A format of few bits. Its stored tensors stay apart for each part until they are packed."""
+    """A quantised format. The stored tensors of each part are kept separately until they are packed."""
 
-    ignored: Sequence[str] = ()  # tensors that checkpoints hold besides, and products do not need
+    ignored: Sequence[str] = ()  # stored tensors that products do not need
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 
     @abstractmethod
     def stored(self) -> Iterator[Stored]:
-        """The tensors of one part."""
+        """Return the tensors of one part."""
 
     @abstractmethod
     def decode(self, tensors: Tensors) -> Decoded:
-        """One part from its stored tensors."""
+        """Decode one part from its stored tensors."""
 
     @abstractmethod
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
-        """Values of a stored tensor, so that weights have a standard deviation of about 0.02."""
+        """Return random values of a stored tensor such that weights have a standard deviation of about 0.02."""
 
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
         if sum(len(part.rows) for part in matrix.parts) < matrix.num_rows:
@@ -91,7 +91,9 @@ class QuantizedFormat(WeightFormat):
                 [len(span) for span in stored.spans(part.rows, matrix.columns, part.name)] for part in matrix.parts
             ]
             sizes = [math.prod(shape) for shape in shapes]
-            memory = torch.empty(sum(sizes), dtype=stored.dtype, device=device).split(sizes)  # freed in one piece
+            memory = torch.empty(sum(sizes), dtype=stored.dtype, device=device).split(
+                sizes
+            )  # one allocation, which is freed at once
             for i, (own, shape) in enumerate(zip(memory, shapes, strict=True)):
                 matrix.stored[i, stored.name] = own.view(shape)
 
@@ -113,7 +115,7 @@ class QuantizedFormat(WeightFormat):
                 memory.copy_(self.random(tuple(memory.shape), stored, generator))
 
     def pack(self, matrix: Matrix) -> None:
-        """One matrix of a stack after the other, so that few codes are unpacked at a time."""
+        """Pack one matrix of a stack at a time, so that few codes are unpacked at once."""
         own = [i for i, part in enumerate(matrix.parts) if len(part.rows)]
         count, kind, block = len(own) // (matrix.num_stacked or 1), self.scheme.kind, self.scheme.rows
         spans = [matrix.parts[i].rows for i in own[:count]]
@@ -128,7 +130,7 @@ class QuantizedFormat(WeightFormat):
         matrix.weight = kernels.QuantizedWeight(
             kind=kind,
             codes=codes,
-            scale=scale.contiguous() if aligned else _narrowest(scale),  # cuBLAS takes those of blocks in float32
+            scale=scale.contiguous() if aligned else _narrowest(scale),  # cuBLAS needs block scales in float32
             group=self.scheme.group or len(matrix.columns),
             rows=block if aligned else 1,
             zero=None if zero is None or not zero.any() else zero,
@@ -138,7 +140,7 @@ class QuantizedFormat(WeightFormat):
         )
 
     def _decode(self, matrix: Matrix, indices: Sequence[int], aligned: bool) -> Decoded:
-        """One matrix of its parts, which it takes out of the memory of stored tensors; four-bit codes are packed."""
+        """Decode one matrix from its parts and release their stored tensors. 4-bit codes are packed."""
         parts = [
             self.decode({stored.name: matrix.stored.pop((i, stored.name)) for stored in self.stored()}) for i in indices
         ]
@@ -166,7 +168,7 @@ def _only(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """None where all are. Of orders some may be: those channels are in order."""
+    """Stack tensors; None if all are None. If only some orders are None, these matrices get the identity."""
     some = next((tensor for tensor in tensors if tensor is not None), None)
     if some is None:
         return None
@@ -175,7 +177,7 @@ def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _for_each_row(scale: Tensor, block: int, rows: Span) -> Tensor:
-    """Scales [blocks, G] of blocks of rows (0: of all rows) → of each of the `rows`."""
+    """Expand scales [blocks, G] of row blocks (0: of all rows) to all `rows`."""
     if block == 0:
         return scale.expand(len(rows), -1)
     first = rows.start % block
@@ -183,7 +185,7 @@ def _for_each_row(scale: Tensor, block: int, rows: Span) -> Tensor:
 
 
 def _narrowest(scale: Tensor) -> Tensor:
-    """Scales of groups in the shortest dtype that holds them exactly; those of rows stay as they are."""
+    """Return group scales in the smallest dtype that is exact; row scales are unchanged."""
     if scale.dtype != torch.float32 or scale.shape[-1] == 1:
         return scale.contiguous()
     for dtype in (torch.float16, torch.bfloat16):
