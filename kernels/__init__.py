@@ -1,4 +1,4 @@
-"""The operations that a decoder consists of: tensors in, tensors out.
+"""Quire's kernels: the operations that a decoder consists of, tensors in, tensors out.
 
 `kernels.reference` has their docstrings and reference implementations. The device of the first argument selects the backend.
 Operations that a backend does not implement use the reference implementation. To support another kind of device, add it to

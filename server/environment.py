@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
+# The docstring of each names Quire: that tells them from packages that another distribution has written over them.
 PACKAGES = ("kernels", "engine", "server")
 ROOT = Path(__file__).resolve().parents[1]
 
