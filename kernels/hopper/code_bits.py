@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from kernels.triton.codes import (
     E2M1,
     E2M1_BYTES,
+    E2M1_SMALL,
     E2M1_SMALL_BYTES,
     E4M3,
     E4M3_BYTES,
@@ -44,7 +45,7 @@ def _shifted(body: str) -> str:
 
 
 INT4_SCALED = _scaled(_shifted(INT4), "abcd", "")
-E2M1_SCALED = _scaled(E2M1, "abcd", "")
+E2M1_SCALED = _scaled(E2M1_SMALL, "abcd", "")
 INT8_SCALED, E4M3_SCALED = _scaled(INT8, "ab", ""), _scaled(E4M3, "ab", "")
 INT8_SHIFTED = _scaled(INT8, "ab", "sub")
 TWO = gl.constexpr((gl.bfloat16,) * 2)
@@ -138,10 +139,17 @@ def decode_words_in_order(words, KIND: gl.constexpr, CUT: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def packed_scale(scale):
-    """A scale as bfloat16, twice in an int32."""
-    bits = scale_of(scale).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
-    return bits & 0xFFFF | bits << 16
+def packed_scale(scale, KIND: gl.constexpr):
+    """A scale as bfloat16, twice in an int32; of e2m1 times 2^94, since its codes are decoded to 2^-126 times their values.
+
+    So a weight of e2m1 is 2^-32 times what it stands for: its sums have to be multiplied by 2^32.
+    """
+    value = scale_of(scale)
+    if KIND == "e2m1":
+        value *= 19807040628566084398385987584.0
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [value], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

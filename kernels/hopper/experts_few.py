@@ -28,6 +28,7 @@ from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
+MAX_QUANTIZED = 8  # likewise, with codes of few bits
 NO_PAIR = gl.constexpr(1 << 30)
 
 
@@ -435,7 +436,7 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
     ):
         return None
     if isinstance(weight, QuantizedWeight):
-        if weight.order is not None or (n // streams) % weight.rows != 0:
+        if num_tokens > MAX_QUANTIZED or weight.order is not None or (n // streams) % weight.rows != 0:
             return None
         return _choose(weight.kind, row, x.shape[1] // row, weight.group, streams, experts, num_tokens)
     return _choose("float", row, 1, row, streams, experts, num_tokens)

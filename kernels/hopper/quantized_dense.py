@@ -7,7 +7,7 @@ decodes what comes then, into registers of their own. A third warp asks for code
 What a thread takes of a step, and the order of x that follows from it, are those of `kernels.hopper.quantized_experts`.
 """
 
-# ruff: noqa: RUF005 - Gluon has no unpacking
+
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
@@ -30,8 +30,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.code_bits import decode_scaled, decode_words_in_order, packed_scale, packed_zero, scale_of
-from kernels.hopper.quantized_experts import _boxes, _layout, _operand, channel_of, width
+from kernels.hopper.quantized_tall import (
+    _boxes,
+    _finished,
+    _layout,
+    _load_scales,
+    _weights,
+    channel_of,
+    sum_tall,
+    width,
+)
 from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_kernel
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -118,51 +126,6 @@ def _bring(
 
 
 @gluon.jit
-def _weights(words, scales, zeros, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr, HALVES: gl.constexpr,
-             CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):  # fmt: skip
-    """A step's weights of 64 rows as operands of the matrix unit: of the low (or only) codes, and of the high ones."""
-    if GROUPED:
-        scales, zeros = _packed(scales, zeros, KIND, HALVES, ZERO)
-        low, high = decode_scaled(words, zeros, scales, KIND, ZERO, CUT, CODES)
-    else:
-        low, high = decode_words_in_order(words, KIND, CUT, CODES)
-    low = _operand(low, A)
-    if HALVES == 2:
-        return low, _operand(high, A)
-    else:
-        return low, low
-
-
-@gluon.jit
-def _load_scales(
-    pointers, zero_pointers, step, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    ZERO: gl.constexpr, CUT: gl.constexpr,
-):  # fmt: skip
-    """Of the groups of each quarter of a step's channels, [rows, 4] for each half; beyond the last group, its own."""
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUT)))[None, :]
-    scales = ()
-    zeros = ()
-    for half in gl.static_range(HALVES):
-        at = gl.minimum((half * BYTES + step * 64 + quarter * 16) // GROUP, GROUPS - 1)
-        scales = scales + (gl.load(pointers + at),)
-        if ZERO:
-            zeros = zeros + (gl.load(zero_pointers + at),)
-    return scales, zeros
-
-
-@gluon.jit
-def _packed(scales, zeros, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr):
-    """Scales and zero points as `decode_scaled` takes them."""
-    s = ()
-    z = ()
-    for half in gl.static_range(HALVES):
-        s = s + (packed_scale(scales[half]),)
-        if ZERO:
-            z = z + (packed_zero(zeros[half], KIND),)
-    return s, z
-
-
-@gluon.jit
 def _multiply_tall(
     scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
@@ -170,70 +133,18 @@ def _multiply_tall(
     SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's rows of a tall tile. See `_dense_quantized_kernel`."""
-    BYTES: gl.constexpr = K // HALVES
-    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
-    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
+    GROUPED: gl.constexpr = K > GROUP or ZERO
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = _layout([64, 16])
-    CUT: gl.constexpr = _layout([64, 4, 4])
-    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, CUT)  # of scales
     upper = n + WG * (64 if SWIGLU else 128)
     lower = upper if SWIGLU else upper + 64
     STORED: gl.constexpr = N if SWIGLU else 0  # rows before the lower ones
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    upper_rows = gl.minimum(upper + i, N - 1)[:, None]
-    lower_rows = STORED + gl.minimum(lower + i, N - 1)[:, None]
-    if GROUPED:
-        upper_scale = scale + upper_rows // ROWS * GROUPS
-        lower_scale = scale + lower_rows // ROWS * GROUPS
-        upper_zero = zero + upper_rows * GROUPS
-        lower_zero = zero + lower_rows * GROUPS
-        us, uz = _load_scales(upper_scale, upper_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        ls, lz = _load_scales(lower_scale, lower_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-    else:
-        us = ()
-        uz = ()
-        ls = ()
-        lz = ()
-    top = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    bottom = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    mbarrier.wait(full.index(0), 0)
-    low, high = _weights(
-        codes_smem.index(WG * 2).load(WORDS), us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _layout([64, 4, 4]))))
+    top, bottom = sum_tall(
+        scale, zero, x_smem, codes_smem, full, empty, gl.minimum(upper + i, N - 1), STORED + gl.minimum(lower + i, N - 1),
+        first, steps, 0, WG, K, KIND, GROUP, ROWS, HALVES, ZERO, BLOCK_M, STAGES, ACC,
     )  # fmt: skip
-    for step in range(steps):
-        stage = step % STAGES
-        x_low = x_smem.index(stage * HALVES).permute((1, 0))
-        x_high = x_smem.index(stage * HALVES + HALVES - 1).permute((1, 0))
-        upper_sums = warpgroup_mma(low, x_low, warpgroup_mma_init(top), is_async=True)
-        if HALVES == 2:
-            upper_sums = warpgroup_mma(high, x_high, upper_sums, is_async=True)
-        # Registers that the matrix unit still reads must not be written: these are others.
-        if GROUPED:
-            us, uz = _load_scales(upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        words = codes_smem.index(stage * 4 + WG * 2 + 1).load(WORDS)
-        low_below, high_below = _weights(words, ls, lz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
-        lower_sums = warpgroup_mma(low_below, x_low, warpgroup_mma_init(bottom), is_async=True)
-        if HALVES == 2:
-            lower_sums = warpgroup_mma(high_below, x_high, lower_sums, is_async=True)
-        if GROUPED:
-            ls, lz = _load_scales(lower_scale, lower_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        following = gl.minimum(step + 1, steps - 1)
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        words = codes_smem.index(following % STAGES * 4 + WG * 2).load(WORDS)
-        low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
-        low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
-        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        top, bottom, low, high, _, _ = warpgroup_mma_wait(
-            0, deps=[upper_sums, lower_sums, low, high, low_below, high_below]
-        )
-        mbarrier.arrive(empty.index(stage))
-
-    top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC)
-    bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, ACC)
+    top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND)
+    bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     if SWIGLU:
         _store(top / (1.0 + gl.exp(-top)) * bottom, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
@@ -341,8 +252,8 @@ def _multiply_wide(
     top, bottom = gl.split(acc.reshape([4, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]).reshape([32, BLOCK_M, 2]))
     top = gl.convert_layout(top, OUT)
     bottom = gl.convert_layout(bottom, OUT)
-    top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, OUT)
-    bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, OUT)
+    top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
+    bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     if SWIGLU:
         _store(top / (1.0 + gl.exp(-top)) * bottom, residual, out, upper, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
     else:
@@ -368,22 +279,6 @@ def _multiply(
             scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
             WG, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M, STAGES,
         )  # fmt: skip
-
-
-@gluon.jit
-def _finished(
-    acc, scale, factor, bias, n, before,
-    N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
-    """Sums of rows from n on, which stand `before` rows further on in the weight, with what belongs to the rows."""
-    rows = before + gl.minimum(n + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC)), N - 1)
-    if not GROUPED:
-        acc *= scale_of(gl.load(scale + rows // ROWS))[:, None]
-    if FACTOR:
-        acc *= gl.load(factor + rows)[:, None]
-    if BIAS:
-        acc += gl.load(bias + rows).to(gl.float32)[:, None]
-    return acc
 
 
 @gluon.jit

@@ -1,20 +1,15 @@
-"""Experts of few bits, of more than a few tokens, on Hopper's matrix unit, in Gluon.
+"""Experts of few bits on Hopper's matrix unit, in Gluon.
 
-A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its pairs, which lie
-side by side in memory. A third warp asks for codes and x, steps of 64 bytes of codes ahead. Codes become bfloat16, times the
-scales of their groups, in the registers from which the matrix unit takes them. Of codes of four bits, a byte holds channels j
-and j + K / 2: so a step has two pieces of x.
-
-A thread takes 16 bytes of a row at once, of which the matrix unit wants four, in pairs eight channels apart, in each of its
-four steps: so x lies in the order of `place_of`.
+A program takes one tile after another: 256 rows of an expert's weight times up to BLOCK_M of its pairs, which lie side by side
+in memory. `kernels.hopper.quantized_tall` says how. Codes and x of a tile are asked for while the one before is finished.
 """
 
-# ruff: noqa: RUF005 - Gluon has no unpacking
+
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import torch
 import triton
@@ -22,47 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.hopper.code_bits import decode_words_in_order, scale_of
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_tiles import _is_hopper, _rows
+from kernels.hopper.quantized_tall import _boxes, _finished, _layout, channel_of, place_of, sum_tall, width
+from kernels.hopper.quantized_tiles import _is_hopper
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-
-
-@triton.jit
-def channel_of(place, BYTES: tl.constexpr):
-    """The channel that lies at a place of x in order, or BYTES in a half where there is none; see `place_of`."""
-    WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64
-    at = place % WIDTH
-    channel = at // 64 * 64 + at // 2 % 4 * 16 + at // 16 % 4 * 4 + at // 8 % 2 * 2 + at % 2
-    return place // WIDTH, channel
-
-
-@triton.jit
-def place_of(channel, BYTES: tl.constexpr):
-    """Where a channel lies in a pair in order: each half of BYTES is filled up to a multiple of 64, and of each 64 channels
-    the numbers' bits, which count quarters, steps, pieces and pairs, count steps, pieces, quarters and pairs.
-    """
-    WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64
-    c = channel % BYTES
-    place = c // 64 * 64 + c // 4 % 4 * 16 + c // 2 % 2 * 8 + c // 16 % 4 * 2 + c % 2
-    return channel // BYTES * WIDTH + place
-
-
-def width(weight: QuantizedWeight) -> int:
-    """Of a pair in order."""
-    row = weight.codes.shape[-1]
-    return weight.num_channels // row * cdiv(row, 64) * 64
 
 
 @triton.jit
@@ -96,252 +57,221 @@ def gather(x: Tensor, order: Tensor, weight: QuantizedWeight, chosen: int) -> Te
     return out
 
 
-@gluon.constexpr_function
-def _layout(shape):
-    """Of words [64, 16], sixteen bytes of a row to each thread; as [64, 4, 4]; and of what they hold, [64, 4, 4, 2, 2]."""
-    more = len(shape) - 3
-    registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
-    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    bases = [registers, lanes, [[16, 0, 0], [32, 0, 0]]]
-    if more < 0:
-        bases = [[[row, 4 * quarter + word] for row, quarter, word in part] for part in bases]
-    else:
-        bases = [[basis + [0] * more for basis in part] for part in bases]
-    if more > 0:
-        bases[0] = [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1], *bases[0]]
-    return gl.DistributedLinearLayout(*bases, [], shape)
+@gluon.jit
+def _ask_codes(codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, GATED: gl.constexpr):
+    """A step's codes of upper and lower rows of the first warpgroup, then of the second."""
+    for i in gl.static_range(4):
+        tma.async_copy_global_to_shared(
+            codes_desc, [row + i // 2 * (64 if GATED else 128) + i % 2 * (N if GATED else 64), step * 16],
+            full.index(stage), codes_smem.index(stage * 4 + i),
+        )  # fmt: skip
 
 
 @gluon.jit
 def _bring(
-    x_desc, codes_desc, x_smem, codes_smem, full, empty, pair, row,
-    N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
+    N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes and channels of x once its stage is empty. EARLY: codes may be asked for before x is there."""
-    ROWS: gl.constexpr = codes_desc.block_shape[0]
-    NUM_BYTES: gl.constexpr = 2 * PIECES * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
-    AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
-    for step in gl.static_range(AHEAD):
-        mbarrier.expect(full.index(step), NUM_BYTES)
-        for i in gl.static_range(2 * PIECES):
-            tma.async_copy_global_to_shared(
-                codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(step),
-                codes_smem.index(step * 2 * PIECES + i),
-            )  # fmt: skip
+    NUM_BYTES: gl.constexpr = 4 * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
+    OWN: gl.constexpr = 128 if GATED else 256
+    BLOCKS: gl.constexpr = (N + OWN - 1) // OWN
+    STORED: gl.constexpr = 2 * N if GATED else N
+    asked = 0
     if EARLY:
-        wait_for_inputs()
-    for step in range(STEPS):
-        stage = step % STAGES
-        if step >= AHEAD:
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), NUM_BYTES)
-            for i in gl.static_range(2 * PIECES):
-                tma.async_copy_global_to_shared(
-                    codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(stage),
-                    codes_smem.index(stage * 2 * PIECES + i),
+        expert = gl.load(entries + program // BLOCKS * 3)
+        if expert >= 0:
+            for step in gl.static_range(min(STAGES, STEPS)):
+                mbarrier.expect(full.index(step), NUM_BYTES)
+                _ask_codes(
+                    codes_desc, codes_smem, full, step, expert * STORED + program % BLOCKS * OWN, step, N, GATED
                 )  # fmt: skip
-        for half in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(
-                x_desc, [pair, (half * STEPS + step) * 64], full.index(stage), x_smem.index(stage * HALVES + half)
-            )
-
-
-@gluon.jit
-def _load_scales(
-    pointers, zero_pointers, step, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    ZERO: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Of the groups of each quarter of a step's channels, [rows, 4] for each half; beyond the last group, its own."""
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    scales = ()
-    zeros = ()
-    for half in gl.static_range(HALVES):
-        at = gl.minimum((half * BYTES + step * 64 + quarter * 16) // GROUP, GROUPS - 1)
-        scales = scales + (gl.load(pointers + at),)
-        if ZERO:
-            zeros = zeros + (gl.load(zero_pointers + at),)
-    return scales, zeros
+            asked = min(STAGES, STEPS)
+        wait_for_inputs()
+    before = 0
+    for tile in range(program, num_tiles, programs):
+        entry = entries + tile // BLOCKS * 3
+        expert = gl.load(entry)
+        if expert >= 0:
+            pair = gl.load(entry + 1)
+            row = expert * STORED + tile % BLOCKS * OWN
+            for step in range(STEPS):
+                now = before + step
+                stage = now % STAGES
+                if now >= asked:
+                    mbarrier.wait(empty.index(stage), ((now // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(stage), NUM_BYTES)
+                    _ask_codes(codes_desc, codes_smem, full, stage, row, step, N, GATED)
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        x_desc, [pair, (half * STEPS + step) * 64], full.index(stage),
+                        x_smem.index(stage * HALVES + half),
+                    )  # fmt: skip
+            before += STEPS
 
 
 @gluon.jit
 def _multiply(
-    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, first, stop, n,
+    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's rows; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
+    """One warpgroup's rows of each tile. See `_quantized_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
-    BYTES: gl.constexpr = K // HALVES
-    STEPS: gl.constexpr = (BYTES + 63) // 64
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
-    PIECES: gl.constexpr = 2 if GATED else 1
-    OWN: gl.constexpr = 64 // PIECES  # rows of out
+    STEPS: gl.constexpr = (K // HALVES + 63) // 64
+    OWN: gl.constexpr = 128 if GATED else 256
+    BLOCKS: gl.constexpr = (N + OWN - 1) // OWN
+    STORED: gl.constexpr = 2 * N if GATED else N
+    BELOW: gl.constexpr = N if GATED else 0  # rows before the lower ones
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = _layout([64, 16])
-    CUT: gl.constexpr = _layout([64, 4, 4])
-    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, CODES)))  # of scales
-    SUMS: gl.constexpr = gl.BlockedLayout([8, 1, PIECES], [OWN // 8, 256 // OWN, 1], [1, 4, 1], [2, 0, 1])
-    OUT: gl.constexpr = gl.SliceLayout(2, SUMS)
-    n = n + WG * OWN
-    if GROUPED:
-        of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, LAYOUT))[:, None]
-        scale_pointers = scale + of_rows // ROWS * GROUPS
-        zero_pointers = zero + of_rows * GROUPS
-        scales, zeros = _load_scales(scale_pointers, zero_pointers, 0, BYTES, GROUP, GROUPS, HALVES, ZERO, LAYOUT)
-    sums = warpgroup_mma_init(gl.zeros([64, BLOCK_M], gl.float32, ACC))
-    for step in range(STEPS):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        # Registers that the matrix unit still reads must not be written: codes are decoded after the wait.
-        words = codes_smem.index(stage * 2 + WG).load(WORDS)
-        acc, words = warpgroup_mma_wait(0, deps=[sums, words])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
-        low, high = decode_words_in_order(words, KIND, CUT, CODES)
-        if GROUPED:
-            if ZERO:
-                low = low - zeros[0].to(gl.bfloat16)[:, :, None, None, None]
-            low = low * scale_of(scales[0]).to(gl.bfloat16)[:, :, None, None, None]
-            if HALVES == 2:
-                if ZERO:
-                    high = high - zeros[1].to(gl.bfloat16)[:, :, None, None, None]
-                high = high * scale_of(scales[1]).to(gl.bfloat16)[:, :, None, None, None]
-            scales, zeros = _load_scales(
-                scale_pointers, zero_pointers, step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, LAYOUT
-            )
-        sums = warpgroup_mma(_operand(low, A), x_smem.index(stage * HALVES).permute((1, 0)), acc, is_async=True)
-        if HALVES == 2:
-            sums = warpgroup_mma(
-                _operand(high, A), x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True
-            )
-    acc = warpgroup_mma_wait(0, deps=[sums])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    before = 0
+    for tile in range(program, num_tiles, programs):
+        entry = entries + tile // BLOCKS * 3
+        expert = gl.load(entry)
+        if expert >= 0:
+            first = gl.load(entry + 1)
+            stop = gl.load(entry + 2)
+            own_scale = scale + expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
+            own_zero = zero + expert * (STORED * GROUPS)
+            own_factor = factor + expert * STORED
+            own_bias = bias + expert * STORED
+            upper = tile % BLOCKS * OWN + WG * (OWN // 2)
+            lower = upper if GATED else upper + 64
+            i = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _layout([64, 4, 4]))))
+            top, bottom = sum_tall(
+                own_scale, own_zero, x_smem, codes_smem, full, empty, gl.minimum(upper + i, N - 1),
+                BELOW + gl.minimum(lower + i, N - 1), 0, STEPS, before, WG, K, KIND, GROUP, ROWS, HALVES, ZERO, BLOCK_M,
+                STAGES, ACC,
+            )  # fmt: skip
+            before += STEPS
+            top = _finished(top, own_scale, own_factor, own_bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND)
+            bottom = _finished(
+                bottom, own_scale, own_factor, own_bias, lower, BELOW, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND
+            )  # fmt: skip
+            if GATED:
+                _store_in_order(
+                    _activate(top, bottom, ACTIVATION), out, upper, first, stop, N, NEXT_BYTES, BLOCK_M, OUT
+                )
+            else:
+                _store_pairs(top, weights, order, out, upper, first, stop, N, BLOCK_M, OUT)
+                _store_pairs(bottom, weights, order, out, lower, first, stop, N, BLOCK_M, OUT)
 
-    rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC))
-    if not GROUPED:
-        acc *= scale_of(gl.load(scale + rows // ROWS))[:, None]
-    if FACTOR:
-        acc *= gl.load(factor + rows)[:, None]
-    if BIAS:
-        acc += gl.load(bias + rows).to(gl.float32)[:, None]
-    outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
+
+@gluon.jit
+def _store_in_order(
+    result, out, n, first, stop, N: gl.constexpr, NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, OUT: gl.constexpr
+):
+    """Outputs from n on of the pairs [first, stop) in order, for rows of NEXT_BYTES; outputs beyond N are the zeros there."""
+    WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64
+    PAD: gl.constexpr = WIDTH - NEXT_BYTES
+    outputs = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-    mask = (outputs < N)[:, None] & (position < stop)[None, :]
-    if GATED:
-        gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
-        result = _activate(gate, up, ACTIVATION)
-        NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
-        at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
-    else:
-        pair = gl.load(order + gl.minimum(position, stop - 1))
-        result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
-        at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
+    half = outputs // NEXT_BYTES
+    channel = outputs % NEXT_BYTES
+    if PAD > 0:
+        half = gl.where(outputs < N, half, (outputs - N) // PAD)
+        channel = gl.where(outputs < N, channel, NEXT_BYTES + (outputs - N) % PAD)
+    place = half * WIDTH + place_of(channel, WIDTH)
+    result = gl.where((outputs < N)[:, None], gl.convert_layout(result, OUT), 0.0)
+    mask = (half < N // NEXT_BYTES)[:, None] & (position < stop)[None, :]
+    at = position.to(gl.int64)[None, :] * (N // NEXT_BYTES * WIDTH) + place[:, None]
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
-def _operand(w, A: gl.constexpr):
-    """Weights [rows, quarters, steps, pairs, pieces] as the operand [rows, 64] of the matrix unit."""
-    return gl.convert_layout(w.permute([0, 2, 4, 1, 3]).reshape([w.shape[0], 64]), A)
+def _store_pairs(
+    result, weights, order, out, n, first, stop, N: gl.constexpr, BLOCK_M: gl.constexpr, OUT: gl.constexpr
+):
+    """Outputs from n on of the pairs [first, stop) in order, times their routing weights."""
+    outputs = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
+    pair = gl.load(order + gl.minimum(position, stop - 1))
+    result = gl.convert_layout(result, OUT) * gl.load(weights + pair)[None, :]
+    mask = (outputs < N)[:, None] & (position < stop)[None, :]
+    gl.store(out + pair.to(gl.int64)[None, :] * N + outputs[:, None], result.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles"])
 def _quantized_experts_kernel(
-    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
+    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out, num_tiles,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
+    """Tiles of pairs from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
 
     With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N
     rows. Else out [pair, N], times the pair's routing weight; then codes are asked for while the kernel before still runs.
     """
     GATED: gl.constexpr = ACTIVATION != ""
-    STORED: gl.constexpr = 2 * N if GATED else N
-    BYTES: gl.constexpr = K // HALVES
-    STEPS: gl.constexpr = (BYTES + 63) // 64
-    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
-    PIECES: gl.constexpr = 2 if GATED else 1
-    OWN: gl.constexpr = 128 // PIECES  # rows of out
+    STEPS: gl.constexpr = (K // HALVES + 63) // 64
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
-    entry = entries + gl.program_id(0) // ((N + OWN - 1) // OWN) * 3
-    n = gl.program_id(0) % ((N + OWN - 1) // OWN) * OWN
     if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
         wait_for_inputs()
         launch_dependents()
     elif PDL:
         launch_dependents()
-    expert = gl.load(entry)
-    first = gl.load(entry + 1)
-    stop = gl.load(entry + 2)
-    if expert >= 0:
-        x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-        codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
-        both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=2)
-        fence_async_shared()
-        scale += expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
-        zero += expert * (STORED * GROUPS)
-        factor += expert * STORED
-        bias += expert * STORED
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
-                    gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                    BLOCK_M, STAGES,
-                )),
-                (_multiply, (
-                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
-                    gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                    BLOCK_M, STAGES,
-                )),
-                (_bring, (
-                    x_desc, codes_desc, x_smem, codes_smem, full, empty, first, expert * STORED + n,
-                    N, STEPS, HALVES, STAGES, PIECES, gl.constexpr(PDL and not GATED),
-                )),
-            ],
-            [4, 1], [REGISTERS, 24],
-        )  # fmt: skip
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
+    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 64, 16], CODES_TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program,
+                programs, gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                BLOCK_M, STAGES,
+            )),
+            (_multiply, (
+                scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program,
+                programs, gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                BLOCK_M, STAGES,
+            )),
+            (_bring, (
+                x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
+                N, STEPS, HALVES, STAGES, GATED, gl.constexpr(PDL and not GATED),
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
 
 
-class Config(NamedTuple):
-    """How a product is cut up; see `_quantized_experts_kernel`. max_registers: of a thread at the start; None: all."""
-
-    stages: int
-    registers: int
-    max_registers: int | None
+REGISTERS = 240  # of a thread that multiplies
+SHARED_BYTES = 230_000  # of a multiprocessor
 
 
-SHARED_BYTES = 224_000  # of a multiprocessor
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def config(x: Tensor, weight: Weight, block_m: int) -> Config | None:
-    """How to multiply pairs of tokens like x by the experts' weight; None where this kernel does not apply."""
-    if not isinstance(weight, QuantizedWeight) or weight.order is not None:
-        return None
-    row = weight.codes.shape[2]
-    in_one_group = weight.scale.shape[-1] == 1
-    if (
-        x.dtype != torch.bfloat16
-        or row % 16
-        or not (in_one_group or weight.group % 16 == 0)
-        or not _is_hopper(x.device)
-    ):
-        return None
-    step = 128 * 64 + weight.num_channels // row * block_m * 128
-    sums = 2 * 64 * block_m * 4  # of both warpgroups, on their way to other threads
-    if block_m <= 64:  # two programs on a multiprocessor
-        return Config(min((SHARED_BYTES // 2 - sums) // step, 8), 104, 80)
-    return Config(min((SHARED_BYTES - sums) // step, 8), 240, None)
+def applies(x: Tensor, weight: Weight) -> bool:
+    """Whether this kernel can multiply tokens like x by the experts' weight."""
+    return (
+        isinstance(weight, QuantizedWeight)
+        and weight.order is None
+        and x.dtype == torch.bfloat16
+        and weight.codes.shape[2] % 16 == 0
+        and (weight.scale.shape[-1] == 1 or weight.group % 16 == 0)
+        and _is_hopper(x.device)
+    )
+
+
+def _stages(block_m: int, halves: int) -> int:
+    """As many as fit into shared memory."""
+    sums = min(2 * 64 * block_m * 4, 33_000)  # of both warpgroups, on their way to other threads
+    return min((SHARED_BYTES - sums) // (256 * 64 + halves * block_m * 128), 8)
 
 
 def launch(
@@ -353,32 +283,25 @@ def launch(
     entries: Tensor,
     out: Tensor,
     block_m: int,
-    config: Config,
     activation: str = "",
     following: QuantizedWeight | None = None,
 ) -> None:
-    """x: pairs in order [pairs, width]; out: with an activation, likewise, for the weight `following`, and zeros where no
-    channel is; see `_quantized_experts_kernel`.
+    """x: pairs in order [pairs, width]; out: with an activation, likewise, for the weight `following`; see
+    `_quantized_experts_kernel`.
     """
     n = weight.codes.shape[1] // (2 if activation else 1)
     row, k = weight.codes.shape[2], weight.num_channels
-    pieces = 2 if activation else 1
     codes = weight.codes.flatten(0, 1).view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.is_contiguous()
     assert codes.is_contiguous()
     assert scale.is_contiguous()
-    _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
-        _boxes(x, block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
-        scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
-        out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
-        ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
-        BIAS=bias is not None, ACTIVATION=activation, NEXT_BYTES=n if following is None else following.codes.shape[2],
-        BLOCK_M=block_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4, maxnreg=config.max_registers,
-        **pdl_options(x.device),
+    num_tiles = len(entries) * cdiv(n, 128 if activation else 256)
+    _quantized_experts_kernel[(min(num_tiles, _multiprocessors(x.device)),)](
+        _boxes(x, block_m, 64, 128), _boxes(codes, 64, 16, 64), scale, scale if weight.zero is None else weight.zero,
+        scale if weight.factor is None else weight.factor, out if bias is None else bias, weights, order, entries, out,
+        num_tiles, N=n, K=k, KIND=weight.kind, GROUP=weight.group, ROWS=weight.rows, HALVES=k // row,
+        ZERO=weight.zero is not None, FACTOR=weight.factor is not None, BIAS=bias is not None, ACTIVATION=activation,
+        NEXT_BYTES=n if following is None else following.codes.shape[2], BLOCK_M=block_m, STAGES=_stages(block_m, k // row),
+        REGISTERS=REGISTERS, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
-
-
-def _boxes(tensor: Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * tensor.element_size(), rank=2)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)

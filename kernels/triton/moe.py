@@ -25,9 +25,9 @@ from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
-    from kernels.hopper import quantized_experts
+    from kernels.hopper import quantized_experts, quantized_tall
 else:
-    few = quantized_experts = None  # type: ignore[assignment]
+    few = quantized_experts = quantized_tall = None  # type: ignore[assignment]
 
 MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
@@ -281,9 +281,8 @@ class Tiles(NamedTuple):
     block_m: int
 
 
-def _sort(ids: Tensor, count: int, first: int) -> Tiles:
+def _sort(ids: Tensor, count: int, first: int, block_m: int) -> Tiles:
     num_pairs = ids.numel()
-    block_m = _tile_height(num_pairs / count)
     by_blocks = num_pairs // block_m + count
     num_tiles = min(num_pairs, by_blocks)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
@@ -296,9 +295,9 @@ def _sort(ids: Tensor, count: int, first: int) -> Tiles:
     return Tiles(order, entries, block_m)
 
 
-def _tile_height(pairs: float) -> int:
+def _tile_height(pairs: float, least: int = 16) -> int:
     """For experts with so many pairs on average: so that most experts' pairs fill one tile, or several."""
-    return min(max(next_power_of_2(int(pairs + 2 * pairs**0.5)), 16), 128)
+    return min(max(next_power_of_2(int(pairs + 2 * pairs**0.5)), least), 128)
 
 
 def _grouped(
@@ -416,9 +415,11 @@ def experts(
             )
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
-    elif (cuts := _quantized_configs(x, gate_up, down, tiles := _sort(ids, count, first))) is not None:
-        _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles, cuts)
+    elif _multiplies_quantized(x, gate_up, down):
+        tiles = _sort(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
+        _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles)
     else:
+        tiles = _sort(ids, count, first, _tile_height(ids.numel() / count))
         _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
         _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
     block = min(next_power_of_2(hidden), 1024)
@@ -429,28 +430,21 @@ def experts(
     return out
 
 
-def _quantized_configs(x: Tensor, gate_up: Weight, down: Weight, tiles: Tiles) -> list[Any] | None:
-    """How `kernels.hopper.quantized_experts` cuts up both products, where it applies."""
-    if quantized_experts is None:
-        return None
-    configs = [quantized_experts.config(x, weight, tiles.block_m) for weight in (gate_up, down)]
-    return None if None in configs else configs
+def _multiplies_quantized(x: Tensor, gate_up: Weight, down: Weight) -> bool:
+    """Whether `kernels.hopper.quantized_experts` applies to both products."""
+    return quantized_experts is not None and all(quantized_experts.applies(x, each) for each in (gate_up, down))
 
 
 def _multiply_quantized(
     x: Tensor, weights: Tensor, gate_up: Any, down: Any, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, parts: Tensor, tiles: Tiles, configs: list[Any],
+    activation: str, parts: Tensor, tiles: Tiles,
 ) -> None:  # fmt: skip
     """Both products, into `parts`."""
     order, entries, block_m = tiles
-    num_pairs, width = len(order), quantized_experts.width(down)
-    allocate = torch.empty if width == down.num_channels else torch.zeros  # where there is no channel, there is a zero
-    inner = allocate(num_pairs, width, dtype=x.dtype, device=x.device)
+    inner = torch.empty(len(order), quantized_tall.width(down), dtype=x.dtype, device=x.device)
     in_order = quantized_experts.gather(x, order, gate_up, weights.shape[1])
-    quantized_experts.launch(
-        in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, configs[0], activation, down
-    )
-    quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m, configs[1])
+    quantized_experts.launch(in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, activation, down)
+    quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
 
 
 def _few_configs(

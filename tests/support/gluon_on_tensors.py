@@ -6,6 +6,9 @@ So it runs here without layouts. That they fit each other is the compiler's to c
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -98,12 +101,55 @@ class Descriptor:
         self.tensor, self.block_shape, self.dtype = tensor, block_shape, tensor.dtype
         self.block_type = SimpleNamespace(nbytes=block_shape[0] * block_shape[1] * tensor.element_size())
 
-    def copy(self, at: list[int], barrier: object, shared: Shared) -> None:
+    def copy(self, at: list[int], shared: Shared) -> None:
         slices = [slice(int(a), int(a) + size) for a, size in zip(at, self.block_shape, strict=True)]
         box = self.tensor[slices[0], slices[1]]
         out = box.new_zeros(self.block_shape)
         out[: box.shape[0], : box.shape[1]] = box
         shared.store(out)
+
+
+@dataclass
+class Barrier:
+    count: int  # of arrivals that end a phase
+    missing: int
+    copies: int = 0  # bytes that are expected
+    phase: int = 0
+
+
+class Barriers:
+    """Barriers in shared memory, by their place. Copies are made when they are asked for."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.at: dict[Shared, Barrier] = {}
+
+    def MBarrierLayout(self) -> None: ...
+
+    def init(self, place: Shared, count: int) -> None:
+        self.at[place] = Barrier(count, count)
+
+    def expect(self, place: Shared, num_bytes: int) -> None:
+        self._change(place, num_bytes, 1)
+
+    def copied(self, place: Shared, num_bytes: int) -> None:
+        self._change(place, -num_bytes, 0)
+
+    def arrive(self, place: Shared) -> None:
+        self._change(place, 0, 1)
+
+    def wait(self, place: Shared, parity: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.at[place].phase & 1 != int(parity), 60), "not all have arrived"
+
+    def _change(self, place: Shared, num_bytes: int, arrivals: int) -> None:
+        with self.changed:
+            barrier = self.at[place]
+            barrier.copies += num_bytes
+            barrier.missing -= arrivals
+            if barrier.missing == barrier.copies == 0:
+                barrier.phase, barrier.missing = barrier.phase + 1, barrier.count
+                self.changed.notify_all()
 
 
 class Constant:
@@ -132,8 +178,13 @@ def _where(condition: Tensor, a: Tensor | int, b: Tensor | int) -> Tensor:
     return torch.where(condition, torch.as_tensor(a), torch.as_tensor(b))
 
 
-def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, helpers: tuple[str, ...]) -> None:
-    """Let the kernel of that name in a module, and the functions that it calls, run on torch tensors."""
+def run_on_tensors(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, helpers: tuple[str, ...], shared: Any = None
+) -> None:
+    """Let the kernel of that name in a module, and the functions that it calls, run on torch tensors.
+
+    shared: a module from which it has some of them.
+    """
 
     def layout(*args: object, **options: object) -> None: ...
 
@@ -160,15 +211,21 @@ def run_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: 
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
         monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True)
     if hasattr(module, "tma"):
-        _on_hopper(monkeypatch, module, gluon)
+        _on_hopper(monkeypatch, [module, shared], gluon)
 
 
-def _on_hopper(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gluon: SimpleNamespace) -> None:
+def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None], gluon: SimpleNamespace) -> None:
     """Copies and products are done when they are asked for."""
     gluon.allocate_shared_memory = Stages
     gluon.cdiv = lambda a, b: -(-a // b)
 
     def nothing(*args: object, **options: object) -> None: ...
+
+    barriers = Barriers()
+
+    def copy(descriptor: Descriptor, at: list[int], barrier: Shared, shared: Shared) -> None:
+        descriptor.copy(at, shared)
+        barriers.copied(barrier, descriptor.block_type.nbytes)
 
     def boxes(tensor: Tensor, rows: int, *columns: int) -> Descriptor:
         """Also of as many columns as fill `swizzle` bytes, if only that is given."""
@@ -177,22 +234,22 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gluon: Simpl
     def product(a: Tensor | Shared, b: Tensor, total: Tensor, is_async: bool) -> Tensor:
         return total + (a.value if isinstance(a, Shared) else a).float() @ b.float()
 
-    def one_after_another(partitions: list[tuple[Any, tuple[Any, ...]]], *_: object) -> None:
-        """The last one brings what the others take, so there must be a stage for each step."""
-        for body, args in reversed(partitions):
-            body(*args)
+    def side_by_side(partitions: list[tuple[Any, tuple[Any, ...]]], *_: object) -> None:
+        with ThreadPoolExecutor(len(partitions)) as pool:
+            for future in [pool.submit(body, *args) for body, args in partitions]:
+                future.result()
 
-    gluon.warp_specialize = one_after_another
+    gluon.warp_specialize = side_by_side
     replacements = {
         "_boxes": boxes,
-        "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing, arrive=nothing),
-        "tma": SimpleNamespace(async_copy_global_to_shared=Descriptor.copy),
+        "mbarrier": barriers,
+        "tma": SimpleNamespace(async_copy_global_to_shared=copy),
         "fence_async_shared": nothing,
         "warpgroup_mma": product,
         "warpgroup_mma_init": lambda total: total,
         "warpgroup_mma_wait": lambda outstanding, deps: tuple(deps) if deps[1:] else deps[0],
         "_is_hopper": lambda device: True,
     }
-    for name, value in replacements.items():
+    for module, (name, value) in itertools.product(modules, replacements.items()):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, value)

@@ -12,55 +12,22 @@ pytest.importorskip("triton")
 from kernels import reference
 from kernels.hopper import code_bits
 from kernels.triton import matmul, quantized
-from tests.kernels.hopper.test_quantized_few import bf16, halves, prmt, scale_of, values_of
+from tests.kernels.hopper.test_quantized_few import bf16, halves, prmt, values_of
 from tests.oracles.random_weights import FORMS, random_weight
-from tests.support.gluon_on_tensors import run_on_tensors
+from tests.support.tall_on_tensors import tall_on_tensors
 
 dense = quantized.dense  # type: ignore[attr-defined]
 if dense is None:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 
-def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
-    """What the kernel's PTX does: see `test_quantized_few.test_bits`."""
-    parts = values_of(words.contiguous().view(torch.uint8), kind)
-    return tuple(part.reshape(-1, 4, 4, 2, 2).transpose(3, 4) for part in parts)
-
-
-def decode_scaled(
-    words: Tensor, zeros: Any, scales: Any, kind: str, zero: bool, *layouts: object
-) -> tuple[Tensor, Tensor]:
-    """What the kernel's PTX does: see `test_zero_points_in_bits`."""
-    low, high = decode(words, kind)
-    if zero:
-        low, high = low - zeros[0][:, :, None, None, None], high - zeros[-1][:, :, None, None, None]
-    return low * scales[0][:, :, None, None, None], high * scales[-1][:, :, None, None, None]
-
-
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = (
-        "_bring",
-        "_multiply",
-        "_multiply_tall",
-        "_multiply_wide",
-        "_words",
-        "_load_scales",
-        "_operand",
-        "_weights",
-        "_packed",
-        "_finished",
-        "_store",
-    )
-    run_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
-    monkeypatch.setattr(dense, "decode_words_in_order", decode)
-    monkeypatch.setattr(dense, "decode_scaled", decode_scaled)
-    monkeypatch.setattr(dense, "packed_scale", lambda scale: scale_of(scale).bfloat16())
-    monkeypatch.setattr(dense, "packed_zero", lambda zero, kind: zero.bfloat16())
-    for layout in ("_layout", "_half_words", "_half_sums"):
+    helpers = ("_bring", "_multiply", "_multiply_tall", "_multiply_wide", "_words", "_store")
+    tall_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
+    for layout in ("_half_words", "_half_sums"):
         monkeypatch.setattr(dense, layout, lambda *shape: None)
     monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)
-    monkeypatch.setattr(dense, "scale_of", scale_of)
 
 
 def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
@@ -210,7 +177,9 @@ def test_bits_less_zero_points_times_scales(kind: str) -> None:
     zeros = [3, -8] if kind == "int4" else [-37, -37] if kind == "int8" else [0, 0]
     scales = [0.75, 0.75] if kind in ("int8", "e4m3") else [0.75, 1.25]
     shifts = [-(136 + zero) for zero in zeros] if kind == "int4" else zeros
-    operands = [int(torch.tensor(v).bfloat16().view(torch.int16)) & 0xFFFF for v in (*shifts, *scales)]
+    large = 2.0**94 if kind == "e2m1" else 1.0  # see `packed_scale`
+    factors = [*shifts, *(scale * large for scale in scales)]
+    operands = [int(torch.tensor(v).bfloat16().view(torch.int16)) & 0xFFFF for v in factors]
     for first in range(0, 256, 4):
         codes = torch.arange(first, first + 4, dtype=torch.uint8)
         word = sum(int(code) << 8 * i for i, code in enumerate(codes))
@@ -221,7 +190,8 @@ def test_bits_less_zero_points_times_scales(kind: str) -> None:
             for part, zero, scale in zip(parts, zeros, scales, strict=False)
         ]
         exact = torch.cat(want).double()
-        assert torch.where(exact.isfinite(), torch.tensor(got).double(), 0).tolist() == exact.nan_to_num().tolist()
+        values = torch.tensor(got).double() * (2.0**32 if kind == "e2m1" else 1.0)
+        assert torch.where(exact.isfinite(), values, 0).tolist() == exact.nan_to_num().tolist()
 
 
 def test_zero_points_in_bits() -> None:

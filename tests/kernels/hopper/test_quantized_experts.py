@@ -4,37 +4,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from kernels import reference
-from kernels.hopper import quantized_experts
+from kernels.hopper import experts_few, quantized_experts
 from kernels.triton import moe
-from tests.kernels.hopper.test_quantized_few import scale_of, values_of
 from tests.kernels.triton.test_moe import exact, random_stack
-from tests.support.gluon_on_tensors import run_on_tensors
-
-
-def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
-    """What the kernel's PTX does: see `test_quantized_few.test_bits`."""
-    parts = values_of(words.contiguous().view(torch.uint8), kind)
-    return tuple(part.reshape(-1, 4, 4, 2, 2).transpose(3, 4) for part in parts)
+from tests.support.tall_on_tensors import tall_on_tensors
 
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_multiply", "_load_scales", "_operand", "_rows", "_activate", "place_of")
-    run_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
-    monkeypatch.setattr(quantized_experts, "decode_words_in_order", decode)
-    monkeypatch.setattr(quantized_experts, "_layout", lambda shape: None)
-    monkeypatch.setattr(quantized_experts, "scale_of", scale_of)
+    helpers = ("_bring", "_ask_codes", "_multiply", "_store_in_order", "_store_pairs", "_activate", "place_of")
+    tall_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
+    monkeypatch.setattr(quantized_experts, "_multiprocessors", lambda device: 3)  # so each has several tiles
 
 
-def check(form: str, hidden: int, inner: int, activation: Any = "silu", biased: bool = False, first: int = 0) -> None:
+def check(
+    form: str,
+    hidden: int,
+    inner: int,
+    activation: Any = "silu",
+    biased: bool = False,
+    first: int = 0,
+    num_tokens: int = 40,
+) -> None:
     """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
     torch.manual_seed(0)
-    num_tokens = 40
     x = torch.randn(num_tokens, 2 * hidden).bfloat16()[:, :hidden]
     ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
     ids[-1] = -1
@@ -44,8 +41,8 @@ def check(form: str, hidden: int, inner: int, activation: Any = "silu", biased: 
     want = reference.experts(
         x.double(), ids, weights, exact(gate_up), exact(down), wide[0], wide[1], activation, first=first
     )
-    assert quantized_experts.config(x, gate_up, 16) is not None
-    assert quantized_experts.config(x, down, 16) is not None
+    assert quantized_experts.applies(x, gate_up)
+    assert quantized_experts.applies(x, down)
     got = moe.experts(x, ids, weights, gate_up, down, biases[0], biases[1], activation, first=first)
     assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
@@ -67,8 +64,14 @@ def test_rows_that_end_in_a_step(without_layouts: Any) -> None:
     check("int4 groups of 32", 320, 96)
 
 
+def test_up_to_8_tokens(without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_few, "MAX_QUANTIZED", 0)
+    check("mxfp4", 192, 320, "clamped_swiglu", biased=True, num_tokens=7)
+    check("fp8 blocks", 256, 128, num_tokens=2)
+
+
 def test_what_it_does_not_apply_to(without_layouts: None) -> None:
     x = torch.zeros(40, 192, dtype=torch.bfloat16)
-    assert quantized_experts.config(x, random_stack("mxfp4", 2, 64, 192), 16) is not None
-    assert quantized_experts.config(x.half(), random_stack("mxfp4", 2, 64, 192), 16) is None
-    assert quantized_experts.config(x, random_stack("float", 2, 64, 192), 16) is None
+    assert quantized_experts.applies(x, random_stack("mxfp4", 2, 64, 192))
+    assert not quantized_experts.applies(x.half(), random_stack("mxfp4", 2, 64, 192))
+    assert not quantized_experts.applies(x, random_stack("float", 2, 64, 192))

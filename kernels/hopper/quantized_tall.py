@@ -1,0 +1,215 @@
+"""What products of matrices of few bits in tall tiles share, on Hopper's matrix unit, in Gluon.
+
+A program multiplies 256 rows of a weight by up to 128 tokens, with SwiGLU 128 rows of gate and 128 of up. Each of two
+warpgroups has 64 upper rows, or gate rows, and 64 lower ones, or up rows. The matrix unit multiplies the upper rows of a step,
+then the lower ones. While it multiplies, the warpgroup decodes what comes then, into registers of their own. A third warp
+asks for codes and x, stages ahead, in steps of 64 bytes of codes. Of codes of four bits, a byte holds channels j and j + K / 2:
+so a step has two pieces of x.
+
+A thread takes 16 bytes of a row at once, of which the matrix unit wants four, in pairs eight channels apart, in each of its
+four steps: so x lies in the order of `place_of`.
+"""
+
+# ruff: noqa: RUF005 - Gluon has no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.hopper.code_bits import decode_scaled, decode_words_in_order, packed_scale, packed_zero, scale_of
+from kernels.quantized_weight import QuantizedWeight
+from kernels.triton.launch import cdiv
+
+
+@triton.jit
+def channel_of(place, BYTES: tl.constexpr):
+    """The channel that lies at a place of x in order, or BYTES in a half where there is none; see `place_of`."""
+    WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64
+    at = place % WIDTH
+    channel = at // 64 * 64 + at // 2 % 4 * 16 + at // 16 % 4 * 4 + at // 8 % 2 * 2 + at % 2
+    return place // WIDTH, channel
+
+
+@triton.jit
+def place_of(channel, BYTES: tl.constexpr):
+    """Where a channel lies in a pair in order: each half of BYTES is filled up to a multiple of 64, and of each 64 channels
+    the numbers' bits, which count quarters, steps, pieces and pairs, count steps, pieces, quarters and pairs.
+    """
+    WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64
+    c = channel % BYTES
+    place = c // 64 * 64 + c // 4 % 4 * 16 + c // 2 % 2 * 8 + c // 16 % 4 * 2 + c % 2
+    return channel // BYTES * WIDTH + place
+
+
+def width(weight: QuantizedWeight) -> int:
+    """Of a pair in order."""
+    row = weight.codes.shape[-1]
+    return weight.num_channels // row * cdiv(row, 64) * 64
+
+
+@gluon.constexpr_function
+def _layout(shape):
+    """Of words [64, 16], sixteen bytes of a row to each thread; as [64, 4, 4]; and of what they hold, [64, 4, 4, 2, 2]."""
+    more = len(shape) - 3
+    registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    bases = [registers, lanes, [[16, 0, 0], [32, 0, 0]]]
+    if more < 0:
+        bases = [[[row, 4 * quarter + word] for row, quarter, word in part] for part in bases]
+    else:
+        bases = [[basis + [0] * more for basis in part] for part in bases]
+    if more > 0:
+        bases[0] = [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1], *bases[0]]
+    return gl.DistributedLinearLayout(*bases, [], shape)
+
+
+@gluon.jit
+def _operand(w, A: gl.constexpr):
+    """Weights [rows, quarters, steps, pairs, pieces] as the operand [rows, 64] of the matrix unit."""
+    return gl.convert_layout(w.permute([0, 2, 4, 1, 3]).reshape([w.shape[0], 64]), A)
+
+
+@gluon.jit
+def _weights(words, scales, zeros, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr, HALVES: gl.constexpr,
+             CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):  # fmt: skip
+    """A step's weights of 64 rows as operands of the matrix unit: of the low (or only) codes, and of the high ones."""
+    if GROUPED:
+        scales, zeros = _packed(scales, zeros, KIND, HALVES, ZERO)
+        low, high = decode_scaled(words, zeros, scales, KIND, ZERO, CUT, CODES)
+    else:
+        low, high = decode_words_in_order(words, KIND, CUT, CODES)
+    low = _operand(low, A)
+    if HALVES == 2:
+        return low, _operand(high, A)
+    else:
+        return low, low
+
+
+@gluon.jit
+def _load_scales(
+    pointers, zero_pointers, step, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    ZERO: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Of the groups of each quarter of a step's channels, [rows, 4] for each half; beyond the last group, its own."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUT)))[None, :]
+    scales = ()
+    zeros = ()
+    for half in gl.static_range(HALVES):
+        at = gl.minimum((half * BYTES + step * 64 + quarter * 16) // GROUP, GROUPS - 1)
+        scales = scales + (gl.load(pointers + at),)
+        if ZERO:
+            zeros = zeros + (gl.load(zero_pointers + at),)
+    return scales, zeros
+
+
+@gluon.jit
+def _packed(scales, zeros, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr):
+    """Scales and zero points as `decode_scaled` takes them."""
+    s = ()
+    z = ()
+    for half in gl.static_range(HALVES):
+        s = s + (packed_scale(scales[half], KIND),)
+        if ZERO:
+            z = z + (packed_zero(zeros[half], KIND),)
+    return s, z
+
+
+@gluon.jit
+def sum_tall(
+    scale, zero, x_smem, codes_smem, full, empty, upper_rows, lower_rows, first, steps, before,
+    WG: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
+    ZERO: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """The products [64, BLOCK_M] of a warpgroup's upper and lower rows with x, in `steps` steps from `first` on.
+
+    The rows say where their scales are. `before`: how many steps the program has done, which tells a step's stage.
+    """
+    BYTES: gl.constexpr = K // HALVES
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = _layout([64, 16])
+    CUT: gl.constexpr = _layout([64, 4, 4])
+    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
+    if GROUPED:
+        upper_scale = scale + upper_rows[:, None] // ROWS * GROUPS
+        lower_scale = scale + lower_rows[:, None] // ROWS * GROUPS
+        upper_zero = zero + upper_rows[:, None] * GROUPS
+        lower_zero = zero + lower_rows[:, None] * GROUPS
+        us, uz = _load_scales(upper_scale, upper_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        ls, lz = _load_scales(lower_scale, lower_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    else:
+        us = ()
+        uz = ()
+        ls = ()
+        lz = ()
+    top = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    bottom = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(full.index(before % STAGES), (before // STAGES) & 1)
+    words = codes_smem.index(before % STAGES * 4 + WG * 2).load(WORDS)
+    low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+    for step in range(steps):
+        stage = (before + step) % STAGES
+        x_low = x_smem.index(stage * HALVES).permute((1, 0))
+        x_high = x_smem.index(stage * HALVES + HALVES - 1).permute((1, 0))
+        upper_sums = warpgroup_mma(low, x_low, warpgroup_mma_init(top), is_async=True)
+        if HALVES == 2:
+            upper_sums = warpgroup_mma(high, x_high, upper_sums, is_async=True)
+        # Registers that the matrix unit still reads must not be written: these are others.
+        if GROUPED:
+            us, uz = _load_scales(upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        words = codes_smem.index(stage * 4 + WG * 2 + 1).load(WORDS)
+        low_below, high_below = _weights(words, ls, lz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        lower_sums = warpgroup_mma(low_below, x_low, warpgroup_mma_init(bottom), is_async=True)
+        if HALVES == 2:
+            lower_sums = warpgroup_mma(high_below, x_high, lower_sums, is_async=True)
+        if GROUPED:
+            ls, lz = _load_scales(lower_scale, lower_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        following = before + gl.minimum(step + 1, steps - 1)
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        words = codes_smem.index(following % STAGES * 4 + WG * 2).load(WORDS)
+        low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
+        low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        top, bottom, low, high, _, _ = warpgroup_mma_wait(
+            0, deps=[upper_sums, lower_sums, low, high, low_below, high_below]
+        )
+        mbarrier.arrive(empty.index(stage))
+    return top, bottom
+
+
+@gluon.jit
+def _finished(
+    acc, scale, factor, bias, n, before,
+    N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
+    KIND: gl.constexpr,
+):  # fmt: skip
+    """Sums of rows from n on, which stand `before` rows further on in the weight, with what belongs to the rows."""
+    rows = before + gl.minimum(n + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC)), N - 1)
+    if not GROUPED:
+        acc *= scale_of(gl.load(scale + rows // ROWS))[:, None]
+    elif KIND == "e2m1":  # see `packed_scale`
+        acc *= 4294967296.0
+    if FACTOR:
+        acc *= gl.load(factor + rows)[:, None]
+    if BIAS:
+        acc += gl.load(bias + rows).to(gl.float32)[:, None]
+    return acc
+
+
+def _boxes(tensor: Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * tensor.element_size(), rank=2)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)

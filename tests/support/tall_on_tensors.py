@@ -1,0 +1,57 @@
+"""`kernels.hopper.quantized_tall` on torch tensors, for the kernels that use it; see `gluon_on_tensors`."""
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.hopper import quantized_tall
+from tests.kernels.hopper.test_quantized_few import scale_of, values_of
+from tests.support.gluon_on_tensors import run_on_tensors
+
+TALL = ("sum_tall", "_finished")
+HELPERS = ("_load_scales", "_operand", "_weights", "_packed")
+
+
+def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
+    """What the kernel's PTX does: see `test_quantized_few.test_bits`."""
+    parts = values_of(words.contiguous().view(torch.uint8), kind)
+    return tuple(part.reshape(-1, 4, 4, 2, 2).transpose(3, 4) for part in parts)
+
+
+def decode_scaled(
+    words: Tensor, zeros: Any, scales: Any, kind: str, zero: bool, *layouts: object
+) -> tuple[Tensor, Tensor]:
+    """What the kernel's PTX does: see `test_quantized_dense.test_zero_points_in_bits`."""
+    low, high = decode(words, kind)
+    if kind == "e2m1":
+        low, high = low.float() * 2.0**-126, high.float() * 2.0**-126
+    if zero:
+        low, high = low - zeros[0][:, :, None, None, None], high - zeros[-1][:, :, None, None, None]
+    low, high = low * scales[0][:, :, None, None, None], high * scales[-1][:, :, None, None, None]
+    return low.bfloat16(), high.bfloat16()
+
+
+def packed_scale(scale: Tensor, kind: str) -> Tensor:
+    return (scale_of(scale) * (2.0**94 if kind == "e2m1" else 1.0)).bfloat16()
+
+
+def tall_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, helpers: tuple[str, ...]) -> None:
+    """`run_on_tensors` for a kernel that uses `quantized_tall`."""
+    run_on_tensors(monkeypatch, module, kernel, (*helpers, *TALL), quantized_tall)
+    bodies = {name: getattr(quantized_tall, name).fn for name in HELPERS}
+    replacements = {
+        **bodies,
+        "_layout": lambda *shape: None,
+        "decode_words_in_order": decode,
+        "decode_scaled": decode_scaled,
+        "packed_scale": packed_scale,
+        "packed_zero": lambda zero, kind: zero.bfloat16(),
+        "scale_of": scale_of,
+    }
+    for where, (name, value) in itertools.product((quantized_tall, module), replacements.items()):
+        if hasattr(where, name):
+            monkeypatch.setattr(where, name, value)
