@@ -48,6 +48,18 @@ INT4_SCALED = _scaled(_shifted(INT4), "abcd", "")
 E2M1_SCALED = _scaled(E2M1_SMALL, "abcd", "")
 INT8_SCALED, E4M3_SCALED = _scaled(INT8, "ab", ""), _scaled(E4M3, "ab", "")
 INT8_SHIFTED = _scaled(INT8, "ab", "sub")
+
+
+def _half(body: str, results: str, zero: str = "") -> gl.constexpr:
+    """Of the low or the high codes, with operands after the word: their zero point and scale, each twice in a register."""
+    lines = [f"{zero}.bf16x2 {name}, {name}, $5;" for name in results if zero]
+    lines += [f"mul.rn.bf16x2 {name}, {name}, $6;" for name in results]
+    return ptx(body + "\n".join(lines), results)
+
+
+INT4_BY_OPERAND = INT4.replace("0xc308c308", "$5")  # a zero point as in `_shifted`
+INT4_LOW, INT4_HIGH = _half(INT4_BY_OPERAND, "ab"), _half(INT4_BY_OPERAND, "cd")
+E2M1_LOW, E2M1_HIGH = _half(E2M1_SMALL, "ab"), _half(E2M1_SMALL, "cd")
 TWO = gl.constexpr((gl.bfloat16,) * 2)
 FOUR = gl.constexpr((gl.bfloat16,) * 4)
 EIGHT = gl.constexpr((gl.bfloat16,) * 8)
@@ -193,6 +205,35 @@ def decode_scaled(
         )
         low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
         return low, gl.convert_layout(gl.join(gl.join(e, f), gl.join(g, h)), LAYOUT)
+
+
+@gluon.jit
+def decode_half_scaled(
+    words,
+    zero,
+    scale,
+    HALF: gl.constexpr,
+    KIND: gl.constexpr,
+    ZERO: gl.constexpr,
+    CUT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """As `decode_scaled`, of the low (or only) codes, or with HALF of the high ones: `zero` and `scale` are theirs."""
+    cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
+    s = scale[:, :, None]
+    z = zero[:, :, None] if ZERO else gl.full([1, 1, 1], -0x3CF73CF8, gl.int32, CUT)
+    if KIND == "e4m3" or KIND == "int8":
+        TEXT: gl.constexpr = E4M3_SCALED if KIND == "e4m3" else INT8_SHIFTED if ZERO else INT8_SCALED
+        a, b, c, d = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,=h,=h,r,r,r,r,r", [cut, z, z, s, s], dtype=FOUR, is_pure=True, pack=1
+        )
+    else:
+        LOW: gl.constexpr = INT4_LOW if KIND == "int4" else E2M1_LOW
+        HIGH: gl.constexpr = INT4_HIGH if KIND == "int4" else E2M1_HIGH
+        a, b, c, d = gl.inline_asm_elementwise(
+            HIGH if HALF else LOW, "=h,=h,=h,=h,r,r,r", [cut, z, s], dtype=FOUR, is_pure=True, pack=1
+        )
+    return gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ A program multiplies 256 rows of the weight by up to 128 tokens, or 128 rows by 
 of the rows: upper and lower ones, or with SwiGLU gate rows and up rows. In tall tiles the matrix unit multiplies the upper
 rows of a step, then the lower ones; in wide ones all rows of a step, then of the next. While it multiplies, the warpgroup
 decodes what comes then, into registers of their own. A third warp asks for codes and x, STAGES steps ahead.
-What a thread takes of a step, and the order of x that follows from it, are those of `kernels.hopper.quantized_experts`.
+What a thread takes of a step, and the order of x that follows from it, are those of `kernels.hopper.quantized_steps`.
 """
 
 
@@ -30,14 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.quantized_tall import (
+from kernels.hopper.quantized_steps import (
     _boxes,
     _finished,
     _layout,
     _load_scales,
     _weights,
     channel_of,
-    sum_tall,
     width,
 )
 from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_kernel
@@ -133,16 +132,68 @@ def _multiply_tall(
     SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's rows of a tall tile. See `_dense_quantized_kernel`."""
-    GROUPED: gl.constexpr = K > GROUP or ZERO
+    BYTES: gl.constexpr = K // HALVES
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = _layout([64, 16])
+    CUT: gl.constexpr = _layout([64, 4, 4])
+    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, CUT)  # of scales
     upper = n + WG * (64 if SWIGLU else 128)
     lower = upper if SWIGLU else upper + 64
     STORED: gl.constexpr = N if SWIGLU else 0  # rows before the lower ones
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _layout([64, 4, 4]))))
-    top, bottom = sum_tall(
-        scale, zero, x_smem, codes_smem, full, empty, gl.minimum(upper + i, N - 1), STORED + gl.minimum(lower + i, N - 1),
-        first, steps, 0, WG, K, KIND, GROUP, ROWS, HALVES, ZERO, BLOCK_M, STAGES, ACC,
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    upper_rows = gl.minimum(upper + i, N - 1)[:, None]
+    lower_rows = STORED + gl.minimum(lower + i, N - 1)[:, None]
+    if GROUPED:
+        upper_scale = scale + upper_rows // ROWS * GROUPS
+        lower_scale = scale + lower_rows // ROWS * GROUPS
+        upper_zero = zero + upper_rows * GROUPS
+        lower_zero = zero + lower_rows * GROUPS
+        us, uz = _load_scales(upper_scale, upper_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        ls, lz = _load_scales(lower_scale, lower_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    else:
+        us = ()
+        uz = ()
+        ls = ()
+        lz = ()
+    top = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    bottom = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(full.index(0), 0)
+    low, high = _weights(
+        codes_smem.index(WG * 2).load(WORDS), us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A
     )  # fmt: skip
+    for step in range(steps):
+        stage = step % STAGES
+        x_low = x_smem.index(stage * HALVES).permute((1, 0))
+        x_high = x_smem.index(stage * HALVES + HALVES - 1).permute((1, 0))
+        upper_sums = warpgroup_mma(low, x_low, warpgroup_mma_init(top), is_async=True)
+        if HALVES == 2:
+            upper_sums = warpgroup_mma(high, x_high, upper_sums, is_async=True)
+        # Registers that the matrix unit still reads must not be written: these are others.
+        if GROUPED:
+            us, uz = _load_scales(upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        words = codes_smem.index(stage * 4 + WG * 2 + 1).load(WORDS)
+        low_below, high_below = _weights(words, ls, lz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        lower_sums = warpgroup_mma(low_below, x_low, warpgroup_mma_init(bottom), is_async=True)
+        if HALVES == 2:
+            lower_sums = warpgroup_mma(high_below, x_high, lower_sums, is_async=True)
+        if GROUPED:
+            ls, lz = _load_scales(lower_scale, lower_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        following = gl.minimum(step + 1, steps - 1)
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        words = codes_smem.index(following % STAGES * 4 + WG * 2).load(WORDS)
+        low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
+        low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
+        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        top, bottom, low, high, _, _ = warpgroup_mma_wait(
+            0, deps=[upper_sums, lower_sums, low, high, low_below, high_below]
+        )
+        mbarrier.arrive(empty.index(stage))
+
     top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND)
     bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])

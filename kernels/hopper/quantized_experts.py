@@ -1,7 +1,8 @@
-"""Experts of few bits on Hopper's matrix unit, in Gluon.
+"""Experts of few bits on Hopper's matrix unit, in Gluon; see `kernels.hopper.quantized_steps`.
 
-A program takes one tile after another: 256 rows of an expert's weight times up to BLOCK_M of its pairs, which lie side by side
-in memory. `kernels.hopper.quantized_tall` says how. Codes and x of a tile are asked for while the one before is finished.
+A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its pairs, which lie
+side by side in memory. While the matrix unit multiplies one half of a step's codes, or a step where they have one, the
+warpgroup decodes what comes then, into registers of their own. A third warp asks for codes and x, stages ahead.
 """
 
 
@@ -9,7 +10,7 @@ in memory. `kernels.hopper.quantized_tall` says how. Codes and x of a tile are a
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,21 +18,33 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
+from kernels.hopper.code_bits import decode_half_scaled, decode_words_in_order, packed_scale, packed_zero
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_tall import _boxes, _finished, _layout, channel_of, place_of, sum_tall, width
-from kernels.hopper.quantized_tiles import _is_hopper
+from kernels.hopper.quantized_steps import _boxes, _layout, _load_scales, _operand, _scaled, channel_of, place_of, width
+from kernels.hopper.quantized_tiles import _is_hopper, _rows
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @triton.jit
 def _gather_kernel(
-    x, order, out, stride_x,
-    BYTES: tl.constexpr, HALVES: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, order, out, inner, stride_x,
+    BYTES: tl.constexpr, HALVES: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+    NEXT_BYTES: tl.constexpr, NEXT_HALVES: tl.constexpr, PADDING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [pair in order, width]: a pair's token in order, with zeros where there is no channel."""
+    """out [pair in order, width]: a pair's token in order, with zeros where there is no channel.
+
+    Likewise zeros in `inner`, for a weight of rows of NEXT_BYTES; PADDING: a power of two, at least as many as a row has.
+    """
     WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64 * HALVES
     position = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,217 +56,221 @@ def _gather_kernel(
     there = (place < WIDTH) & (channel < BYTES)
     values = tl.load(x + pair // CHOSEN * stride_x + half * BYTES + channel, mask=there, other=0.0)
     tl.store(out + position * WIDTH + place, values, mask=place < WIDTH)
+    if PADDING > 0:
+        NEXT_WIDTH: tl.constexpr = (NEXT_BYTES + 63) // 64 * 64
+        each: tl.constexpr = NEXT_WIDTH - NEXT_BYTES
+        i = tl.arange(0, PADDING)
+        place = i // each * NEXT_WIDTH + place_of(NEXT_BYTES + i % each, NEXT_WIDTH)
+        at = inner + position * (NEXT_HALVES * NEXT_WIDTH) + place
+        tl.store(at, tl.zeros([PADDING], inner.dtype.element_ty), mask=i < NEXT_HALVES * each)
 
 
-def gather(x: Tensor, order: Tensor, weight: QuantizedWeight, chosen: int) -> Tensor:
-    """x [tokens, K] → pairs in order [pairs, width], as `launch` takes them."""
+def gather(
+    x: Tensor, order: Tensor, chosen: int, weight: QuantizedWeight, following: QuantizedWeight
+) -> tuple[Tensor, Tensor]:
+    """x [tokens, K] → pairs in order [pairs, width], as `launch` takes them, and where it writes those for `following`."""
     out = torch.empty(len(order), width(weight), dtype=x.dtype, device=x.device)
+    inner = torch.empty(len(order), width(following), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(out.shape[1]), 4096)
-    row = weight.codes.shape[-1]
+    row, next_row = weight.codes.shape[-1], following.codes.shape[-1]
+    padding = inner.shape[1] - following.num_channels
     _gather_kernel[(len(order), cdiv(out.shape[1], block))](
-        x, order, out, x.stride(0), BYTES=row, HALVES=weight.num_channels // row, CHOSEN=chosen, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 4), **pdl_options(x.device),
+        x, order, out, inner, x.stride(0), BYTES=row, HALVES=weight.num_channels // row, CHOSEN=chosen, BLOCK=block,
+        NEXT_BYTES=next_row, NEXT_HALVES=following.num_channels // next_row,
+        PADDING=next_power_of_2(padding) if padding else 0, num_warps=min(max(block // 512, 1), 4),
+        **pdl_options(x.device),
     )  # fmt: skip
-    return out
-
-
-@gluon.jit
-def _ask_codes(codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, GATED: gl.constexpr):
-    """A step's codes of upper and lower rows of the first warpgroup, then of the second."""
-    for i in gl.static_range(4):
-        tma.async_copy_global_to_shared(
-            codes_desc, [row + i // 2 * (64 if GATED else 128) + i % 2 * (N if GATED else 64), step * 16],
-            full.index(stage), codes_smem.index(stage * 4 + i),
-        )  # fmt: skip
+    return out, inner
 
 
 @gluon.jit
 def _bring(
-    x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
-    N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, pair, row,
+    N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes and channels of x once its stage is empty. EARLY: codes may be asked for before x is there."""
-    NUM_BYTES: gl.constexpr = 4 * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
-    OWN: gl.constexpr = 128 if GATED else 256
-    BLOCKS: gl.constexpr = (N + OWN - 1) // OWN
-    STORED: gl.constexpr = 2 * N if GATED else N
-    asked = 0
+    ROWS: gl.constexpr = codes_desc.block_shape[0]
+    NUM_BYTES: gl.constexpr = 2 * PIECES * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
+    AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
+    for step in gl.static_range(AHEAD):
+        mbarrier.expect(full.index(step), NUM_BYTES)
+        for i in gl.static_range(2 * PIECES):
+            tma.async_copy_global_to_shared(
+                codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(step),
+                codes_smem.index(step * 2 * PIECES + i),
+            )  # fmt: skip
     if EARLY:
-        expert = gl.load(entries + program // BLOCKS * 3)
-        if expert >= 0:
-            for step in gl.static_range(min(STAGES, STEPS)):
-                mbarrier.expect(full.index(step), NUM_BYTES)
-                _ask_codes(
-                    codes_desc, codes_smem, full, step, expert * STORED + program % BLOCKS * OWN, step, N, GATED
-                )  # fmt: skip
-            asked = min(STAGES, STEPS)
         wait_for_inputs()
-    before = 0
-    for tile in range(program, num_tiles, programs):
-        entry = entries + tile // BLOCKS * 3
-        expert = gl.load(entry)
-        if expert >= 0:
-            pair = gl.load(entry + 1)
-            row = expert * STORED + tile % BLOCKS * OWN
-            for step in range(STEPS):
-                now = before + step
-                stage = now % STAGES
-                if now >= asked:
-                    mbarrier.wait(empty.index(stage), ((now // STAGES) & 1) ^ 1)
-                    mbarrier.expect(full.index(stage), NUM_BYTES)
-                    _ask_codes(codes_desc, codes_smem, full, stage, row, step, N, GATED)
-                for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
-                        x_desc, [pair, (half * STEPS + step) * 64], full.index(stage),
-                        x_smem.index(stage * HALVES + half),
-                    )  # fmt: skip
-            before += STEPS
+    for step in range(STEPS):
+        stage = step % STAGES
+        if step >= AHEAD:
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), NUM_BYTES)
+            for i in gl.static_range(2 * PIECES):
+                tma.async_copy_global_to_shared(
+                    codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(stage),
+                    codes_smem.index(stage * 2 * PIECES + i),
+                )  # fmt: skip
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                x_desc, [pair, (half * STEPS + step) * 64], full.index(stage), x_smem.index(stage * HALVES + half)
+            )
 
 
 @gluon.jit
 def _multiply(
-    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
+    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, first, stop, n,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's rows of each tile. See `_quantized_experts_kernel`."""
+    """One warpgroup's rows; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
+    BYTES: gl.constexpr = K // HALVES
+    STEPS: gl.constexpr = (BYTES + 63) // 64
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
-    STEPS: gl.constexpr = (K // HALVES + 63) // 64
-    OWN: gl.constexpr = 128 if GATED else 256
-    BLOCKS: gl.constexpr = (N + OWN - 1) // OWN
-    STORED: gl.constexpr = 2 * N if GATED else N
-    BELOW: gl.constexpr = N if GATED else 0  # rows before the lower ones
+    PIECES: gl.constexpr = 2 if GATED else 1
+    OWN: gl.constexpr = 64 // PIECES  # rows of out
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    before = 0
-    for tile in range(program, num_tiles, programs):
-        entry = entries + tile // BLOCKS * 3
-        expert = gl.load(entry)
-        if expert >= 0:
-            first = gl.load(entry + 1)
-            stop = gl.load(entry + 2)
-            own_scale = scale + expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
-            own_zero = zero + expert * (STORED * GROUPS)
-            own_factor = factor + expert * STORED
-            own_bias = bias + expert * STORED
-            upper = tile % BLOCKS * OWN + WG * (OWN // 2)
-            lower = upper if GATED else upper + 64
-            i = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _layout([64, 4, 4]))))
-            top, bottom = sum_tall(
-                own_scale, own_zero, x_smem, codes_smem, full, empty, gl.minimum(upper + i, N - 1),
-                BELOW + gl.minimum(lower + i, N - 1), 0, STEPS, before, WG, K, KIND, GROUP, ROWS, HALVES, ZERO, BLOCK_M,
-                STAGES, ACC,
-            )  # fmt: skip
-            before += STEPS
-            top = _finished(top, own_scale, own_factor, own_bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND)
-            bottom = _finished(
-                bottom, own_scale, own_factor, own_bias, lower, BELOW, N, ROWS, GROUPED, FACTOR, BIAS, ACC, KIND
-            )  # fmt: skip
-            if GATED:
-                _store_in_order(
-                    _activate(top, bottom, ACTIVATION), out, upper, first, stop, N, NEXT_BYTES, BLOCK_M, OUT
-                )
-            else:
-                _store_pairs(top, weights, order, out, upper, first, stop, N, BLOCK_M, OUT)
-                _store_pairs(bottom, weights, order, out, lower, first, stop, N, BLOCK_M, OUT)
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = _layout([64, 16])
+    CUT: gl.constexpr = _layout([64, 4, 4])
+    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
+    SUMS: gl.constexpr = gl.BlockedLayout([8, 1, PIECES], [OWN // 8, 256 // OWN, 1], [1, 4, 1], [2, 0, 1])
+    OUT: gl.constexpr = gl.SliceLayout(2, SUMS)
+    n = n + WG * OWN
+    s = ()
+    z = ()
+    if GROUPED:
+        of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
+        scale_pointers = scale + of_rows // ROWS * GROUPS
+        zero_pointers = zero + of_rows * GROUPS
+        s, z = _load_scales(scale_pointers, zero_pointers, 0, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(full.index(0), 0)
+    words = codes_smem.index(WG).load(WORDS)
+    low = _half(words, s, z, 0, KIND, GROUPED, ZERO, CUT, CODES, A)
+    for step in range(STEPS):
+        stage = step % STAGES
+        sums = warpgroup_mma(low, x_smem.index(stage * HALVES).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
+        # Registers that the matrix unit still reads must not be written: these are others.
+        high = low
+        if HALVES == 2:
+            high = _half(words, s, z, 1, KIND, GROUPED, ZERO, CUT, CODES, A)
+            sums = warpgroup_mma(high, x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True)
+        if GROUPED:
+            s, z = _load_scales(scale_pointers, zero_pointers, step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        following = gl.minimum(step + 1, STEPS - 1)
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        words = codes_smem.index(following % STAGES * 2 + WG).load(WORDS)
+        if HALVES == 2:
+            low, words = warpgroup_mma_wait(1, deps=[low, words])
+        next_low = _half(words, s, z, 0, KIND, GROUPED, ZERO, CUT, CODES, A)
+        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        acc, low, _ = warpgroup_mma_wait(0, deps=[sums, next_low, high])
+        mbarrier.arrive(empty.index(stage))
 
-
-@gluon.jit
-def _store_in_order(
-    result, out, n, first, stop, N: gl.constexpr, NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, OUT: gl.constexpr
-):
-    """Outputs from n on of the pairs [first, stop) in order, for rows of NEXT_BYTES; outputs beyond N are the zeros there."""
-    WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64
-    PAD: gl.constexpr = WIDTH - NEXT_BYTES
-    outputs = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    acc = _scaled(
+        acc, scale, factor, bias, _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC)), ROWS, GROUPED, FACTOR, BIAS, KIND
+    )
     position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-    half = outputs // NEXT_BYTES
-    channel = outputs % NEXT_BYTES
-    if PAD > 0:
-        half = gl.where(outputs < N, half, (outputs - N) // PAD)
-        channel = gl.where(outputs < N, channel, NEXT_BYTES + (outputs - N) % PAD)
-    place = half * WIDTH + place_of(channel, WIDTH)
-    result = gl.where((outputs < N)[:, None], gl.convert_layout(result, OUT), 0.0)
-    mask = (half < N // NEXT_BYTES)[:, None] & (position < stop)[None, :]
-    at = position.to(gl.int64)[None, :] * (N // NEXT_BYTES * WIDTH) + place[:, None]
+    outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
+    if GATED:
+        gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
+        result = _activate(gate, up, ACTIVATION)
+        NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
+        at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
+    else:
+        pair = gl.load(order + gl.minimum(position, stop - 1))
+        result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
+        at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
+    mask = (outputs < N)[:, None] & (position < stop)[None, :]
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
-def _store_pairs(
-    result, weights, order, out, n, first, stop, N: gl.constexpr, BLOCK_M: gl.constexpr, OUT: gl.constexpr
-):
-    """Outputs from n on of the pairs [first, stop) in order, times their routing weights."""
-    outputs = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-    pair = gl.load(order + gl.minimum(position, stop - 1))
-    result = gl.convert_layout(result, OUT) * gl.load(weights + pair)[None, :]
-    mask = (outputs < N)[:, None] & (position < stop)[None, :]
-    gl.store(out + pair.to(gl.int64)[None, :] * N + outputs[:, None], result.to(out.dtype.element_ty), mask=mask)
+def _half(
+    words, scales, zeros, HALF: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
+    CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """A step's weights as the operand of the matrix unit, of the low (or only) codes, or with HALF of the high ones."""
+    if GROUPED:
+        z = packed_zero(zeros[HALF], KIND) if ZERO else words
+        values = decode_half_scaled(words, z, packed_scale(scales[HALF], KIND), HALF, KIND, ZERO, CUT, CODES)
+    else:
+        values = decode_words_in_order(words, KIND, CUT, CODES)[HALF]
+    return _operand(values, A)
 
 
-@gluon.jit(do_not_specialize=["num_tiles"])
+@gluon.jit
 def _quantized_experts_kernel(
-    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out, num_tiles,
+    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of pairs from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
+    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
 
     With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N
     rows. Else out [pair, N], times the pair's routing weight; then codes are asked for while the kernel before still runs.
     """
     GATED: gl.constexpr = ACTIVATION != ""
-    STEPS: gl.constexpr = (K // HALVES + 63) // 64
+    STORED: gl.constexpr = 2 * N if GATED else N
+    BYTES: gl.constexpr = K // HALVES
+    STEPS: gl.constexpr = (BYTES + 63) // 64
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    PIECES: gl.constexpr = 2 if GATED else 1
+    OWN: gl.constexpr = 128 // PIECES  # rows of out
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
+    entry = entries + gl.program_id(0) // ((N + OWN - 1) // OWN) * 3
+    n = gl.program_id(0) % ((N + OWN - 1) // OWN) * OWN
     if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
         wait_for_inputs()
         launch_dependents()
     elif PDL:
         launch_dependents()
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 64, 16], CODES_TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program,
-                programs, gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                BLOCK_M, STAGES,
-            )),
-            (_multiply, (
-                scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program,
-                programs, gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                BLOCK_M, STAGES,
-            )),
-            (_bring, (
-                x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
-                N, STEPS, HALVES, STAGES, GATED, gl.constexpr(PDL and not GATED),
-            )),
-        ],
-        [4, 1], [REGISTERS, 24],
-    )  # fmt: skip
+    expert = gl.load(entry)
+    first = gl.load(entry + 1)
+    stop = gl.load(entry + 2)
+    if expert >= 0:
+        x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
+        codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
+        both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=2)
+        fence_async_shared()
+        scale += expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
+        zero += expert * (STORED * GROUPS)
+        factor += expert * STORED
+        bias += expert * STORED
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
+                    gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                    BLOCK_M, STAGES,
+                )),
+                (_multiply, (
+                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
+                    gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                    BLOCK_M, STAGES,
+                )),
+                (_bring, (
+                    x_desc, codes_desc, x_smem, codes_smem, full, empty, first, expert * STORED + n,
+                    N, STEPS, HALVES, STAGES, PIECES, gl.constexpr(PDL and not GATED),
+                )),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
 
 
-REGISTERS = 240  # of a thread that multiplies
-SHARED_BYTES = 230_000  # of a multiprocessor
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+SHARED_BYTES = 224_000  # of a multiprocessor
 
 
 def applies(x: Tensor, weight: Weight) -> bool:
@@ -268,10 +285,20 @@ def applies(x: Tensor, weight: Weight) -> bool:
     )
 
 
-def _stages(block_m: int, halves: int) -> int:
-    """As many as fit into shared memory."""
-    sums = min(2 * 64 * block_m * 4, 33_000)  # of both warpgroups, on their way to other threads
-    return min((SHARED_BYTES - sums) // (256 * 64 + halves * block_m * 128), 8)
+class Config(NamedTuple):
+    """How a product is cut up; see `_quantized_experts_kernel`. max_registers: of a thread at the start; None: all."""
+
+    stages: int
+    registers: int
+    max_registers: int | None
+
+
+def _config(block_m: int, halves: int) -> Config:
+    step = 128 * 64 + halves * block_m * 128
+    sums = 2 * 64 * block_m * 4  # of both warpgroups, on their way to other threads
+    if block_m <= 64:  # two programs on a multiprocessor
+        return Config(min((SHARED_BYTES // 2 - sums) // step, 8), 104, 80)
+    return Config(min((SHARED_BYTES - sums) // step, 8), 240, None)
 
 
 def launch(
@@ -291,17 +318,19 @@ def launch(
     """
     n = weight.codes.shape[1] // (2 if activation else 1)
     row, k = weight.codes.shape[2], weight.num_channels
+    pieces = 2 if activation else 1
+    config = _config(block_m, k // row)
     codes = weight.codes.flatten(0, 1).view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.is_contiguous()
     assert codes.is_contiguous()
     assert scale.is_contiguous()
-    num_tiles = len(entries) * cdiv(n, 128 if activation else 256)
-    _quantized_experts_kernel[(min(num_tiles, _multiprocessors(x.device)),)](
-        _boxes(x, block_m, 64, 128), _boxes(codes, 64, 16, 64), scale, scale if weight.zero is None else weight.zero,
-        scale if weight.factor is None else weight.factor, out if bias is None else bias, weights, order, entries, out,
-        num_tiles, N=n, K=k, KIND=weight.kind, GROUP=weight.group, ROWS=weight.rows, HALVES=k // row,
-        ZERO=weight.zero is not None, FACTOR=weight.factor is not None, BIAS=bias is not None, ACTIVATION=activation,
-        NEXT_BYTES=n if following is None else following.codes.shape[2], BLOCK_M=block_m, STAGES=_stages(block_m, k // row),
-        REGISTERS=REGISTERS, num_warps=4, **pdl_options(x.device),
+    _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
+        _boxes(x, block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
+        scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
+        out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
+        ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
+        BIAS=bias is not None, ACTIVATION=activation, NEXT_BYTES=n if following is None else following.codes.shape[2],
+        BLOCK_M=block_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4, maxnreg=config.max_registers,
+        **pdl_options(x.device),
     )  # fmt: skip

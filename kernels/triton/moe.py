@@ -25,9 +25,9 @@ from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
-    from kernels.hopper import quantized_experts, quantized_tall
+    from kernels.hopper import quantized_experts
 else:
-    few = quantized_experts = quantized_tall = None  # type: ignore[assignment]
+    few = quantized_experts = None  # type: ignore[assignment]
 
 MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
@@ -441,8 +441,7 @@ def _multiply_quantized(
 ) -> None:  # fmt: skip
     """Both products, into `parts`."""
     order, entries, block_m = tiles
-    inner = torch.empty(len(order), quantized_tall.width(down), dtype=x.dtype, device=x.device)
-    in_order = quantized_experts.gather(x, order, gate_up, weights.shape[1])
+    in_order, inner = quantized_experts.gather(x, order, weights.shape[1], gate_up, down)
     quantized_experts.launch(in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, activation, down)
     quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
 

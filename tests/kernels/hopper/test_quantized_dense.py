@@ -14,7 +14,7 @@ from kernels.hopper import code_bits
 from kernels.triton import matmul, quantized
 from tests.kernels.hopper.test_quantized_few import bf16, halves, prmt, values_of
 from tests.oracles.random_weights import FORMS, random_weight
-from tests.support.tall_on_tensors import tall_on_tensors
+from tests.support.steps_on_tensors import steps_on_tensors
 
 dense = quantized.dense  # type: ignore[attr-defined]
 if dense is None:
@@ -24,7 +24,7 @@ if dense is None:
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_bring", "_multiply", "_multiply_tall", "_multiply_wide", "_words", "_store")
-    tall_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
+    steps_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
     for layout in ("_half_words", "_half_sums"):
         monkeypatch.setattr(dense, layout, lambda *shape: None)
     monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)

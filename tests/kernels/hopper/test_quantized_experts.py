@@ -11,14 +11,13 @@ from kernels import reference
 from kernels.hopper import experts_few, quantized_experts
 from kernels.triton import moe
 from tests.kernels.triton.test_moe import exact, random_stack
-from tests.support.tall_on_tensors import tall_on_tensors
+from tests.support.steps_on_tensors import steps_on_tensors
 
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_ask_codes", "_multiply", "_store_in_order", "_store_pairs", "_activate", "place_of")
-    tall_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
-    monkeypatch.setattr(quantized_experts, "_multiprocessors", lambda device: 3)  # so each has several tiles
+    helpers = ("_bring", "_multiply", "_half", "_rows", "_activate", "place_of")
+    steps_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
 
 
 def check(

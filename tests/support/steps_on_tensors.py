@@ -1,4 +1,4 @@
-"""`kernels.hopper.quantized_tall` on torch tensors, for the kernels that use it; see `gluon_on_tensors`."""
+"""`kernels.hopper.quantized_steps` on torch tensors, for the kernels that use it; see `gluon_on_tensors`."""
 
 import itertools
 from types import ModuleType
@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hopper import quantized_tall
+from kernels.hopper import quantized_steps
 from tests.kernels.hopper.test_quantized_few import scale_of, values_of
 from tests.support.gluon_on_tensors import run_on_tensors
 
-TALL = ("sum_tall", "_finished")
-HELPERS = ("_load_scales", "_operand", "_weights", "_packed")
+HELPERS = ("_load_scales", "_operand", "_weights", "_packed", "_finished", "_scaled")
 
 
 def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
@@ -35,23 +34,33 @@ def decode_scaled(
     return low.bfloat16(), high.bfloat16()
 
 
+def decode_half_scaled(
+    words: Tensor, zero_point: Tensor, scale: Tensor, half: int, kind: str, zero: bool, *layouts: object
+) -> Tensor:
+    return decode_scaled(words, [zero_point] * 2, [scale] * 2, kind, zero)[half]
+
+
 def packed_scale(scale: Tensor, kind: str) -> Tensor:
     return (scale_of(scale) * (2.0**94 if kind == "e2m1" else 1.0)).bfloat16()
 
 
-def tall_on_tensors(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, helpers: tuple[str, ...]) -> None:
-    """`run_on_tensors` for a kernel that uses `quantized_tall`."""
-    run_on_tensors(monkeypatch, module, kernel, (*helpers, *TALL), quantized_tall)
-    bodies = {name: getattr(quantized_tall, name).fn for name in HELPERS}
+def steps_on_tensors(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, helpers: tuple[str, ...]
+) -> None:
+    """`run_on_tensors` for a kernel that uses `quantized_steps`."""
+    run_on_tensors(monkeypatch, module, kernel, helpers, quantized_steps)
+    monkeypatch.setattr(quantized_steps, "gl", module.gl)  # type: ignore[attr-defined]
+    bodies = {name: getattr(quantized_steps, name).fn for name in HELPERS}
     replacements = {
         **bodies,
         "_layout": lambda *shape: None,
         "decode_words_in_order": decode,
         "decode_scaled": decode_scaled,
+        "decode_half_scaled": decode_half_scaled,
         "packed_scale": packed_scale,
         "packed_zero": lambda zero, kind: zero.bfloat16(),
         "scale_of": scale_of,
     }
-    for where, (name, value) in itertools.product((quantized_tall, module), replacements.items()):
+    for where, (name, value) in itertools.product((quantized_steps, module), replacements.items()):
         if hasattr(where, name):
             monkeypatch.setattr(where, name, value)

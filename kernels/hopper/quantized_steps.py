@@ -1,13 +1,8 @@
-"""What products of matrices of few bits in tall tiles share, on Hopper's matrix unit, in Gluon.
+"""What products with matrices of few bits share on Hopper's matrix unit, in Gluon: how a step's codes become its operand.
 
-A program multiplies 256 rows of a weight by up to 128 tokens, with SwiGLU 128 rows of gate and 128 of up. Each of two
-warpgroups has 64 upper rows, or gate rows, and 64 lower ones, or up rows. The matrix unit multiplies the upper rows of a step,
-then the lower ones. While it multiplies, the warpgroup decodes what comes then, into registers of their own. A third warp
-asks for codes and x, stages ahead, in steps of 64 bytes of codes. Of codes of four bits, a byte holds channels j and j + K / 2:
-so a step has two pieces of x.
-
-A thread takes 16 bytes of a row at once, of which the matrix unit wants four, in pairs eight channels apart, in each of its
-four steps: so x lies in the order of `place_of`.
+A step is 64 bytes of codes of each of a warpgroup's 64 rows. Of codes of four bits, a byte holds channels j and j + K / 2: so a
+step has two pieces of x. A thread takes 16 bytes of a row at once, of which the matrix unit wants four, in pairs eight
+channels apart, in each of its four steps: so x lies in the order of `place_of`.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -20,12 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.hopper.code_bits import decode_scaled, decode_words_in_order, packed_scale, packed_zero, scale_of
@@ -127,78 +116,22 @@ def _packed(scales, zeros, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.co
 
 
 @gluon.jit
-def sum_tall(
-    scale, zero, x_smem, codes_smem, full, empty, upper_rows, lower_rows, first, steps, before,
-    WG: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
-    ZERO: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
-    """The products [64, BLOCK_M] of a warpgroup's upper and lower rows with x, in `steps` steps from `first` on.
-
-    The rows say where their scales are. `before`: how many steps the program has done, which tells a step's stage.
-    """
-    BYTES: gl.constexpr = K // HALVES
-    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
-    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = _layout([64, 16])
-    CUT: gl.constexpr = _layout([64, 4, 4])
-    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
-    if GROUPED:
-        upper_scale = scale + upper_rows[:, None] // ROWS * GROUPS
-        lower_scale = scale + lower_rows[:, None] // ROWS * GROUPS
-        upper_zero = zero + upper_rows[:, None] * GROUPS
-        lower_zero = zero + lower_rows[:, None] * GROUPS
-        us, uz = _load_scales(upper_scale, upper_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        ls, lz = _load_scales(lower_scale, lower_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-    else:
-        us = ()
-        uz = ()
-        ls = ()
-        lz = ()
-    top = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    bottom = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    mbarrier.wait(full.index(before % STAGES), (before // STAGES) & 1)
-    words = codes_smem.index(before % STAGES * 4 + WG * 2).load(WORDS)
-    low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
-    for step in range(steps):
-        stage = (before + step) % STAGES
-        x_low = x_smem.index(stage * HALVES).permute((1, 0))
-        x_high = x_smem.index(stage * HALVES + HALVES - 1).permute((1, 0))
-        upper_sums = warpgroup_mma(low, x_low, warpgroup_mma_init(top), is_async=True)
-        if HALVES == 2:
-            upper_sums = warpgroup_mma(high, x_high, upper_sums, is_async=True)
-        # Registers that the matrix unit still reads must not be written: these are others.
-        if GROUPED:
-            us, uz = _load_scales(upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        words = codes_smem.index(stage * 4 + WG * 2 + 1).load(WORDS)
-        low_below, high_below = _weights(words, ls, lz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
-        lower_sums = warpgroup_mma(low_below, x_low, warpgroup_mma_init(bottom), is_async=True)
-        if HALVES == 2:
-            lower_sums = warpgroup_mma(high_below, x_high, lower_sums, is_async=True)
-        if GROUPED:
-            ls, lz = _load_scales(lower_scale, lower_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        following = before + gl.minimum(step + 1, steps - 1)
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        words = codes_smem.index(following % STAGES * 4 + WG * 2).load(WORDS)
-        low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
-        low, high = _weights(words, us, uz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
-        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        top, bottom, low, high, _, _ = warpgroup_mma_wait(
-            0, deps=[upper_sums, lower_sums, low, high, low_below, high_below]
-        )
-        mbarrier.arrive(empty.index(stage))
-    return top, bottom
-
-
-@gluon.jit
 def _finished(
     acc, scale, factor, bias, n, before,
     N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
     KIND: gl.constexpr,
 ):  # fmt: skip
-    """Sums of rows from n on, which stand `before` rows further on in the weight, with what belongs to the rows."""
+    """`_scaled` for rows from n on, which stand `before` rows further on in the weight."""
     rows = before + gl.minimum(n + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC)), N - 1)
+    return _scaled(acc, scale, factor, bias, rows, ROWS, GROUPED, FACTOR, BIAS, KIND)
+
+
+@gluon.jit
+def _scaled(
+    acc, scale, factor, bias, rows,
+    ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """Sums of the weight's rows with what belongs to the rows."""
     if not GROUPED:
         acc *= scale_of(gl.load(scale + rows // ROWS))[:, None]
     elif KIND == "e2m1":  # see `packed_scale`
