@@ -61,12 +61,8 @@ def pack_e2m1(codes: Tensor) -> Tensor:
     rows = max(PACKED_AT_ONCE // max(codes.shape[1], 1), 1)
     for part, out in zip(codes.split(rows), packed.split(rows), strict=True):
         low, high = (half.to(torch.int16).unflatten(1, (-1, 2, 2)) for half in part.chunk(2, 1))
-        a, b, c, d = (
-            low[:, :, 0],
-            low[:, :, 1],
-            high[:, :, 0],
-            high[:, :, 1],
-        )  # [n, K / 8, 2] each, as are halves of words
+        # [n, K / 8, 2] each: of both halves of the words
+        a, b, c, d = low[:, :, 0], low[:, :, 1], high[:, :, 0], high[:, :, 1]
         bits = (a & 7) << 6
         bits |= (b & 7) << 3
         bits |= (c ^ bits >> 4) & 7
