@@ -17,12 +17,13 @@ class QuantizedWeight:
     """W [N, K]: W[n, order[k]] = (value[n, k] - zero[n, k // group]) · scale[n // rows, k // group] · factor[n].
 
     `kind` defines the value of a code: e4m3 and int8: the code itself; int4: the code minus 8; e2m1: ± 0, 0.5, 1, 1.5, 2, 3, 4
-    or 6. A stack of E matrices (experts) is one object whose tensors all have E as their first dimension; `stack[e]` is a
-    matrix whose tensors are views.
+    or 6. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are its low bits. e2m1: four bytes share the
+    bits of their eight codes, see `pack_e2m1`, and K is a multiple of 8. A stack of E matrices (experts) is one object whose
+    tensors all have E as their first dimension; `stack[e]` is a matrix whose tensors are views.
     """
 
     kind: Kind
-    codes: Tensor  # e4m3 and int8: [N, K]; else [N, K / 2] uint8: low bits of byte j: channel j, high bits: j + K / 2
+    codes: Tensor  # e4m3 and int8: [N, K]; else [N, K / 2] uint8
     scale: Tensor  # [ceil(N / rows), ceil(K / group)] float32, float16, bfloat16 or e4m3
     group: int  # number of channels that share a scale
     rows: int = 1  # number of rows that share a scale

@@ -12,6 +12,7 @@ from kernels.triton.codes import (
     E2M1_BYTES,
     E2M1_SMALL,
     E2M1_SMALL_BYTES,
+    E2M1_WORDS,
     E4M3,
     E4M3_BYTES,
     INT4,
@@ -25,7 +26,6 @@ PAIR = "w, {$, $}"  # an operand of 16 bits
 E4M3_PAIRS, E4M3_WORDS = ptx(E4M3, "a", PAIR), ptx(E4M3, "ab")
 INT8_PAIRS, INT8_WORDS = ptx(INT8, "a", PAIR), ptx(INT8, "ab")
 INT4_PAIRS, INT4_WORDS = ptx(INT4, "ac", PAIR), ptx(INT4, "abcd")
-E2M1_PAIRS, E2M1_WORDS = ptx(E2M1, "ac", PAIR), ptx(E2M1, "abcd")
 
 
 def _scaled(body: str, results: str, zero: str) -> gl.constexpr:
@@ -67,7 +67,10 @@ EIGHT = gl.constexpr((gl.bfloat16,) * 8)
 
 @gluon.jit
 def decode_bytes(codes, KIND: gl.constexpr):
-    """uint8 codes → bfloat16 of the low (or only) codes, and of the high ones."""
+    """uint8 codes → bfloat16 of the low (or only) codes, and of the high ones.
+
+    Of e2m1, a thread must have each four bytes that share bits, in order: the layout's first registers.
+    """
     if KIND == "e4m3" or KIND == "int8":
         TEXT: gl.constexpr = E4M3_BYTES if KIND == "e4m3" else INT8_BYTES
         low = gl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4)
@@ -79,13 +82,19 @@ def decode_bytes(codes, KIND: gl.constexpr):
 
 @gluon.jit
 def decode_small(codes):
-    """uint8 codes of e2m1 → bfloat16 of 2^-126 times the low codes' values, and the high ones', subnormal or nearly so."""
+    """uint8 codes of e2m1, as `decode_bytes` needs them → bfloat16 of 2^-126 times the low codes' values, and the high ones'.
+
+    Those are subnormal or nearly so.
+    """
     return gl.inline_asm_elementwise(E2M1_SMALL_BYTES, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
 
 
 @gluon.jit
 def decode_pairs(pairs, KIND: gl.constexpr, LAYOUT: gl.constexpr):
-    """int16 pairs of bytes [rows, pairs] → bfloat16 [rows, 2 · pairs] of the low (or only) codes, and of the high ones."""
+    """int16 pairs of bytes [rows, pairs] → bfloat16 [rows, 2 · pairs] of the low (or only) codes, and of the high ones.
+
+    Not of e2m1, whose bits four bytes share.
+    """
     SHAPE: gl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
     if KIND == "e4m3" or KIND == "int8":
         TEXT: gl.constexpr = E4M3_PAIRS if KIND == "e4m3" else INT8_PAIRS
@@ -93,8 +102,7 @@ def decode_pairs(pairs, KIND: gl.constexpr, LAYOUT: gl.constexpr):
         low = gl.convert_layout(gl.join(a, b).reshape(SHAPE), LAYOUT)
         return low, low
     else:
-        TEXT: gl.constexpr = INT4_PAIRS if KIND == "int4" else E2M1_PAIRS
-        a, b, c, d = gl.inline_asm_elementwise(TEXT, "=h,=h,=h,=h,h", [pairs], dtype=FOUR, is_pure=True, pack=1)
+        a, b, c, d = gl.inline_asm_elementwise(INT4_PAIRS, "=h,=h,=h,=h,h", [pairs], dtype=FOUR, is_pure=True, pack=1)
         low = gl.convert_layout(gl.join(a, b).reshape(SHAPE), LAYOUT)
         return low, gl.convert_layout(gl.join(c, d).reshape(SHAPE), LAYOUT)
 

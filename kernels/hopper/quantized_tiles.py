@@ -259,6 +259,7 @@ def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config |
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and weight.order is None
+        and weight.kind != "e2m1"  # whose bits four bytes share; `decode_pairs` takes two
         and num_bytes % 64 == 0
         and (weight.scale.shape[1] == 1 or weight.group % 64 == 0)
         and _is_hopper(x.device)

@@ -15,7 +15,7 @@ from kernels.reference.latent import absorb_and_store, latent_attention_decode, 
 from kernels.reference.matmul import linear, linear_add, norm_linear, norm_swiglu, pack_weight
 from kernels.reference.moe import experts, norm_route, route
 from kernels.reference.norm import add_rms_norm, rms_norm
-from kernels.reference.quantized import dequantize, pack_nibbles, quantize_groups, quantize_rows
+from kernels.reference.quantized import dequantize, pack_e2m1, pack_nibbles, quantize_groups, quantize_rows
 from kernels.reference.rotary import rope, rope_and_store
 from kernels.reference.sampling import (
     NOT_FINITE,
@@ -36,7 +36,7 @@ __all__ = [
     "NOTHING_ALLOWED", "NOT_FINITE", "Part", "absorb_and_store", "add_rms_norm", "add_scaled", "dequantize", "embedding",
     "experts", "gelu_and_mul", "gumbel", "latent_attention_decode", "latent_attention_prefill", "likeliest",
     "linear", "linear_add", "mark_faults", "mask_logits", "norm_linear", "norm_route", "norm_swiglu",
-    "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode",
+    "pack_e2m1", "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode",
     "prepare_step", "quantize_groups", "quantize_rows", "random_bits", "rms_norm", "rope", "rope_and_store", "route", "sample",
     "sampling_thresholds", "scale", "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight
 
@@ -31,17 +32,56 @@ def _values(codes: Tensor, kind: str) -> Tensor:
     """[N, K], where two codes share a byte of `codes`."""
     if kind in ("e4m3", "int8"):
         return codes.float()
-    nibbles = torch.cat([codes & 15, codes >> 4], 1)
     if kind == "int4":
-        return nibbles.float() - 8
+        return torch.cat([codes & 15, codes >> 4], 1).float() - 8
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
-    return table[nibbles.long()]
+    return table[_unpack_e2m1(codes)]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Codes [N, K] from 0 to 15, K even, as `QuantizedWeight` holds them: [N, K / 2] uint8."""
     low, high = codes.to(torch.uint8).chunk(2, 1)
     return low | high << 4
+
+
+PACKED_AT_ONCE = 1 << 25  # codes, each of which needs some four bytes meanwhile
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Codes [N, K] from 0 to 15, K a multiple of 8, as `QuantizedWeight` holds those of e2m1: [N, K / 2] uint8.
+
+    Of the 32 bits w of four bytes, in the order of memory, M = 0x81c081c0 selects those of two codes: a code's sign is bit 15
+    and its other bits 8 to 6 of a half. So decoding takes few instructions:
+
+        low codes of bytes 0 and 1:   w & M                        high:  (w << 6 ^ w << 2) & M
+        low codes of bytes 2 and 3:   w << 3 & M                   high:  (w >> 3 ^ w << 1) & M
+    """
+    assert codes.shape[1] % 8 == 0, f"rows of e2m1 must have a multiple of 8 codes, not {codes.shape[1]}"
+    packed = codes.new_empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8)
+    rows = max(PACKED_AT_ONCE // max(codes.shape[1], 1), 1)
+    for part, out in zip(codes.split(rows), packed.split(rows), strict=True):
+        low, high = (half.to(torch.int16).unflatten(1, (-1, 2, 2)) for half in part.chunk(2, 1))
+        # [n, K / 8, 2] each: of both halves of the words
+        a, b, c, d = low[:, :, 0], low[:, :, 1], high[:, :, 0], high[:, :, 1]
+        bits = (a & 7) << 6
+        bits |= (b & 7) << 3
+        bits |= (c ^ bits >> 4) & 7
+        bits |= ((d ^ bits >> 5) & 7) << 9
+        bits |= (a & 8) << 12 | (b & 8) << 9
+        bits |= (c << 10 ^ bits << 4) & 0x2000
+        above = F.pad(bits[:, :, 1:], (0, 1))  # the shift to the right brings the low half a bit of the high one
+        bits |= (d << 11 ^ above << 12) & 0x4000
+        out.copy_(bits.view(torch.uint8).flatten(1))
+    return packed
+
+
+def _unpack_e2m1(packed: Tensor) -> Tensor:
+    """See `pack_e2m1`: [N, K / 2] -> [N, K] int32."""
+    w = packed.contiguous().view(torch.int32)
+    right = w >> 3 & 0x1FFFFFFF
+    halves = torch.stack([w, w << 3, w << 6 ^ w << 2, right ^ w << 1], -1).view(torch.int16).int()  # [N, K / 8, 8]
+    codes = halves >> 12 & 8 | halves >> 6 & 7
+    return codes.unflatten(2, (2, 4)).transpose(1, 2).flatten(1)
 
 
 STEPS_OF_LARGEST = (8.5, 8.0, 7.5, 7.0)  # scales that are tried: a group's largest value is that many steps from 0

@@ -60,25 +60,18 @@ INT4 = """
     fma.rn.bf16x2 c, c, one, less;
     fma.rn.bf16x2 d, d, one, less;
 """  # (128 + code) - 136
-# A byte is twice in its 16 bits, so that the high code's sign is where it belongs.
+# See `kernels.reference.pack_e2m1`. The truth table 0x28 is (0xf0 ^ 0xcc) & 0xaa.
 E2M1_SMALL = """
     .reg .b32 s, t, u, v;
-    prmt.b32 a, w, 0, 0x1100;
-    prmt.b32 b, w, 0, 0x3322;
-    shl.b32 u, a, 4;
-    shl.b32 v, b, 4;
-    and.b32 s, a, 0x80008000;
-    and.b32 t, b, 0x80008000;
-    and.b32 u, u, 0x80008000;
-    and.b32 v, v, 0x80008000;
-    shl.b32 c, a, 2;
-    shl.b32 d, b, 2;
-    shl.b32 a, a, 6;
-    shl.b32 b, b, 6;
-    lop3.b32 c, c, 0x01c001c0, s, 0xea;
-    lop3.b32 d, d, 0x01c001c0, t, 0xea;
-    lop3.b32 a, a, 0x01c001c0, u, 0xea;
-    lop3.b32 b, b, 0x01c001c0, v, 0xea;
+    shl.b32 b, w, 3;
+    shl.b32 s, w, 6;
+    shl.b32 t, w, 2;
+    shr.u32 u, w, 3;
+    shl.b32 v, w, 1;
+    and.b32 a, w, 0x81c081c0;
+    and.b32 b, b, 0x81c081c0;
+    lop3.b32 c, s, t, 0x81c081c0, 0x28;
+    lop3.b32 d, u, v, 0x81c081c0, 0x28;
 """
 E2M1 = (
     E2M1_SMALL
@@ -109,13 +102,16 @@ def ptx(body: str, results: str, operand: str = "w, $", halves: bool = True) -> 
 E4M3_BYTES, INT8_BYTES = ptx(E4M3, "ab", halves=False), ptx(INT8, "ab", halves=False)
 INT4_BYTES, E2M1_BYTES = ptx(INT4, "abcd", halves=False), ptx(E2M1, "abcd", halves=False)
 E2M1_SMALL_BYTES = ptx(E2M1_SMALL, "abcd", halves=False)
+E2M1_WORDS = ptx(E2M1, "abcd")
+EIGHT = tl.constexpr((tl.bfloat16,) * 8)
 
 
 @triton.jit
 def decode(codes, KIND: tl.constexpr):
-    """uint8 codes → bfloat16 of the low (or only) codes, and of the high ones."""
+    """Codes as `values` takes them → bfloat16 of the low (or only) codes, and of the high ones."""
     if INTERPRETED:
-        low, high = _value(codes, KIND), _value(codes >> 4, KIND)
+        low, high = values(codes, KIND)
+        low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
     elif KIND == "e4m3":
         low = tl.inline_asm_elementwise(E4M3_BYTES, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
         high = low
@@ -126,23 +122,48 @@ def decode(codes, KIND: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             INT4_BYTES, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    else:
-        low, high = tl.inline_asm_elementwise(
-            E2M1_BYTES, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    else:  # which bytes of a tensor would share a register is not specified: hence words
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            E2M1_WORDS, "=h,=h,=h,=h,=h,=h,=h,=h,r", [codes], dtype=EIGHT, is_pure=True, pack=1
         )
+        low, high = _in_order(a, b, c, d), _in_order(e, f, g, h)
     return low, high
 
 
 @triton.jit
-def _value(codes, KIND: tl.constexpr):
-    """As `decode`, of one code in each byte, or in its low bits."""
-    bits = codes.to(tl.uint32)
+def values(codes, KIND: tl.constexpr):
+    """uint8 codes, or of e2m1 int32 words of four bytes → float32 of the low (or only) codes, and of the high ones.
+
+    Words [..., n] become [..., 4 · n]. The bits of e4m3 and e2m1 are those of a float32 of a far smaller exponent, if shifted.
+    """
+    bits = codes.to(tl.uint32, bitcast=KIND == "e2m1")
     if KIND == "int8":
-        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        low = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        high = low
     elif KIND == "e4m3":
-        value = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        low = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        high = low
     elif KIND == "int4":
-        value = (bits & 15).to(tl.float32) - 8.0
+        low = (bits & 15).to(tl.float32) - 8.0
+        high = (bits >> 4).to(tl.float32) - 8.0
     else:
-        value = ((bits & 8) << 28 | (bits & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    return value.to(tl.bfloat16)
+        low = _four(bits, bits << 3)
+        high = _four(bits << 6 ^ bits << 2, bits >> 3 ^ bits << 1)
+    return low, high
+
+
+@triton.jit
+def _four(a, b):
+    """The values of the codes in both halves of a and b, see `kernels.reference.pack_e2m1`."""
+    return _in_order(_small(a << 16), _small(a), _small(b << 16), _small(b)) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _small(bits):
+    return (bits & 0x81C00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_order(a, b, c, d):
+    """[..., n] each → [..., 4 · n]: a[0], b[0], c[0], d[0], a[1] ..."""
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))

@@ -21,7 +21,7 @@ from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales
+from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
@@ -95,12 +95,12 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _load_block(pointers, at, k, BYTES: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns [at, at + BLOCK_K) of rows of BYTES."""
-    if BYTES % BLOCK_K == 0:
+def _load_block(pointers, at, k, ROW: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [at, at + WIDTH) of rows of ROW."""
+    if ROW % WIDTH == 0:
         block = tl.load(pointers + at)
     else:
-        block = tl.load(pointers + at, mask=(at + k < BYTES)[None, :], other=0)
+        block = tl.load(pointers + at, mask=(at + k < ROW)[None, :], other=0)
     return block
 
 
@@ -159,6 +159,9 @@ def _tile(
 ):  # fmt: skip
     """Outputs n of the first BLOCK_M pairs of [first, stop); pointers to weights are the expert's. See `_grouped_kernel`."""
     BYTES: tl.constexpr = K // HALVES
+    WORD: tl.constexpr = 4 if KIND == "e2m1" else 1  # bytes that are loaded as one number
+    ROW: tl.constexpr = BYTES // WORD
+    WIDTH: tl.constexpr = BLOCK_K // WORD
     GATED: tl.constexpr = ACTIVATION != ""
     WHOLE_ROWS: tl.constexpr = KIND != "float" and GROUP >= K
     SCALED: tl.constexpr = BLOCK_M > 32
@@ -168,17 +171,18 @@ def _tile(
     pair = tl.load(order + inside).to(tl.int64)
     x_rows = pair // CHOSEN if GATED else inside.to(tl.int64)
     rows = tl.minimum(n, N - 1)
-    pointers = codes + rows.to(tl.int64)[:, None] * BYTES + k[None, :]
+    word = tl.arange(0, WIDTH)
+    pointers = codes + rows.to(tl.int64)[:, None] * ROW + word[None, :]
     x_pointers = x + x_rows[None, :] * stride_x + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for at in range(0, BYTES, BLOCK_K):
-        low = _load_block(pointers, at, k, BYTES, BLOCK_K)
+        low = _load_block(pointers, at // WORD, word, ROW, WIDTH)
         high = low
         if KIND != "float":
             low, high = decode(low, KIND)
         if GATED:
-            up_low = _load_block(pointers + N * BYTES, at, k, BYTES, BLOCK_K)
+            up_low = _load_block(pointers + N * ROW, at // WORD, word, ROW, WIDTH)
             up_high = up_low
             if KIND != "float":
                 up_low, up_high = decode(up_low, KIND)
@@ -230,7 +234,7 @@ def _grouped_kernel(
     expert = tl.load(entry).to(tl.int64)
     if expert >= 0:
         first, stop = tl.load(entry + 1), tl.load(entry + 2)
-        codes += expert * STORED * BYTES
+        codes += expert * (STORED * BYTES // (4 if KIND == "e2m1" else 1))
         scale += expert * ((STORED + ROWS - 1) // ROWS) * GROUPS
         zero += expert * STORED * GROUPS
         factor += expert * STORED
@@ -315,20 +319,18 @@ def _grouped(
     kind: str
     if isinstance(weight, QuantizedWeight):
         assert weight.order is None, "experts cannot have permuted channels"
-        codes, scale = _bytes(weight.codes), _bytes(weight.scale)
+        codes, scale = _words(weight.codes, weight.kind), _bytes(weight.scale)
         zero, factor = _or(weight.zero, scale), _or(weight.factor, scale)
-        kind, group, rows = weight.kind, weight.group, weight.rows
+        kind, group, rows, size = weight.kind, weight.group, weight.rows, 1
         halves = 2 if kind in FOUR_BITS else 1
         has_zero, has_factor = weight.zero is not None, weight.factor is not None
     else:
         codes = scale = zero = factor = weight
-        kind, group, rows, halves, has_zero, has_factor = "float", k, 1, 1, False, False
+        kind, group, rows, size, halves, has_zero, has_factor = "float", k, 1, weight.element_size(), 1, False, False
     assert codes.is_contiguous()
     assert x.stride(1) == 1
-    config = _config(n, k // halves, group if group < k else 0, codes.element_size(), tiles, bool(activation))
-    step = config.block_k * (
-        config.block_n * codes.element_size() * (2 if activation else 1) + tiles.block_m * 2 * halves
-    )
+    config = _config(n, k // halves, group if group < k else 0, size, tiles, bool(activation))
+    step = config.block_k * (config.block_n * size * (2 if activation else 1) + tiles.block_m * 2 * halves)
     num_stages = max(min(config.num_stages, _shared_memory(x.device) // step), 1)
     _grouped_kernel[(len(tiles.entries) * cdiv(n, config.block_n),)](
         x, codes, scale, zero, factor, _or(bias, x), weights, tiles.order, tiles.entries, out, x.stride(0),

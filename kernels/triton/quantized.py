@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.activation import silu_and_mul
+from kernels.triton.codes import values
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
@@ -36,25 +37,6 @@ MAX_FEW = 16  # tokens up to which x stays as it is: one tile of the matrix unit
 MAX_WEIGHT_ONLY = 64  # tokens up to which the kernel here does better than cuBLAS with the matrix written out
 FOUR_BITS = ("int4", "e2m1")
 LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(127.0)}
-
-
-@triton.jit
-def _values(codes, half: tl.constexpr, KIND: tl.constexpr):
-    """uint8 codes → float32. Of two codes in a byte, the low one (half 0) or the high one.
-
-    The bits of e4m3 and e2m1 are those of a float32 of a far smaller exponent, if shifted.
-    """
-    if KIND == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float32)
-    if KIND == "e4m3":
-        bits = codes.to(tl.uint32)
-        small = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True)
-        return small * 1.329227995784916e36  # 2^120
-    nibbles = codes.to(tl.uint32) >> 4 * half & 15
-    if KIND == "int4":
-        return nibbles.to(tl.float32) - 8.0
-    small = ((nibbles & 8) << 28 | (nibbles & 7) << 22).to(tl.float32, bitcast=True)
-    return small * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
@@ -78,22 +60,25 @@ def _weight_only_kernel(
     channel is multiplied by its own.
     """
     BYTES: tl.constexpr = K // HALVES
+    WORD: tl.constexpr = 4 if KIND == "e2m1" else 1  # bytes that are loaded as one number
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
+    word = tl.arange(0, BLOCK_K // WORD)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     tokens = tl.minimum(m, num_tokens - 1).to(tl.int64)
+    words = codes + rows[:, None] * (BYTES // WORD) + word[None, :]
     if PDL:
         launch_dependents()
         wait_for_inputs()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for at in range(0, BYTES, BLOCK_K):
         inside = at + k < BYTES
-        packed = tl.load(codes + rows[:, None] * BYTES + (at + k)[None, :], mask=inside[None, :], other=0)
+        parts = values(tl.load(words + at // WORD, mask=(at // WORD + word < BYTES // WORD)[None, :], other=0), KIND)
         for half in tl.static_range(HALVES):
             channels = half * BYTES + at + k
             xk = tl.load(x + tokens[None, :] * stride_x + channels[:, None], mask=inside[:, None], other=0.0)
-            w = _values(packed, half, KIND)
+            w = parts[half]
             if IN_GROUP:
                 group = (half * BYTES + at) // GROUP
                 if ZERO:
@@ -124,13 +109,15 @@ def _dequantize_kernel(
 ):  # fmt: skip
     """out [N, K]: one program for a piece of a row of codes."""
     BYTES: tl.constexpr = K // HALVES
+    WORD: tl.constexpr = 4 if KIND == "e2m1" else 1  # bytes that are loaded as one number
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < BYTES
-    packed = tl.load(codes + n * BYTES + k, mask=inside, other=0)
+    word = tl.program_id(1) * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)
+    parts = values(tl.load(codes + n * (BYTES // WORD) + word, mask=word < BYTES // WORD, other=0), KIND)
     for half in tl.static_range(HALVES):
         channels = half * BYTES + k
-        w = _values(packed, half, KIND)
+        w = parts[half]
         if ZERO:
             w -= tl.load(zero + n * BY_ROW + channels // GROUP * BY_GROUP, mask=inside, other=0).to(tl.float32)
         w *= _scales(tl.load(scale + n // ROWS * BY_ROW + channels // GROUP * BY_GROUP, mask=inside, other=0))
@@ -223,6 +210,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.int8) else tensor
 
 
+def _words(codes: Tensor, kind: str) -> Tensor:
+    """Codes as `values` takes them."""
+    return codes.view(torch.int32) if kind == "e2m1" else _bytes(codes)
+
+
 def _constants(weight: QuantizedWeight) -> dict[str, Any]:
     """What the kernels that read any kind are compiled for."""
     return {
@@ -242,7 +234,7 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     block = min(next_power_of_2(codes.shape[1]), 2048)
     scale = _bytes(weight.scale)
     _dequantize_kernel[(len(weight), cdiv(codes.shape[1], block))](
-        _bytes(codes), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(weight.order, scale), out,
+        _words(codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(weight.order, scale), out,
         ORDER=weight.order is not None, BLOCK=block, num_warps=4, **_constants(weight),
     )  # fmt: skip
     return out
@@ -294,7 +286,7 @@ def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Ten
     block_k = 128 if weight.group % 128 == num_bytes % 128 == 0 else 64
     in_group = weight.scale.shape[1] == 1 or weight.group % block_k == num_bytes % block_k == 0
     _weight_only_kernel[(cdiv(n, block_n), cdiv(num_tokens, block_m))](
-        x, _bytes(weight.codes), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x), out,
+        x, _words(weight.codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x), out,
         num_tokens, x.stride(0), N=n, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, IN_GROUP=in_group, num_warps=4, num_stages=4,
         **_constants(weight), **pdl_options(x.device),

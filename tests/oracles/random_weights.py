@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import Kind, QuantizedWeight, pack_nibbles
+from kernels import Kind, QuantizedWeight, pack_e2m1, pack_nibbles
 
 # name → kind, channels in a group (0: all), rows that share a scale, and: zero points, e4m3 scales with a factor, an order
 FORMS: dict[str, tuple[Kind, int, int, tuple[str, ...]]] = {
@@ -33,7 +33,8 @@ def random_weight(form: str, n: int, k: int, device: str = "cpu", seed: int = 0)
     elif kind == "int8":
         codes = torch.randint(-128, 128, (n, k), generator=generator, device=device, dtype=torch.int8)
     else:
-        codes = pack_nibbles(torch.randint(16, (n, k), generator=generator, device=device))
+        codes = torch.randint(16, (n, k), generator=generator, device=device)
+        codes = pack_e2m1(codes) if kind == "e2m1" else pack_nibbles(codes)
     deviation = {"e4m3": 64.0, "int8": 74.0, "int4": 4.6, "e2m1": 2.9}[kind]
     shape = (-(-n // rows), -(-k // group))
     scale = (0.5 + torch.rand(shape, generator=generator, device=device)) * k**-0.5 / deviation

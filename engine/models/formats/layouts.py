@@ -189,6 +189,13 @@ class FP4(QuantizedFormat):
 
     ignored = ("input_scale", "input_global_scale")
 
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
+        if len(matrix.columns) % 8:
+            raise ModelError(
+                f"{matrix.parts[0].name}: {self.scheme.kind} needs a multiple of 8 input channels, got {len(matrix.columns)}"
+            )
+        super().create(matrix, dtype, device)
+
     def stored(self) -> Iterator[Stored]:
         nvfp4 = bool(self.scheme.global_scale)
         yield Stored("weight_packed", torch.uint8, U8, 1, 2, aliases=("weight",))

@@ -154,8 +154,9 @@ class QuantizedFormat(WeightFormat):
         ]
         zeros = [part.zero for part in parts if part.zero is not None]
         factors = [part.factor for part in parts if part.factor is not None]
+        pack = {"int4": kernels.pack_nibbles, "e2m1": kernels.pack_e2m1}.get(self.scheme.kind)
         return Decoded(
-            kernels.pack_nibbles(codes) if self.scheme.kind in ("int4", "e2m1") else codes,
+            codes if pack is None else pack(codes),
             torch.cat(scales),
             torch.cat(zeros) if zeros else None,
             torch.cat(factors) if factors else None,

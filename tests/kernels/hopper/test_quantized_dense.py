@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from kernels import reference
 from kernels.hopper import code_bits
+from kernels.triton import codes as codes_in_bits
 from kernels.triton import matmul, quantized
 from tests.kernels.hopper.test_quantized_few import bf16, halves, prmt, values_of
 from tests.oracles.random_weights import FORMS, random_weight
@@ -151,8 +152,9 @@ def run_ptx(text: str, inputs: list[int]) -> list[float]:
         elif operation == "xor.b32":
             registers[into] = value(names[0]) ^ value(names[1])
         elif operation == "lop3.b32":
-            assert names[3] == "0xea"
-            registers[into] = value(names[0]) & value(names[1]) | value(names[2])
+            x, y, z, table = map(value, names)
+            assert table in (0xEA, 0x28)
+            registers[into] = x & y | z if table == 0xEA else (x ^ y) & z
         elif operation == "fma.rn.bf16x2":
             a, b, c = (pair(name).double() for name in names)
             registers[into] = packed(a * b + c)
@@ -192,6 +194,16 @@ def test_bits_less_zero_points_times_scales(kind: str) -> None:
         exact = torch.cat(want).double()
         values = torch.tensor(got).double() * (2.0**32 if kind == "e2m1" else 1.0)
         assert torch.where(exact.isfinite(), values, 0).tolist() == exact.nan_to_num().tolist()
+
+
+def test_bits_of_e2m1() -> None:
+    """The PTX, on random words of four bytes: the values of their low codes in order, then of the high ones, exactly."""
+    codes = torch.randint(256, (500, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    values = torch.cat(values_of(codes, "e2m1"), 1).double()
+    for text, factor in ((codes_in_bits.E2M1_SMALL, 2.0**126), (codes_in_bits.E2M1, 1.0)):
+        program = codes_in_bits.ptx(text, "abcd").value
+        got = [run_ptx(program, [word & 0xFFFFFFFF]) for word in codes.view(torch.int32)[:, 0].tolist()]
+        assert torch.equal(torch.tensor(got).double() * factor, values)
 
 
 def test_zero_points_in_bits() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import QuantizedWeight, reference
+from kernels import QuantizedWeight, pack_e2m1, reference
 from kernels.triton import matmul, quantized
 from tests.oracles.random_weights import FORMS, random_weight
 
@@ -31,12 +31,13 @@ def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_values_of_codes() -> None:
     """One by one, as the formats say: sign, exponent and mantissa."""
-    two = QuantizedWeight("e2m1", torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256, 1), 2)
-    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    table += [-value for value in table]
-    want = torch.tensor([[table[code & 15], table[code >> 4]] for code in range(256)])
-    assert torch.equal(quantized.dequantize(two.codes, two, torch.float32), want)
-    assert torch.equal(exact(two).float(), want)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    codes = torch.randint(16, (67, 8), generator=torch.Generator().manual_seed(0))
+    codes[:16] = torch.arange(16)[:, None]
+    eight = QuantizedWeight("e2m1", pack_e2m1(codes), torch.ones(67, 1), 8)
+    assert torch.equal(quantized.dequantize(eight.codes, eight, torch.float32), table[codes])
+    assert torch.equal(exact(eight).float(), table[codes])
     codes = torch.arange(256, dtype=torch.uint8)[:, None]
     for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8)):
         weight = QuantizedWeight(kind, codes.view(dtype), torch.ones(256, 1), 1)  # type: ignore[arg-type]
