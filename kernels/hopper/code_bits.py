@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.triton.codes import (
-    E2M1,
     E2M1_BYTES,
     E2M1_SMALL,
     E2M1_SMALL_BYTES,

@@ -420,13 +420,15 @@ MAX_SWIGLU = 2048  # tokens with SwiGLU, which cuBLAS leaves to another kernel
 
 
 @functools.cache
-def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config | None:
+def _choose(kind: str, num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config | None:
     """One program on each multiprocessor; the channels in parts where rows and tokens are too few for all of them.
 
-    None where `kernels.hopper.quantized_tiles`, or cuBLAS with the matrix written out, was faster.
+    None where `kernels.hopper.quantized_tiles`, which does not know e2m1, or cuBLAS with the matrix written out, was faster.
     """
     even = cdiv(row_bytes, 64) % 2 == 0
-    if num_tokens > (MAX_SWIGLU if swiglu and even else MAX_TOKENS) or (32 < num_tokens <= TALL and not swiglu):
+    if num_tokens > (MAX_SWIGLU if swiglu and even else MAX_TOKENS) or (
+        32 < num_tokens <= TALL and not swiglu and kind != "e2m1"
+    ):
         return None
     block_m = 256 if num_tokens > TALL and even else min(max(next_power_of_2(num_tokens), 16), TALL)
     tiles = cdiv(num_tokens, block_m) * cdiv(n, _own_rows(block_m, swiglu))
@@ -458,7 +460,9 @@ def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config |
         and (weight.zero is None or weight.zero.is_contiguous())
         and _is_hopper(x.device)
     ):
-        return _choose(len(x), len(weight) // (2 if swiglu else 1), row, weight.num_channels // row, swiglu)
+        return _choose(
+            weight.kind, len(x), len(weight) // (2 if swiglu else 1), row, weight.num_channels // row, swiglu
+        )
     return None
 
 

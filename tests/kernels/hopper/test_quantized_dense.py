@@ -100,7 +100,7 @@ def test_rows_that_end_in_a_step(without_layouts: None, monkeypatch: pytest.Monk
 def test_chosen_configurations_fit(num_tokens: int, n: int, row: int) -> None:
     for pieces in (1, 2):
         for swiglu in (False, True):
-            chosen = dense._choose(num_tokens, n, row, pieces, swiglu)
+            chosen = dense._choose("int4" if pieces == 2 else "e4m3", num_tokens, n, row, pieces, swiglu)
             if chosen is None:
                 continue
             assert chosen.stages >= 2
