@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight
 
@@ -39,12 +38,12 @@ def _values(codes: Tensor, kind: str) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes [N, K] from 0 to 15, K even, as `QuantizedWeight` holds them: [N, K / 2] uint8."""
+    """Codes [N, K] from 0 to 15, K even, as `QuantizedWeight` holds those of int4: [N, K / 2] uint8."""
     low, high = codes.to(torch.uint8).chunk(2, 1)
     return low | high << 4
 
 
-PACKED_AT_ONCE = 1 << 25  # codes, each of which needs some four bytes meanwhile
+PACKED_AT_ONCE = 1 << 24  # codes, each of which needs some four bytes meanwhile
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -60,18 +59,18 @@ def pack_e2m1(codes: Tensor) -> Tensor:
     packed = codes.new_empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8)
     rows = max(PACKED_AT_ONCE // max(codes.shape[1], 1), 1)
     for part, out in zip(codes.split(rows), packed.split(rows), strict=True):
-        low, high = (half.to(torch.int16).unflatten(1, (-1, 2, 2)) for half in part.chunk(2, 1))
-        # [n, K / 8, 2] each: of both halves of the words
-        a, b, c, d = low[:, :, 0], low[:, :, 1], high[:, :, 0], high[:, :, 1]
-        bits = (a & 7) << 6
-        bits |= (b & 7) << 3
-        bits |= (c ^ bits >> 4) & 7
-        bits |= ((d ^ bits >> 5) & 7) << 9
-        bits |= (a & 8) << 12 | (b & 8) << 9
-        bits |= (c << 10 ^ bits << 4) & 0x2000
-        above = F.pad(bits[:, :, 1:], (0, 1))  # the shift to the right brings the low half a bit of the high one
-        bits |= (d << 11 ^ above << 12) & 0x4000
-        out.copy_(bits.view(torch.uint8).flatten(1))
+        low, high = part.to(torch.uint8).contiguous().view(torch.int32).chunk(2, 1)  # [n, K / 8] each
+        pairs = low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16
+        a, b, c, d = ((pair | pair << 8) & 0xF000F for pair in pairs)  # a code in each half
+        bits = a * 0x1040 & -0x7E3F7E40
+        bits |= b * 0x208 & 0x10381038
+        bits |= c * 0x401 & 0x20072007
+        bits |= d << 9 & 0x0E000E00 | d << 11 & 0x40004000
+        bits ^= bits >> 4 & 0x00070007
+        bits ^= bits << 4 & 0x0E000E00
+        bits ^= bits << 4 & 0x20002000
+        bits ^= bits >> 4 & 0x4000  # the shift to the right brings the low half a bit of the high one
+        out.copy_(bits.view(torch.uint8))
     return packed
 
 

@@ -185,6 +185,14 @@ def test_an_output_head_rounded_while_it_is_loaded(tmp_path: Path, family: str, 
     assert isinstance(load(tmp_path, load_format="dummy", spec=rounded.spec).lm_head.weight, kernels.QuantizedWeight)
 
 
+def test_four_bytes_hold_codes_of_e2m1(tmp_path: Path) -> None:
+    make_quantised("mxfp4", tmp_path)
+    spec = read_spec(tmp_path)
+    odd = replace(spec.layers[0], mlp=replace(spec.layers[0].mlp, intermediate_size=196))
+    with pytest.raises(ModelError, match=r"down_proj: e2m1 needs a multiple of 8 input channels, got 196"):
+        load(tmp_path, load_format="dummy", spec=replace(spec, layers=(odd,)))
+
+
 def test_int4_needs_whole_groups(tmp_path: Path) -> None:
     make_checkpoint("llama-biases", tmp_path)
     spec = replace(read_spec(tmp_path), quantization=choose_quantization(None, "int4"))
