@@ -135,6 +135,7 @@ def _multiply_tall(
     BYTES: gl.constexpr = K // HALVES
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
+    FAR: gl.constexpr = BLOCK_M <= 64  # scales are asked for two steps ahead, where there are registers for it
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     WORDS: gl.constexpr = _layout([64, 16])
@@ -154,6 +155,10 @@ def _multiply_tall(
         lower_zero = zero + lower_rows * GROUPS
         us, uz = _load_scales(upper_scale, upper_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
         ls, lz = _load_scales(lower_scale, lower_zero, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        next_us = us
+        next_uz = uz
+        if FAR:
+            next_us, next_uz = _load_scales(upper_scale, upper_zero, first + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
     else:
         us = ()
         uz = ()
@@ -174,7 +179,16 @@ def _multiply_tall(
             upper_sums = warpgroup_mma(high, x_high, upper_sums, is_async=True)
         # Registers that the matrix unit still reads must not be written: these are others.
         if GROUPED:
-            us, uz = _load_scales(upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+            us = next_us
+            uz = next_uz
+            if FAR:
+                next_us, next_uz = _load_scales(
+                    upper_scale, upper_zero, first + step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT
+                )
+            else:
+                us, uz = _load_scales(
+                    upper_scale, upper_zero, first + step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT
+                )
         words = codes_smem.index(stage * 4 + WG * 2 + 1).load(WORDS)
         low_below, high_below = _weights(words, ls, lz, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
         lower_sums = warpgroup_mma(low_below, x_low, warpgroup_mma_init(bottom), is_async=True)

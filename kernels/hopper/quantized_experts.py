@@ -147,6 +147,7 @@ def _multiply(
         scale_pointers = scale + of_rows // ROWS * GROUPS
         zero_pointers = zero + of_rows * GROUPS
         s, z = _load_scales(scale_pointers, zero_pointers, 0, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        next_s, next_z = _load_scales(scale_pointers, zero_pointers, 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
     acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
     mbarrier.wait(full.index(0), 0)
     words = codes_smem.index(WG).load(WORDS)
@@ -159,8 +160,12 @@ def _multiply(
         if HALVES == 2:
             high = _half(words, s, z, 1, KIND, GROUPED, ZERO, CUT, CODES, A)
             sums = warpgroup_mma(high, x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True)
-        if GROUPED:
-            s, z = _load_scales(scale_pointers, zero_pointers, step + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+        if GROUPED:  # two steps ahead: they come straight from memory
+            s = next_s
+            z = next_z
+            next_s, next_z = _load_scales(
+                scale_pointers, zero_pointers, step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT
+            )
         following = gl.minimum(step + 1, STEPS - 1)
         mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
         words = codes_smem.index(following % STAGES * 2 + WG).load(WORDS)
