@@ -1,8 +1,8 @@
 """Experts of few bits on Hopper's matrix unit, in Gluon; see `kernels.hopper.quantized_steps`.
 
-A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its pairs, which lie
-side by side in memory. While the matrix unit multiplies one half of a step's codes, or a step where they have one, the
-warpgroup decodes what comes then, into registers of their own. A third warp asks for codes and x, stages ahead.
+A program takes one tile after another: 128 rows of an expert's weight, 64 in each of two warpgroups, times up to BLOCK_M of
+its pairs, which lie side by side in memory. While the matrix unit multiplies one half of a step's codes, or a step where they
+have one, the warpgroup decodes what comes then, into registers of their own. A third warp asks for codes and x, stages ahead.
 """
 
 
@@ -10,6 +10,7 @@ warpgroup decodes what comes then, into registers of their own. A third warp ask
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -85,46 +86,65 @@ def gather(
 
 @gluon.jit
 def _bring(
-    x_desc, codes_desc, x_smem, codes_smem, full, empty, pair, row,
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
     N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes and channels of x once its stage is empty. EARLY: codes may be asked for before x is there."""
-    ROWS: gl.constexpr = codes_desc.block_shape[0]
     NUM_BYTES: gl.constexpr = 2 * PIECES * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
     AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
-    for step in gl.static_range(AHEAD):
-        mbarrier.expect(full.index(step), NUM_BYTES)
-        for i in gl.static_range(2 * PIECES):
-            tma.async_copy_global_to_shared(
-                codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(step),
-                codes_smem.index(step * 2 * PIECES + i),
-            )  # fmt: skip
+    OWN: gl.constexpr = 128 // PIECES
+    BLOCKS: gl.constexpr = (N + OWN - 1) // OWN
+    asked = 0
     if EARLY:
+        expert = gl.load(entries + program // BLOCKS * 3)
+        if expert >= 0:
+            row = expert * (N * PIECES) + program % BLOCKS * OWN
+            for step in gl.static_range(AHEAD):
+                mbarrier.expect(full.index(step), NUM_BYTES)
+                _ask_codes(codes_desc, codes_smem, full, step, row, step, N, PIECES)
+            asked = AHEAD
         wait_for_inputs()
-    for step in range(STEPS):
-        stage = step % STAGES
-        if step >= AHEAD:
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), NUM_BYTES)
-            for i in gl.static_range(2 * PIECES):
-                tma.async_copy_global_to_shared(
-                    codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(stage),
-                    codes_smem.index(stage * 2 * PIECES + i),
-                )  # fmt: skip
-        for half in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(
-                x_desc, [pair, (half * STEPS + step) * 64], full.index(stage), x_smem.index(stage * HALVES + half)
-            )
+    before = 0
+    for tile in range(program, num_tiles, programs):
+        entry = entries + tile // BLOCKS * 3
+        expert = gl.load(entry)
+        if expert >= 0:
+            pair = gl.load(entry + 1)
+            row = expert * (N * PIECES) + tile % BLOCKS * OWN
+            for step in range(STEPS):
+                now = before + step
+                stage = now % STAGES
+                if now >= asked:
+                    mbarrier.wait(empty.index(stage), ((now // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(stage), NUM_BYTES)
+                    _ask_codes(codes_desc, codes_smem, full, stage, row, step, N, PIECES)
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        x_desc, [pair, (half * STEPS + step) * 64], full.index(stage),
+                        x_smem.index(stage * HALVES + half),
+                    )  # fmt: skip
+            before += STEPS
+
+
+@gluon.jit
+def _ask_codes(codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, PIECES: gl.constexpr):
+    """A step's codes of the rows of the first warpgroup, then of the second: with two pieces gate rows, then up rows."""
+    ROWS: gl.constexpr = codes_desc.block_shape[0]
+    for i in gl.static_range(2 * PIECES):
+        tma.async_copy_global_to_shared(
+            codes_desc, [row + i % PIECES * N + i // PIECES * ROWS, step * 16], full.index(stage),
+            codes_smem.index(stage * 2 * PIECES + i),
+        )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, first, stop, n,
+    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's rows; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
+    """One warpgroup's rows of each tile. See `_quantized_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
     BYTES: gl.constexpr = K // HALVES
     STEPS: gl.constexpr = (BYTES + 63) // 64
@@ -132,150 +152,183 @@ def _multiply(
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
     PIECES: gl.constexpr = 2 if GATED else 1
     OWN: gl.constexpr = 64 // PIECES  # rows of out
+    BLOCKS: gl.constexpr = (N + 2 * OWN - 1) // (2 * OWN)
+    STORED: gl.constexpr = PIECES * N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = _layout([64, 16])
     CUT: gl.constexpr = _layout([64, 4, 4])
-    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
     SUMS: gl.constexpr = gl.BlockedLayout([8, 1, PIECES], [OWN // 8, 256 // OWN, 1], [1, 4, 1], [2, 0, 1])
     OUT: gl.constexpr = gl.SliceLayout(2, SUMS)
-    n = n + WG * OWN
-    s = ()
-    z = ()
-    if GROUPED:
-        of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
-        scale_pointers = scale + of_rows // ROWS * GROUPS
-        zero_pointers = zero + of_rows * GROUPS
-        s, z = _load_scales(scale_pointers, zero_pointers, 0, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-        next_s, next_z = _load_scales(scale_pointers, zero_pointers, 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-    acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    mbarrier.wait(full.index(0), 0)
-    words = codes_smem.index(WG).load(WORDS)
-    low = _half(words, s, z, 0, KIND, GROUPED, ZERO, CUT, CODES, A)
-    for step in range(STEPS):
-        stage = step % STAGES
-        sums = warpgroup_mma(low, x_smem.index(stage * HALVES).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
-        # Registers that the matrix unit still reads must not be written: these are others.
-        high = low
-        if HALVES == 2:
-            high = _half(words, s, z, 1, KIND, GROUPED, ZERO, CUT, CODES, A)
-            sums = warpgroup_mma(high, x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True)
-        if GROUPED:  # two steps ahead: they come straight from memory
-            s = next_s
-            z = next_z
-            next_s, next_z = _load_scales(
-                scale_pointers, zero_pointers, step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT
-            )
-        following = gl.minimum(step + 1, STEPS - 1)
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        words = codes_smem.index(following % STAGES * 2 + WG).load(WORDS)
-        if HALVES == 2:
-            low, words = warpgroup_mma_wait(1, deps=[low, words])
-        next_low = _half(words, s, z, 0, KIND, GROUPED, ZERO, CUT, CODES, A)
-        # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        acc, low, _ = warpgroup_mma_wait(0, deps=[sums, next_low, high])
-        mbarrier.arrive(empty.index(stage))
+    before = 0
+    for tile in range(program, num_tiles, programs):
+        entry = entries + tile // BLOCKS * 3
+        expert = gl.load(entry)
+        if expert >= 0:
+            first = gl.load(entry + 1)
+            stop = gl.load(entry + 2)
+            own_scale = scale + expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
+            n = tile % BLOCKS * (2 * OWN) + WG * OWN
+            of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
+            pointers = own_scale + of_rows // ROWS * GROUPS
+            zeros = zero + expert * (STORED * GROUPS) + of_rows * GROUPS
+            s0 = ()
+            s1 = ()
+            if GROUPED:
+                s0 = _load_scales(pointers, zeros, 0, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+                s1 = _load_scales(pointers, zeros, 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+            acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+            mbarrier.wait(full.index(before % STAGES), (before // STAGES) & 1)
+            words = codes_smem.index(before % STAGES * 2 + WG).load(_layout([64, 16]))
+            low = _half(words, s0, 0, KIND, GROUPED, ZERO, A)
+            if STEPS % 2:
+                acc, low, words, s2 = _step(
+                    acc, low, words, s0, s1, pointers, zeros, x_smem, codes_smem, full, empty, before, 0,
+                    WG, STEPS, BYTES, KIND, GROUP, GROUPS, HALVES, ZERO, STAGES, A,
+                )  # fmt: skip
+                s0 = s1
+                s1 = s2
+            # Two steps a turn: what is asked for in one is used two steps on, in the same registers.
+            for turn in range(STEPS // 2):
+                step = STEPS % 2 + 2 * turn
+                acc, low, words, s0 = _step(
+                    acc, low, words, s0, s1, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
+                    WG, STEPS, BYTES, KIND, GROUP, GROUPS, HALVES, ZERO, STAGES, A,
+                )  # fmt: skip
+                acc, low, words, s1 = _step(
+                    acc, low, words, s1, s0, pointers, zeros, x_smem, codes_smem, full, empty, before, step + 1,
+                    WG, STEPS, BYTES, KIND, GROUP, GROUPS, HALVES, ZERO, STAGES, A,
+                )  # fmt: skip
+            before += STEPS
 
-    acc = _scaled(
-        acc, scale, factor, bias, _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC)), ROWS, GROUPED, FACTOR, BIAS, KIND
-    )
-    position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-    outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
-    if GATED:
-        gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
-        result = _activate(gate, up, ACTIVATION)
-        NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
-        at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
-    else:
-        pair = gl.load(order + gl.minimum(position, stop - 1))
-        result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
-        at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
-    mask = (outputs < N)[:, None] & (position < stop)[None, :]
-    gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+            acc = _scaled(
+                acc, own_scale, factor + expert * STORED, bias + expert * STORED, _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC)),
+                ROWS, GROUPED, FACTOR, BIAS, KIND,
+            )  # fmt: skip
+            position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
+            outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
+            if GATED:
+                gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
+                result = _activate(gate, up, ACTIVATION)
+                NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
+                at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
+            else:
+                pair = gl.load(order + gl.minimum(position, stop - 1))
+                result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
+                at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
+            mask = (outputs < N)[:, None] & (position < stop)[None, :]
+            gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _step(
+    acc, low, words, scales, next_scales, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
+    WG: gl.constexpr, STEPS: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    HALVES: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """acc + a step's products: `low` are its weights of the low (or only) codes, `words` its codes, `scales` theirs.
+
+    Also what the next step needs of these, and the scales of the one after it, straight from memory.
+    """
+    GROUPED: gl.constexpr = GROUPS > 1 or ZERO
+    stage = (before + step) % STAGES
+    sums = warpgroup_mma(low, x_smem.index(stage * HALVES).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
+    following = before + gl.minimum(step + 1, STEPS - 1)
+    mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+    next_words = codes_smem.index(following % STAGES * 2 + WG).load(_layout([64, 16]))
+    # Registers that the matrix unit still reads must not be written: these are others.
+    high = low
+    if HALVES == 2:
+        high = _half(words, scales, 1, KIND, GROUPED, ZERO, A)
+        sums = warpgroup_mma(high, x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True)
+    after = scales
+    if GROUPED:
+        CUT: gl.constexpr = _layout([64, 4, 4])
+        after = _load_scales(pointers, zeros, step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+    if HALVES == 2:
+        low, next_words = warpgroup_mma_wait(1, deps=[low, next_words])
+    next_low = _half(next_words, next_scales, 0, KIND, GROUPED, ZERO, A)
+    # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
+    mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+    acc, next_low, _ = warpgroup_mma_wait(0, deps=[sums, next_low, high])
+    mbarrier.arrive(empty.index(stage))
+    return acc, next_low, next_words, after
 
 
 @gluon.jit
 def _half(
-    words, scales, zeros, HALF: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
-    CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr,
-):  # fmt: skip
+    words, scales, HALF: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr, A: gl.constexpr
+):
     """A step's weights as the operand of the matrix unit, of the low (or only) codes, or with HALF of the high ones."""
+    CUT: gl.constexpr = _layout([64, 4, 4])
+    CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
     if GROUPED:
-        z = packed_zero(zeros[HALF], KIND) if ZERO else words
-        values = decode_half_scaled(words, z, packed_scale(scales[HALF], KIND), HALF, KIND, ZERO, CUT, CODES)
+        zero = packed_zero(scales[1][HALF], KIND) if ZERO else words
+        values = decode_half_scaled(words, zero, packed_scale(scales[0][HALF], KIND), HALF, KIND, ZERO, CUT, CODES)
     else:
         values = decode_words_in_order(words, KIND, CUT, CODES)[HALF]
     return _operand(values, A)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles"])
 def _quantized_experts_kernel(
-    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
+    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out, num_tiles,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
+    """Tiles of 128 rows times some pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
 
     With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N
     rows. Else out [pair, N], times the pair's routing weight; then codes are asked for while the kernel before still runs.
     """
     GATED: gl.constexpr = ACTIVATION != ""
-    STORED: gl.constexpr = 2 * N if GATED else N
-    BYTES: gl.constexpr = K // HALVES
-    STEPS: gl.constexpr = (BYTES + 63) // 64
-    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    STEPS: gl.constexpr = (K // HALVES + 63) // 64
     PIECES: gl.constexpr = 2 if GATED else 1
-    OWN: gl.constexpr = 128 // PIECES  # rows of out
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
-    entry = entries + gl.program_id(0) // ((N + OWN - 1) // OWN) * 3
-    n = gl.program_id(0) % ((N + OWN - 1) // OWN) * OWN
     if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
         wait_for_inputs()
         launch_dependents()
     elif PDL:
         launch_dependents()
-    expert = gl.load(entry)
-    first = gl.load(entry + 1)
-    stop = gl.load(entry + 2)
-    if expert >= 0:
-        x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-        codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
-        both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=2)
-        fence_async_shared()
-        scale += expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
-        zero += expert * (STORED * GROUPS)
-        factor += expert * STORED
-        bias += expert * STORED
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
-                    gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                    BLOCK_M, STAGES,
-                )),
-                (_multiply, (
-                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
-                    gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                    BLOCK_M, STAGES,
-                )),
-                (_bring, (
-                    x_desc, codes_desc, x_smem, codes_smem, full, empty, first, expert * STORED + n,
-                    N, STEPS, HALVES, STAGES, PIECES, gl.constexpr(PDL and not GATED),
-                )),
-            ],
-            [4, 1], [REGISTERS, 24],
-        )  # fmt: skip
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
+    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
+    both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, entries, num_tiles, program,
+                programs, gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                BLOCK_M, STAGES,
+            )),
+            (_multiply, (
+                scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, entries, num_tiles, program,
+                programs, gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                BLOCK_M, STAGES,
+            )),
+            (_bring, (
+                x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
+                N, STEPS, HALVES, STAGES, PIECES, gl.constexpr(PDL and not GATED),
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
 
 
 SHARED_BYTES = 224_000  # of a multiprocessor
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def applies(x: Tensor, weight: Weight) -> bool:
@@ -330,10 +383,12 @@ def launch(
     assert x.is_contiguous()
     assert codes.is_contiguous()
     assert scale.is_contiguous()
-    _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
+    num_tiles = len(entries) * cdiv(n, 128 // pieces)
+    programs = _multiprocessors(x.device) * (2 if block_m <= 64 else 1)
+    _quantized_experts_kernel[(min(num_tiles, programs),)](
         _boxes(x, block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
-        out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
+        out if bias is None else bias, weights, order, entries, out, num_tiles, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
         ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
         BIAS=bias is not None, ACTIVATION=activation, NEXT_BYTES=n if following is None else following.codes.shape[2],
         BLOCK_M=block_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4, maxnreg=config.max_registers,
