@@ -59,13 +59,25 @@ class QuantizedWeight:
         """Copy matrices of the same form into a stack."""
         parts = ((field.name, [getattr(matrix, field.name) for matrix in matrices]) for field in fields(matrices[0]))
         stacks: dict[str, Any] = {name: torch.stack(part) for name, part in parts if isinstance(part[0], Tensor)}
+        for name in {"scale", "zero"} & stacks.keys() if matrices[0].rows == 1 else ():
+            stacks[name] = by_groups(stacks[name])
         return replace(matrices[0], **stacks)
+
+    def lies_by_groups(self) -> bool:
+        """Whether a stack's scales and zero points lie as `by_groups` puts them; scales of several rows lie row by row."""
+        tensors = [self.scale] if self.zero is None else [self.scale, self.zero]
+        return all((each if self.rows > 1 else each.transpose(1, 2)).is_contiguous() for each in tensors)
 
     def __getitem__(self, index: int) -> QuantizedWeight:
         """Return one matrix of a stack."""
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
         views: dict[str, Any] = {name: part[index] for name, part in parts if isinstance(part, Tensor)}
         return replace(self, **views)
+
+
+def by_groups(scale: Tensor) -> Tensor:
+    """Scales [E, N, G], or zero points, as they are, but in memory [E, G, N]: threads read those of many rows at once."""
+    return scale.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight

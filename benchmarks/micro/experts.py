@@ -179,7 +179,9 @@ def expert_weights(form: str, count: int, n: int, k: int, device: torch.device) 
         codes = torch.stack([_random(device, n, k).to(torch.float8_e4m3fn) for _ in range(count)])
     else:
         codes = torch.randint(256, (count, n, k // 2), dtype=torch.uint8, device=device)
-    return QuantizedWeight(kind, codes, scale if rows > 1 or group == k else scale.half(), group, rows)
+    if rows == 1:
+        scale = kernels.by_groups(scale if group == k else scale.half())
+    return QuantizedWeight(kind, codes, scale, group, rows)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _load_step(
         start = local * ((STORED + ROWS - 1) // ROWS * GROUPS)
         for half in gl.static_range(HALVES):
             group = (half * BYTES + chunk * CHUNK) // GROUP
-            at = (start + group)[:, None] + rows // ROWS * GROUPS
+            at = (start + group * (STORED if ROWS == 1 else 1))[:, None] + rows // ROWS * (1 if ROWS == 1 else GROUPS)
             scales = scales + (_load(scale + at, real[:, None], MASKED),)
         if FACTOR:
             factors = factors + (_load(factor + (local * STORED)[:, None] + rows, real[:, None], MASKED),)
@@ -101,7 +101,7 @@ def _load_step(
         rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, Z))[None, :]
         for half in gl.static_range(HALVES):
             group = (half * BYTES + chunk * CHUNK) // GROUP
-            at = (local * (STORED * GROUPS) + group)[:, None] + rows * GROUPS
+            at = (local * (STORED * GROUPS) + group * STORED)[:, None] + rows
             zeros = zeros + (_load(zero + at, real[:, None], MASKED),)
     return stored, scales, zeros, factors
 
@@ -131,10 +131,10 @@ def _stage_scales(
 ):  # fmt: skip
     """For each half, scales times factors of all STAGED steps in shared memory, float32 [WARPS, BLOCK_N, STAGED].
 
-    A warp that loads a scale of each of its rows reads eight lines for two bytes of each. SMALL: times 2^62, for codes that
+    SMALL: times 2^62, for codes that
     are decoded to their value times 2^-126 and channels times 2^64.
     """
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 1], [4, 4, 2], [WARPS // 4, 4, 1], [0, 2, 1])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 1], [2, 16, 1], [WARPS // 2, 1, 2], [1, 0, 2])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0, 2])
     CHUNKS: gl.constexpr = gl.SliceLayout(1, LOADED)
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, CHUNKS))[:, None]
@@ -144,7 +144,7 @@ def _stage_scales(
     staged = ()
     for half in gl.static_range(HALVES):
         group = (half * BYTES + chunk * CHUNK) // GROUP
-        at = (local * (STORED * GROUPS) + group)[:, None, :] + rows * GROUPS
+        at = (local * (STORED * GROUPS) + group * STORED)[:, None, :] + rows
         values = scale_of(gl.load(scale + at, mask=real[:, None, :], other=0))
         if FACTOR:
             values *= gl.load(factor + (local * STORED)[:, None, :] + rows, mask=real[:, None, :], other=0.0)
@@ -466,6 +466,7 @@ def launch(
         codes, scale = _bytes(weight.codes), _bytes(weight.scale)
         zero, factor = weight.zero, weight.factor
         kind, group, rows, halves = weight.kind, weight.group, weight.rows, k // codes.shape[2]
+        assert weight.lies_by_groups()
     assert codes.is_contiguous()
     steps = cdiv(experts * (k // halves // config.chunk), config.warps)
     staged = next_power_of_2(steps) if config.staged and kind != "float" and rows == 1 and group < k else 0

@@ -6,6 +6,7 @@ have one, the warpgroup decodes what comes then, into registers of their own. A 
 """
 
 
+# ruff: noqa: RUF005 - Gluon has no unpacking
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.code_bits import decode_half_scaled, decode_words_in_order, packed_scale, packed_zero
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes, _layout, _load_scales, _operand, _scaled, channel_of, place_of, width
+from kernels.hopper.quantized_steps import _boxes, _layout, _operand, _scaled, channel_of, place_of, width
 from kernels.hopper.quantized_tiles import _is_hopper, _rows
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -169,34 +170,36 @@ def _multiply(
             own_scale = scale + expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
             n = tile % BLOCKS * (2 * OWN) + WG * OWN
             of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
-            pointers = own_scale + of_rows // ROWS * GROUPS
-            zeros = zero + expert * (STORED * GROUPS) + of_rows * GROUPS
-            s0 = ()
-            s1 = ()
-            if GROUPED:
-                s0 = _load_scales(pointers, zeros, 0, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-                s1 = _load_scales(pointers, zeros, 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
+            pointers = own_scale + of_rows // ROWS * (1 if ROWS == 1 else GROUPS)
+            zeros = zero + expert * (STORED * GROUPS) + of_rows
+            high0 = _ask_scales(pointers, zeros, 0, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+            high1 = _ask_scales(pointers, zeros, 1, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+            low0 = _ask_scales(pointers, zeros, 0, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+            low1 = _ask_scales(pointers, zeros, 1, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+            low2 = _ask_scales(pointers, zeros, 2, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
             acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
             mbarrier.wait(full.index(before % STAGES), (before // STAGES) & 1)
             words = codes_smem.index(before % STAGES * 2 + WG).load(_layout([64, 16]))
-            low = _half(words, s0, 0, KIND, GROUPED, ZERO, A)
+            low = _half(words, low0, 0, KIND, GROUPED, ZERO, A)
             if STEPS % 2:
-                acc, low, words, s2 = _step(
-                    acc, low, words, s0, s1, pointers, zeros, x_smem, codes_smem, full, empty, before, 0,
-                    WG, STEPS, BYTES, KIND, GROUP, GROUPS, HALVES, ZERO, STAGES, A,
+                acc, low, words, high2, low3 = _step(
+                    acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, before, 0,
+                    WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
                 )  # fmt: skip
-                s0 = s1
-                s1 = s2
+                high0 = high1
+                high1 = high2
+                low1 = low2
+                low2 = low3
             # Two steps a turn: what is asked for in one is used two steps on, in the same registers.
             for turn in range(STEPS // 2):
                 step = STEPS % 2 + 2 * turn
-                acc, low, words, s0 = _step(
-                    acc, low, words, s0, s1, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
-                    WG, STEPS, BYTES, KIND, GROUP, GROUPS, HALVES, ZERO, STAGES, A,
+                acc, low, words, high0, low1 = _step(
+                    acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
+                    WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
                 )  # fmt: skip
-                acc, low, words, s1 = _step(
-                    acc, low, words, s1, s0, pointers, zeros, x_smem, codes_smem, full, empty, before, step + 1,
-                    WG, STEPS, BYTES, KIND, GROUP, GROUPS, HALVES, ZERO, STAGES, A,
+                acc, low, words, high1, low2 = _step(
+                    acc, low, words, high1, low2, pointers, zeros, x_smem, codes_smem, full, empty, before, step + 1,
+                    WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
                 )  # fmt: skip
             before += STEPS
 
@@ -222,12 +225,13 @@ def _multiply(
 @gluon.jit
 def _step(
     acc, low, words, scales, next_scales, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
-    WG: gl.constexpr, STEPS: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    HALVES: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, A: gl.constexpr,
+    WG: gl.constexpr, STEPS: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr,
+    STAGES: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """acc + a step's products: `low` are its weights of the low (or only) codes, `words` its codes, `scales` theirs.
+    """acc + a step's products: `low` are its weights of the low (or only) codes, `words` its codes, `scales` the high ones'.
 
-    Also what the next step needs of these, and the scales of the one after it, straight from memory.
+    Also the next step's `low`, of `next_scales`, and words; then the high scales of two and the low ones of three steps on.
     """
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
     stage = (before + step) % STAGES
@@ -240,18 +244,34 @@ def _step(
     if HALVES == 2:
         high = _half(words, scales, 1, KIND, GROUPED, ZERO, A)
         sums = warpgroup_mma(high, x_smem.index(stage * HALVES + 1).permute((1, 0)), sums, is_async=True)
-    after = scales
-    if GROUPED:
-        CUT: gl.constexpr = _layout([64, 4, 4])
-        after = _load_scales(pointers, zeros, step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
-    if HALVES == 2:
+        scales = _ask_scales(pointers, zeros, step + 2, 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
         low, next_words = warpgroup_mma_wait(1, deps=[low, next_words])
     next_low = _half(next_words, next_scales, 0, KIND, GROUPED, ZERO, A)
+    next_scales = _ask_scales(pointers, zeros, step + 3, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
     # What comes before a branch stays there: so codes are decoded before the next wait and not after it.
     mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
     acc, next_low, _ = warpgroup_mma_wait(0, deps=[sums, next_low, high])
     mbarrier.arrive(empty.index(stage))
-    return acc, next_low, next_words, after
+    return acc, next_low, next_words, scales, next_scales
+
+
+@gluon.jit
+def _ask_scales(
+    pointers, zeros, step, HALF: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """Scales and zero points [rows, 4] of the groups of each quarter of a step's channels; beyond the last group, its own.
+
+    They come straight from memory, where the rows of a group lie side by side: see `by_groups`.
+    """
+    scales = ()
+    if GROUPS > 1 or ZERO:
+        quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _layout([64, 4, 4]))))[None, :]
+        group = gl.minimum((HALF * BYTES + step * 64 + quarter * 16) // GROUP, GROUPS - 1)
+        scales = (gl.load(pointers + group * (STORED if ROWS == 1 else 1)),)
+        if ZERO:
+            scales = scales + (gl.load(zeros + group * STORED),)
+    return scales
 
 
 @gluon.jit
@@ -262,8 +282,8 @@ def _half(
     CUT: gl.constexpr = _layout([64, 4, 4])
     CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
     if GROUPED:
-        zero = packed_zero(scales[1][HALF], KIND) if ZERO else words
-        values = decode_half_scaled(words, zero, packed_scale(scales[0][HALF], KIND), HALF, KIND, ZERO, CUT, CODES)
+        zero = packed_zero(scales[1], KIND) if ZERO else words
+        values = decode_half_scaled(words, zero, packed_scale(scales[0], KIND), HALF, KIND, ZERO, CUT, CODES)
     else:
         values = decode_words_in_order(words, KIND, CUT, CODES)[HALF]
     return _operand(values, A)
@@ -323,6 +343,7 @@ def _quantized_experts_kernel(
     )  # fmt: skip
 
 
+PERSISTENT = 128  # pairs of a tile from which a program takes several, since a multiprocessor has only one
 SHARED_BYTES = 224_000  # of a multiprocessor
 
 
@@ -382,9 +403,9 @@ def launch(
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.is_contiguous()
     assert codes.is_contiguous()
-    assert scale.is_contiguous()
+    assert weight.lies_by_groups()
     num_tiles = len(entries) * cdiv(n, 128 // pieces)
-    programs = _multiprocessors(x.device) * (2 if block_m <= 64 else 1)
+    programs = num_tiles if block_m < PERSISTENT else _multiprocessors(x.device)
     _quantized_experts_kernel[(min(num_tiles, programs),)](
         _boxes(x, block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,

@@ -107,7 +107,8 @@ def _load_block(pointers, at, k, ROW: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _add_product(
     acc, w, xk, rows, channel, scale, zero,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, SCALED: tl.constexpr,
+    STORED: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """acc [N, M] + weight [N, BLOCK_K] · xk [BLOCK_K, M], from `channel` on; a scale of whole rows is left to the caller.
 
@@ -116,11 +117,15 @@ def _add_product(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     w = w.to(xk.dtype)
     if ZERO:
-        w -= tl.load(zero + rows * GROUPS + channel // GROUP).to(xk.dtype)[:, None]
+        w -= tl.load(zero + rows + channel // GROUP * STORED).to(xk.dtype)[:, None]
     if KIND == "float" or GROUPS == 1:
         acc = tl.dot(w, xk, acc, input_precision="ieee")
     else:
-        s = _scales(tl.load(scale + rows // ROWS * GROUPS + channel // GROUP))[:, None]
+        if ROWS == 1:
+            at = rows + channel // GROUP * STORED
+        else:
+            at = rows // ROWS * GROUPS + channel // GROUP
+        s = _scales(tl.load(scale + at))[:, None]
         if SCALED:
             acc = tl.dot(w * s.to(w.dtype), xk, acc, input_precision="ieee")
         else:
@@ -163,6 +168,7 @@ def _tile(
     ROW: tl.constexpr = BYTES // WORD
     WIDTH: tl.constexpr = BLOCK_K // WORD
     GATED: tl.constexpr = ACTIVATION != ""
+    STORED: tl.constexpr = 2 * N if GATED else N
     WHOLE_ROWS: tl.constexpr = KIND != "float" and GROUP >= K
     SCALED: tl.constexpr = BLOCK_M > 32
     k = tl.arange(0, BLOCK_K)
@@ -193,10 +199,12 @@ def _tile(
             else:
                 xk = tl.load(x_pointers + channel, mask=(at + k < BYTES)[:, None], other=0.0)
             w = low if half == 0 else high
-            acc = _add_product(acc, w, xk, rows, channel, scale, zero, K, GROUP, ROWS, KIND, ZERO, SCALED)
+            acc = _add_product(acc, w, xk, rows, channel, scale, zero, STORED, K, GROUP, ROWS, KIND, ZERO, SCALED)
             if GATED:
                 w = up_low if half == 0 else up_high
-                up_acc = _add_product(up_acc, w, xk, N + rows, channel, scale, zero, K, GROUP, ROWS, KIND, ZERO, SCALED)
+                up_acc = _add_product(
+                    up_acc, w, xk, N + rows, channel, scale, zero, STORED, K, GROUP, ROWS, KIND, ZERO, SCALED
+                )
     acc = _of_rows(acc, rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
     if GATED:
         up_acc = _of_rows(up_acc, N + rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
@@ -319,6 +327,7 @@ def _grouped(
     kind: str
     if isinstance(weight, QuantizedWeight):
         assert weight.order is None, "experts cannot have permuted channels"
+        assert weight.lies_by_groups()
         codes, scale = _words(weight.codes, weight.kind), _bytes(weight.scale)
         zero, factor = _or(weight.zero, scale), _or(weight.factor, scale)
         kind, group, rows, size = weight.kind, weight.group, weight.rows, 1

@@ -127,10 +127,13 @@ class QuantizedFormat(WeightFormat):
         if matrix.num_stacked and order is not None and not codes.is_cpu:
             name = matrix.parts[own[0]].name
             raise ModelError(f"{name}: experts whose channels are reordered (desc_act) are supported on CPUs alone")
+        scale = scale.contiguous() if aligned else _narrowest(scale)  # cuBLAS needs block scales in float32
+        if matrix.num_stacked and not aligned and not codes.is_cpu:
+            scale, zero = kernels.by_groups(scale), None if zero is None else kernels.by_groups(zero)
         matrix.weight = kernels.QuantizedWeight(
             kind=kind,
             codes=codes,
-            scale=scale.contiguous() if aligned else _narrowest(scale),  # cuBLAS needs block scales in float32
+            scale=scale,
             group=self.scheme.group or len(matrix.columns),
             rows=block if aligned else 1,
             zero=None if zero is None or not zero.any() else zero,
