@@ -1,7 +1,7 @@
 """Experts of few bits on Hopper's matrix unit, in Gluon; see `kernels.hopper.quantized_steps`.
 
-A program takes one tile after another: 128 rows of an expert's weight, 64 in each of two warpgroups, times up to BLOCK_M of
-its pairs, which lie side by side in memory. While the matrix unit multiplies one half of a step's codes, or a step where they
+A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its pairs, which lie
+side by side in memory. While the matrix unit multiplies one half of a step's codes, or a step where they
 have one, the warpgroup decodes what comes then, into registers of their own. A third warp asks for codes and x, stages ahead.
 """
 
@@ -11,7 +11,6 @@ have one, the warpgroup decodes what comes then, into registers of their own. A 
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -87,44 +86,55 @@ def gather(
 
 @gluon.jit
 def _bring(
-    x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
-    N: gl.constexpr, STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
+    x_desc, codes_desc, scale, x_smem, codes_smem, full, empty, pair, row, n,
+    N: gl.constexpr, STEPS: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes and channels of x once its stage is empty. EARLY: codes may be asked for before x is there."""
     NUM_BYTES: gl.constexpr = 2 * PIECES * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
     AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
-    OWN: gl.constexpr = 128 // PIECES
-    BLOCKS: gl.constexpr = (N + OWN - 1) // OWN
-    asked = 0
+    for step in gl.static_range(AHEAD):
+        mbarrier.expect(full.index(step), NUM_BYTES)
+        _ask_codes(codes_desc, codes_smem, full, step, row, step, N, PIECES)
+        _prefetch_scales(scale, n, step, N, BYTES, GROUP, GROUPS, HALVES, PIECES)
     if EARLY:
-        expert = gl.load(entries + program // BLOCKS * 3)
-        if expert >= 0:
-            row = expert * (N * PIECES) + program % BLOCKS * OWN
-            for step in gl.static_range(AHEAD):
-                mbarrier.expect(full.index(step), NUM_BYTES)
-                _ask_codes(codes_desc, codes_smem, full, step, row, step, N, PIECES)
-            asked = AHEAD
         wait_for_inputs()
-    before = 0
-    for tile in range(program, num_tiles, programs):
-        entry = entries + tile // BLOCKS * 3
-        expert = gl.load(entry)
-        if expert >= 0:
-            pair = gl.load(entry + 1)
-            row = expert * (N * PIECES) + tile % BLOCKS * OWN
-            for step in range(STEPS):
-                now = before + step
-                stage = now % STAGES
-                if now >= asked:
-                    mbarrier.wait(empty.index(stage), ((now // STAGES) & 1) ^ 1)
-                    mbarrier.expect(full.index(stage), NUM_BYTES)
-                    _ask_codes(codes_desc, codes_smem, full, stage, row, step, N, PIECES)
-                for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
-                        x_desc, [pair, (half * STEPS + step) * 64], full.index(stage),
-                        x_smem.index(stage * HALVES + half),
-                    )  # fmt: skip
-            before += STEPS
+    for step in range(STEPS):
+        stage = step % STAGES
+        if step >= AHEAD:
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), NUM_BYTES)
+            _ask_codes(codes_desc, codes_smem, full, stage, row, step, N, PIECES)
+            _prefetch_scales(scale, n, step, N, BYTES, GROUP, GROUPS, HALVES, PIECES)
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                x_desc, [pair, (half * STEPS + step) * 64], full.index(stage), x_smem.index(stage * HALVES + half)
+            )
+
+
+@gluon.jit
+def _prefetch_scales(
+    scale, n, step, N: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """Bring a step's scales of the program's 128 rows, where they lie by groups, to the L2 cache: threads ask for them late.
+
+    The loads of a thread share few scoreboards: it cannot have scales of several steps on their way.
+    """
+    EACH: gl.constexpr = (64 + GROUP - 1) // GROUP  # groups of a half
+    SECTOR: gl.constexpr = 32 * 8 // scale.dtype.element_ty.primitive_bitwidth  # scales that memory moves at once
+    SECTORS: gl.constexpr = 128 // PIECES // SECTOR
+    COUNT: gl.constexpr = HALVES * EACH * PIECES * SECTORS
+    if GROUPS > 1:
+        i = gl.arange(0, max(COUNT, 32), layout=gl.BlockedLayout([max(COUNT, 32) // 32], [32], [1], [0]))
+        i = gl.minimum(i, COUNT - 1)
+        half = i // (EACH * PIECES * SECTORS)
+        group = (half * BYTES + step * 64) // GROUP + i // (PIECES * SECTORS) % EACH
+        row = i // SECTORS % PIECES * N + gl.minimum(n + i % SECTORS * SECTOR, N - 1)
+        at = (scale + gl.minimum(group, GROUPS - 1) * (N * PIECES) + row).to(gl.int64, bitcast=True)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
@@ -140,12 +150,12 @@ def _ask_codes(codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, 
 
 @gluon.jit
 def _multiply(
-    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
+    scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, first, stop, n,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's rows of each tile. See `_quantized_experts_kernel`."""
+    """One warpgroup's rows; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
     BYTES: gl.constexpr = K // HALVES
     STEPS: gl.constexpr = (BYTES + 63) // 64
@@ -153,78 +163,66 @@ def _multiply(
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
     PIECES: gl.constexpr = 2 if GATED else 1
     OWN: gl.constexpr = 64 // PIECES  # rows of out
-    BLOCKS: gl.constexpr = (N + 2 * OWN - 1) // (2 * OWN)
     STORED: gl.constexpr = PIECES * N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CUT: gl.constexpr = _layout([64, 4, 4])
     SUMS: gl.constexpr = gl.BlockedLayout([8, 1, PIECES], [OWN // 8, 256 // OWN, 1], [1, 4, 1], [2, 0, 1])
     OUT: gl.constexpr = gl.SliceLayout(2, SUMS)
-    before = 0
-    for tile in range(program, num_tiles, programs):
-        entry = entries + tile // BLOCKS * 3
-        expert = gl.load(entry)
-        if expert >= 0:
-            first = gl.load(entry + 1)
-            stop = gl.load(entry + 2)
-            own_scale = scale + expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
-            n = tile % BLOCKS * (2 * OWN) + WG * OWN
-            of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
-            pointers = own_scale + of_rows // ROWS * (1 if ROWS == 1 else GROUPS)
-            zeros = zero + expert * (STORED * GROUPS) + of_rows
-            high0 = _ask_scales(pointers, zeros, 0, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
-            high1 = _ask_scales(pointers, zeros, 1, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
-            low0 = _ask_scales(pointers, zeros, 0, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
-            low1 = _ask_scales(pointers, zeros, 1, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
-            low2 = _ask_scales(pointers, zeros, 2, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
-            acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-            mbarrier.wait(full.index(before % STAGES), (before // STAGES) & 1)
-            words = codes_smem.index(before % STAGES * 2 + WG).load(_layout([64, 16]))
-            low = _half(words, low0, 0, KIND, GROUPED, ZERO, A)
-            if STEPS % 2:
-                acc, low, words, high2, low3 = _step(
-                    acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, before, 0,
-                    WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
-                )  # fmt: skip
-                high0 = high1
-                high1 = high2
-                low1 = low2
-                low2 = low3
-            # Two steps a turn: what is asked for in one is used two steps on, in the same registers.
-            for turn in range(STEPS // 2):
-                step = STEPS % 2 + 2 * turn
-                acc, low, words, high0, low1 = _step(
-                    acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
-                    WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
-                )  # fmt: skip
-                acc, low, words, high1, low2 = _step(
-                    acc, low, words, high1, low2, pointers, zeros, x_smem, codes_smem, full, empty, before, step + 1,
-                    WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
-                )  # fmt: skip
-            before += STEPS
-
-            acc = _scaled(
-                acc, own_scale, factor + expert * STORED, bias + expert * STORED, _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC)),
-                ROWS, GROUPED, FACTOR, BIAS, KIND,
-            )  # fmt: skip
-            position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-            outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
-            if GATED:
-                gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
-                result = _activate(gate, up, ACTIVATION)
-                NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
-                at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
-            else:
-                pair = gl.load(order + gl.minimum(position, stop - 1))
-                result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
-                at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
-            mask = (outputs < N)[:, None] & (position < stop)[None, :]
-            gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+    n = n + WG * OWN
+    of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
+    pointers = scale + of_rows // ROWS * (1 if ROWS == 1 else GROUPS)
+    zeros = zero + of_rows
+    high0 = _ask_scales(pointers, zeros, 0, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+    high1 = _ask_scales(pointers, zeros, 1, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+    low0 = _ask_scales(pointers, zeros, 0, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+    low1 = _ask_scales(pointers, zeros, 1, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+    low2 = _ask_scales(pointers, zeros, 2, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
+    acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(full.index(0), 0)
+    words = codes_smem.index(WG).load(_layout([64, 16]))
+    low = _half(words, low0, 0, KIND, GROUPED, ZERO, A)
+    if STEPS % 2:
+        acc, low, words, high2, low3 = _step(
+            acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, 0,
+            WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
+        )  # fmt: skip
+        high0 = high1
+        high1 = high2
+        low1 = low2
+        low2 = low3
+    # Two steps a turn: what is asked for in one is used two steps on, in the same registers.
+    for turn in range(STEPS // 2):
+        step = STEPS % 2 + 2 * turn
+        acc, low, words, high0, low1 = _step(
+            acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, step,
+            WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
+        )  # fmt: skip
+        acc, low, words, high1, low2 = _step(
+            acc, low, words, high1, low2, pointers, zeros, x_smem, codes_smem, full, empty, step + 1,
+            WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
+        )  # fmt: skip
+    acc = _scaled(
+        acc, scale, factor, bias, _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC)), ROWS, GROUPED, FACTOR, BIAS, KIND,
+    )  # fmt: skip
+    position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
+    outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
+    if GATED:
+        gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
+        result = _activate(gate, up, ACTIVATION)
+        NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
+        at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
+    else:
+        pair = gl.load(order + gl.minimum(position, stop - 1))
+        result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
+        at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
+    mask = (outputs < N)[:, None] & (position < stop)[None, :]
+    gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def _step(
-    acc, low, words, scales, next_scales, pointers, zeros, x_smem, codes_smem, full, empty, before, step,
+    acc, low, words, scales, next_scales, pointers, zeros, x_smem, codes_smem, full, empty, step,
     WG: gl.constexpr, STEPS: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr,
     STAGES: gl.constexpr, A: gl.constexpr,
@@ -234,9 +232,9 @@ def _step(
     Also the next step's `low`, of `next_scales`, and words; then the high scales of two and the low ones of three steps on.
     """
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
-    stage = (before + step) % STAGES
+    stage = step % STAGES
     sums = warpgroup_mma(low, x_smem.index(stage * HALVES).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
-    following = before + gl.minimum(step + 1, STEPS - 1)
+    following = gl.minimum(step + 1, STEPS - 1)
     mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
     next_words = codes_smem.index(following % STAGES * 2 + WG).load(_layout([64, 16]))
     # Registers that the matrix unit still reads must not be written: these are others.
@@ -289,14 +287,14 @@ def _half(
     return _operand(values, A)
 
 
-@gluon.jit(do_not_specialize=["num_tiles"])
+@gluon.jit
 def _quantized_experts_kernel(
-    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out, num_tiles,
+    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 rows times some pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
+    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
 
     With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N
     rows. Else out [pair, N], times the pair's routing weight; then codes are asked for while the kernel before still runs.
@@ -304,52 +302,59 @@ def _quantized_experts_kernel(
     GATED: gl.constexpr = ACTIVATION != ""
     STEPS: gl.constexpr = (K // HALVES + 63) // 64
     PIECES: gl.constexpr = 2 if GATED else 1
+    STORED: gl.constexpr = PIECES * N
+    BYTES: gl.constexpr = K // HALVES
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    OWN: gl.constexpr = 128 // PIECES  # rows of out
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
+    entry = entries + gl.program_id(0) // ((N + OWN - 1) // OWN) * 3
+    n = gl.program_id(0) % ((N + OWN - 1) // OWN) * OWN
     if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
         wait_for_inputs()
         launch_dependents()
     elif PDL:
         launch_dependents()
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
-    both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, entries, num_tiles, program,
-                programs, gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                BLOCK_M, STAGES,
-            )),
-            (_multiply, (
-                scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, entries, num_tiles, program,
-                programs, gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                BLOCK_M, STAGES,
-            )),
-            (_bring, (
-                x_desc, codes_desc, x_smem, codes_smem, full, empty, entries, num_tiles, program, programs,
-                N, STEPS, HALVES, STAGES, PIECES, gl.constexpr(PDL and not GATED),
-            )),
-        ],
-        [4, 1], [REGISTERS, 24],
-    )  # fmt: skip
+    expert = gl.load(entry)
+    first = gl.load(entry + 1)
+    stop = gl.load(entry + 2)
+    if expert >= 0:
+        x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
+        codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
+        both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=2)
+        fence_async_shared()
+        scale += expert * ((STORED + ROWS - 1) // ROWS * GROUPS)
+        zero += expert * (STORED * GROUPS)
+        factor += expert * STORED
+        bias += expert * STORED
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
+                    gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                    BLOCK_M, STAGES,
+                )),
+                (_multiply, (
+                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
+                    gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                    BLOCK_M, STAGES,
+                )),
+                (_bring, (
+                    x_desc, codes_desc, scale, x_smem, codes_smem, full, empty, first, expert * STORED + n, n,
+                    N, STEPS, BYTES, GROUP, gl.constexpr(GROUPS if ROWS == 1 else 1), HALVES, STAGES, PIECES,
+                    gl.constexpr(PDL and not GATED),
+                )),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
 
 
-PERSISTENT = 128  # pairs of a tile from which a program takes several, since a multiprocessor has only one
 SHARED_BYTES = 224_000  # of a multiprocessor
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def applies(x: Tensor, weight: Weight) -> bool:
@@ -404,12 +409,10 @@ def launch(
     assert x.is_contiguous()
     assert codes.is_contiguous()
     assert weight.lies_by_groups()
-    num_tiles = len(entries) * cdiv(n, 128 // pieces)
-    programs = num_tiles if block_m < PERSISTENT else _multiprocessors(x.device)
-    _quantized_experts_kernel[(min(num_tiles, programs),)](
+    _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
         _boxes(x, block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
-        out if bias is None else bias, weights, order, entries, out, num_tiles, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
+        out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
         ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
         BIAS=bias is not None, ACTIVATION=activation, NEXT_BYTES=n if following is None else following.codes.shape[2],
         BLOCK_M=block_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4, maxnreg=config.max_registers,

@@ -18,8 +18,7 @@ from tests.support.steps_on_tensors import steps_on_tensors
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_bring", "_ask_codes", "_multiply", "_step", "_ask_scales", "_half", "_rows", "_activate", "place_of")
     steps_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
-    monkeypatch.setattr(quantized_experts, "PERSISTENT", 16)
-    monkeypatch.setattr(quantized_experts, "_multiprocessors", lambda device: 2)  # so a program has several tiles
+    monkeypatch.setattr(quantized_experts, "_prefetch_scales", lambda *arguments: None)
 
 
 def check(
