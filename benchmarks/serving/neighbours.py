@@ -14,12 +14,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import perf_counter, sleep, time
 from typing import Any
 
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
@@ -104,9 +104,9 @@ def _serve_offline(connection: Connection, job: Job) -> None:
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=job.flags.output_len)
     while True:
         connection.recv()
-        begin = time.perf_counter()
+        begin = perf_counter()
         llm.generate([{"prompt_token_ids": job.prompt}] * job.flags.requests, params, use_tqdm=False)
-        connection.send(job.num_tokens / (time.perf_counter() - begin))
+        connection.send(job.num_tokens / (perf_counter() - begin))
 
 
 @contextlib.contextmanager
@@ -126,13 +126,13 @@ def served(job: Job) -> Iterator[Measure]:
                     raise ConfigError(f"the server does not answer: {last_line(log)}")
 
     with process_group(command, "quire", log) as process, ThreadPoolExecutor(job.flags.requests) as clients:
-        if not wait_until_ready(process, port, time.time() + READY_SECONDS):
+        if not wait_until_ready(process, port, time() + READY_SECONDS):
             raise ConfigError(f"the server does not start: {last_line(log)}")
 
         def measure() -> float:
-            begin = time.perf_counter()
+            begin = perf_counter()
             list(clients.map(read_stream, range(job.flags.requests)))
-            return job.num_tokens / (time.perf_counter() - begin)
+            return job.num_tokens / (perf_counter() - begin)
 
         yield measure
 
@@ -150,9 +150,9 @@ def generated(job: Job) -> Iterator[Measure]:
         assert process.stdout is not None
         with process.stdout as text:
             os.read(text.fileno(), 1)
-            begin = time.perf_counter()
+            begin = perf_counter()
             text.read()
-        seconds = time.perf_counter() - begin
+        seconds = perf_counter() - begin
         if process.wait():
             raise ConfigError(f"quire generate failed: {last_line(job.scratch / 'generate.txt')}")
         return (count - 1) / seconds
@@ -192,7 +192,7 @@ def busy(count: int) -> Iterator[None]:
     """`count` processes that compute all the time."""
     processes = [subprocess.Popen(NEIGHBOUR) for _ in range(count)]
     try:
-        time.sleep(0.2)
+        sleep(0.2)
         yield
     finally:
         for process in processes:
@@ -232,9 +232,9 @@ def compare(way: str, job: Job) -> tuple[float, float]:
         for _ in range(job.flags.rounds):
             for count, found in figures.items():
                 with busy(count):
-                    end = time.perf_counter() + LEAST_SECONDS
+                    end = perf_counter() + LEAST_SECONDS
                     runs = [measure()]
-                    while time.perf_counter() < end:
+                    while perf_counter() < end:
                         runs.append(measure())
                     found.append(statistics.harmonic_mean(runs))
     quiet, beside = (statistics.median(found) for found in figures.values())

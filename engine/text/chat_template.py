@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from time import monotonic
 from typing import Any, cast
 
 import jinja2
@@ -160,7 +160,7 @@ class _Budget:
     def spend(self, steps: int = 1, chars: int = 0) -> None:
         self.steps -= steps
         self.chars -= chars
-        if self.steps < 0 or time.monotonic() > self.deadline:
+        if self.steps < 0 or monotonic() > self.deadline:
             raise jinja2.TemplateError(f"the chat template takes more than {MAX_SECONDS:g} s or {MAX_STEPS} steps")
         if self.chars < 0:
             raise jinja2.TemplateError(f"the chat template writes too much: more than {MAX_CHARS} characters")
@@ -209,7 +209,7 @@ _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    token = _BUDGET.set(_Budget(MAX_STEPS, MAX_CHARS, time.monotonic() + MAX_SECONDS))
+    token = _BUDGET.set(_Budget(MAX_STEPS, MAX_CHARS, monotonic() + MAX_SECONDS))
     try:
         yield
     finally:

@@ -57,7 +57,7 @@ def test_time_alone_is_measured_again(
 
     for name, fake in (("watching", watching), ("_alone", take_alone), ("attack", attack), ("used", nothing)):
         monkeypatch.setattr(attacks, name, fake)
-    monkeypatch.setattr(asyncio, "sleep", nothing)
+    monkeypatch.setattr(attacks, "ALONE_SECONDS", 0)
     (result,) = asyncio.run(attacks.run_all(Target, [ATTACKS[0]], Console(quiet=True)))  # type: ignore[arg-type]
     assert (result.request, result.first_slower, result.failures) == expected
     assert next(given, None) is None

@@ -282,7 +282,7 @@ def test_what_is_written_out_is_counted_by_the_level(monkeypatch: pytest.MonkeyP
         num_calls += 1
         return 0.0
 
-    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(chat_template, "monotonic", clock)
     budget = chat_template._Budget(100_000, 100_000, 1.0)
     budget.spend_on({"a": [True, "text", None, {"b": ("c", 1.5)}] * 1000})
     assert (budget.steps, budget.chars) == (100_000 - 7001, 100_000 - 6001)

@@ -37,8 +37,8 @@ def test_quiet_and_busy_runs_take_turns(monkeypatch: pytest.MonkeyPatch, capsys:
         yield measure
 
     clock = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(neighbours, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(neighbours, "sleep", lambda seconds: None)
     monkeypatch.setattr(subprocess, "Popen", Neighbour)
     monkeypatch.setitem(neighbours.WAYS, "LLM", way)
     assert neighbours.main(["--ways", "LLM", "--models", "configs/demo", "--neighbours", "3", "--rounds", "2"]) == 0
