@@ -24,7 +24,7 @@ import kernels
 from kernels.layout import RowState, StepTensors
 from kernels.moe import ExpertActivation
 from kernels.plan import DecodePlan
-from kernels.quantized_weight import Weight
+from kernels.quantized_weight import QuantizedWeight, Weight
 from tests.oracles.random_weights import random_weight
 
 META = torch.device("meta")
@@ -151,7 +151,6 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
 
 def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torch.dtype = BF16, **more: bool) -> None:
     """Every form of a product of x [tokens, 1024] with codes [2048, 1024]; `more`: zeros, e4m3_scales, rounds."""
-    from kernels.quantized_weight import QuantizedWeight
     from kernels.triton.matmul import linear_add, norm_linear, norm_swiglu
     from kernels.triton.quantized import dequantize
 
@@ -191,10 +190,8 @@ def expert_weights(form: str, n: int, k: int) -> Weight:
         return tensor(32, n, k)
     one = random_weight(form, n, k)
     parts = ((field.name, getattr(one, field.name)) for field in dataclasses.fields(one))
-    stacks: dict[str, Any] = {
-        name: tensor(32, *part.shape, dtype=part.dtype) for name, part in parts if isinstance(part, Tensor)
-    }
-    return dataclasses.replace(one, **stacks)
+    on_meta: dict[str, Any] = {name: part.to(META) for name, part in parts if isinstance(part, Tensor)}
+    return QuantizedWeight.stack([dataclasses.replace(one, **on_meta)] * 32)
 
 
 def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
@@ -209,7 +206,6 @@ def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> No
 def parts_of_channels() -> None:
     """A product whose channels are divided among programs, and the sum of these parts."""
     from kernels.hopper import quantized_tiles as tiles
-    from kernels.quantized_weight import QuantizedWeight
 
     weight = QuantizedWeight("int4", tensor(512, 512, dtype=torch.uint8), tensor(512, 8, dtype=F16), 128)
     x, out = tensor(60, 1024), tensor(60, 512)
