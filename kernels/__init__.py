@@ -30,6 +30,7 @@ from kernels.quantized_weight import Weight as Weight
 from kernels.quantized_weight import by_groups as by_groups
 from kernels.reference import NOT_FINITE as NOT_FINITE
 from kernels.reference import NOTHING_ALLOWED as NOTHING_ALLOWED
+from kernels.reference import Gate as Gate
 from kernels.reference import Part as Part
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
@@ -39,24 +40,24 @@ R = TypeVar("R")
 
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
-        "kernels.cpu.elementwise": ("add_scaled", "gelu_and_mul", "scale"),
+        "kernels.cpu.elementwise": ("add_scaled", "gate_and_mul", "rms_norm_add", "scale"),
         "kernels.cpu.moe": ("experts",),
-        "kernels.cpu.matmul": ("pack_weight", "linear", "linear_add", "norm_linear", "norm_swiglu"),
+        "kernels.cpu.matmul": ("pack_weight", "linear", "linear_add", "norm_gated", "norm_linear"),
         "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
         "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
         "kernels.cpu.step": ("embedding", "likeliest", "prepare_step"),
     },
     "cuda": {
-        "kernels.triton.activation": ("gelu_and_mul", "silu_and_mul"),
+        "kernels.triton.activation": ("gate_and_mul",),
         "kernels.triton.attention_decode": ("paged_attention_decode", "plan_decode"),
         "kernels.triton.attention_prefill": ("paged_attention_prefill",),
         "kernels.triton.latent": ("absorb_and_store", "latent_attention_decode", "latent_attention_prefill"),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.moe": ("experts",),
         "kernels.triton.router": ("route", "norm_route"),
-        "kernels.triton.matmul": ("linear", "linear_add", "norm_linear", "norm_swiglu"),
+        "kernels.triton.matmul": ("linear", "linear_add", "norm_gated", "norm_linear"),
         "kernels.triton.quantized": ("dequantize", "quantize_rows"),
-        "kernels.triton.norm": ("rms_norm", "add_rms_norm"),
+        "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
         "kernels.triton.prepare": ("prepare_step",),
         "kernels.triton.rotary": ("rope_and_store",),
         "kernels.triton.sampling": ("mask_logits", "sample"),
@@ -103,8 +104,8 @@ def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
 
 rms_norm = _dispatched(reference.rms_norm)
 add_rms_norm = _dispatched(reference.add_rms_norm)
-silu_and_mul = _dispatched(reference.silu_and_mul)
-gelu_and_mul = _dispatched(reference.gelu_and_mul)
+rms_norm_add = _dispatched(reference.rms_norm_add)
+gate_and_mul = _dispatched(reference.gate_and_mul)
 add_scaled = _dispatched(reference.add_scaled)
 scale = _dispatched(reference.scale)
 pack_weight = _dispatched(reference.pack_weight)
@@ -114,7 +115,7 @@ quantize_rows = _dispatched(reference.quantize_rows)
 linear = _dispatched(reference.linear)
 linear_add = _dispatched(reference.linear_add)
 norm_linear = _dispatched(reference.norm_linear)
-norm_swiglu = _dispatched(reference.norm_swiglu)
+norm_gated = _dispatched(reference.norm_gated)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 experts = _dispatched(reference.experts)

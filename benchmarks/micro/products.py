@@ -100,7 +100,7 @@ def _call(name: str, weight: Weight, tokens: int) -> Callable[[], Tensor]:
     if name == "qkv":
         return lambda: kernels.norm_linear(x, norm, 1e-6, weight)
     if name == "gate_up":
-        return lambda: kernels.norm_swiglu(x, norm, 1e-6, weight)
+        return lambda: kernels.norm_gated(x, norm, 1e-6, weight)
     return lambda: kernels.linear_add(residual, x, weight)
 
 

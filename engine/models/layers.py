@@ -274,11 +274,11 @@ class Linear(Matrix):
             return result if out is None else out.copy_(result)
         return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
-    def swiglu_after_norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Return silu(gate) · up for the two stacked projections of the normalised x."""
+    def gated_after_norm(self, x: Tensor, norm: Norm | None, gate: kernels.Gate) -> Tensor:
+        """Return the activated gate · up for the two stacked projections of the normalised x."""
         if not isinstance(norm, RMSNorm):
-            return kernels.silu_and_mul(self.after_norm(x, norm))
-        return kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
+            return kernels.gate_and_mul(self.after_norm(x, norm), gate)
+        return kernels.norm_gated(x, norm.weight, norm.eps, self.weight, self.bias, gate)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
         """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
@@ -289,7 +289,7 @@ class Linear(Matrix):
         out = self(x)
         if self.is_partial:
             out = self.communicator.all_reduce(out)
-        return kernels.add_scaled(residual, out if norm is None else norm(out), multiplier)
+        return add_normed(residual, out, norm, multiplier)
 
 
 def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
@@ -362,6 +362,13 @@ class RMSNorm(Norm):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
+def add_normed(residual: Tensor, x: Tensor, norm: Norm | None, multiplier: float) -> Tensor:
+    """Add multiplier · the (normalised) x to residual in place."""
+    if isinstance(norm, RMSNorm):
+        return kernels.rms_norm_add(residual, x, norm.weight, norm.eps, multiplier)
+    return kernels.add_scaled(residual, x if norm is None else norm(x), multiplier)
+
+
 class LayerNorm(Norm):
     """(x - mean(x)) / std(x) · weight, plus an optional bias."""
 
@@ -390,8 +397,8 @@ class Residual(nn.Module):
     def project(self, linear: Linear, x: Tensor) -> Tensor:
         return linear.after_norm(x, self.before)
 
-    def swiglu(self, linear: Linear, x: Tensor) -> Tensor:
-        return linear.swiglu_after_norm(x, self.before)
+    def gated(self, linear: Linear, x: Tensor, gate: kernels.Gate) -> Tensor:
+        return linear.gated_after_norm(x, self.before, gate)
 
     def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Tensor:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
@@ -399,7 +406,7 @@ class Residual(nn.Module):
 
     def add_output(self, hidden: Tensor, output: Tensor) -> Tensor:
         """Add a sublayer's finished output [T, hidden] to hidden [T, hidden] in place."""
-        return kernels.add_scaled(hidden, output if self.after is None else self.after(output), self.multiplier)
+        return add_normed(hidden, output, self.after, self.multiplier)
 
     @property
     def is_sum(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import kernels
 from engine.models.layers import Linear, Residual, Scope
 from engine.models.spec import DenseSpec
 
@@ -35,9 +34,6 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor, residual: Residual) -> Tensor:
         """Return the input of `down`: [T, intermediate_size]."""
-        if self.spec.gated and self.spec.activation == "silu":
-            return residual.swiglu(self.gate_up, x)
-        projected = residual.project(self.gate_up, x)
         if self.spec.gated:
-            return kernels.gelu_and_mul(projected)
-        return ACTIVATIONS[self.spec.activation](projected)
+            return residual.gated(self.gate_up, x, "silu" if self.spec.activation == "silu" else "gelu_tanh")
+        return ACTIVATIONS[self.spec.activation](residual.project(self.gate_up, x))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.library import library
+from kernels.cpu.rotary import rms_norm
+from kernels.reference import Gate
 
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -27,10 +29,10 @@ class _Struct(ctypes.Structure):
     )
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """See `kernels.reference.gelu_and_mul`."""
-    if not _is_native(x):
-        return reference.gelu_and_mul(x)
+def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
+    """See `kernels.reference.gate_and_mul`."""
+    if gate != "gelu_tanh" or not _is_native(x):
+        return reference.gate_and_mul(x, gate)
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     return _run("quire_gelu_and_mul", x, out)
 
@@ -40,6 +42,11 @@ def add_scaled(residual: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     if not _is_native(residual, x):
         return reference.add_scaled(residual, x, factor)
     return _run("quire_add_scaled", x, residual, factor)
+
+
+def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+    """See `kernels.reference.rms_norm_add`."""
+    return add_scaled(residual, rms_norm(x, weight, eps), factor)
 
 
 def scale(x: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:

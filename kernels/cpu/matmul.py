@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.library import library, tile_rows
 from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.reference import silu_and_mul
+from kernels.reference import Gate, silu_and_mul
 
 _onednn = torch.ops.mkldnn
 PACKED_FOR = 16  # tokens that oneDNN packs weights for: about the best blocks for fewer, and for many more
@@ -97,12 +98,14 @@ def norm_linear(
     return result if out is None else out.copy_(result)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """See `kernels.reference.norm_swiglu`."""
-    if isinstance(weight, NativeWeight) and weight.num_rows % (2 * tile_rows()) == 0:
+def norm_gated(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
+) -> Tensor:
+    """See `kernels.reference.norm_gated`."""
+    if gate == "silu" and isinstance(weight, NativeWeight) and weight.num_rows % (2 * tile_rows()) == 0:
         out = x.new_empty(x.shape[0], weight.num_rows // 2)
         return _product(x, weight, bias, out, then=SWIGLU, norm=norm_weight, eps=eps)
-    return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
+    return gate_and_mul(norm_linear(x, norm_weight, eps, weight, bias), gate)
 
 
 def _product(

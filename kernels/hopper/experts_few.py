@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.hopper.code_bits import decode_bytes, decode_small, scale_of
-from kernels.hopper.matmul_few import _has_matrix_unit, _last, _middle
+from kernels.hopper.matmul_few import _has_matrix_unit, _last, _middle, activate
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -193,11 +193,8 @@ def _activate(gate, up, ACTIVATION: gl.constexpr):
     if ACTIVATION == "clamped_swiglu":
         gate = gl.minimum(gate, 7.0)
         return gate / (1.0 + gl.exp(-1.702 * gate)) * (gl.minimum(gl.maximum(up, -7.0), 7.0) + 1.0)
-    elif ACTIVATION == "gelu_tanh":  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * up
     else:
-        return gate / (1.0 + gl.exp(-gate)) * up
+        return activate(gate, ACTIVATION) * up
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "first"])

@@ -1,4 +1,4 @@
-"""Matrix products for up to 16 tokens on tensor cores, in Gluon, with the norm before and the SwiGLU or sum after them.
+"""Matrix products for up to 16 tokens on tensor cores, in Gluon, with the norm before and the gated activation or sum after them.
 
 A weight is read once, so it never goes through shared memory: each thread loads 16 bytes of a row straight into the
 registers from which the matrix unit takes it, and the channels of the tokens in the same order. The warps of a program have
@@ -12,7 +12,7 @@ are on their way before the program waits for the kernel ahead of it (programmat
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.reference import Gate
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 16  # tokens in one tile of the matrix unit
@@ -43,6 +44,16 @@ def _last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
 
 
 @gluon.jit
+def activate(x, NAME: gl.constexpr):
+    """silu(x), or gelu(x) by tanh ("gelu_tanh")."""
+    if NAME == "gelu_tanh":  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (x + 0.044715 x^3)
+        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0))
+    else:
+        return x / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
 def _load_step(
     pointers, chunks, i: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr
 ):
@@ -60,14 +71,15 @@ def _few_linear_kernel(
     x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
     N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
     X_AHEAD: gl.constexpr, CHAINS: gl.constexpr, WARPS: gl.constexpr, TOKENS_FIRST: gl.constexpr,
-    NORM: gl.constexpr, SWIGLU: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with SWIGLU: gate rows, then up rows.
+    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu", "gelu_tanh"): gate rows, then up rows.
 
     A warp takes CHUNK channels at a time, and adds to CHAINS sums in turns. TOKENS_FIRST: tokens are the 16 rows of the
     matrix unit's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile beyond
     the tokens (or the weight) repeat the last one, and are not stored.
     """
+    GATED: gl.constexpr = GATE != ""
     STEPS: gl.constexpr = (K // CHUNK + WARPS - 1) // WARPS
     ONCE: gl.constexpr = "evict_first"
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -127,14 +139,14 @@ def _few_linear_kernel(
     xs = ()
     for i in gl.static_range(AHEAD):
         ws = ws + (_load_step(w_pointers, w_chunks, i, K, CHUNK, WARPS, ONCE),)
-        if SWIGLU:
+        if GATED:
             ups = ups + (_load_step(up_pointers, w_chunks, i, K, CHUNK, WARPS, ONCE),)
     if NORM:
         for i in gl.static_range(X_AHEAD):
             gs = gs + (_load_step(g_pointers, x_chunks, i, K, CHUNK, WARPS, ""),)
     if BIAS:
         b = gl.load(bias + n, mask=n < N, other=0.0)
-        if SWIGLU:
+        if GATED:
             b_up = gl.load(bias + N + n, mask=n < N, other=0.0)
     if PDL:
         wait_for_inputs()
@@ -156,7 +168,7 @@ def _few_linear_kernel(
         xs = xs[1:]
         if i + AHEAD < STEPS:
             ws = ws + (_load_step(w_pointers, w_chunks, i + AHEAD, K, CHUNK, WARPS, ONCE),)
-        if SWIGLU:
+        if GATED:
             w_up = ups[0]
             ups = ups[1:]
             if i + AHEAD < STEPS:
@@ -173,11 +185,11 @@ def _few_linear_kernel(
             xi = (wide * g.to(gl.float32)).to(xi.dtype)
         if TOKENS_FIRST:
             sums = sums[1:] + (mma_v2(xi, w, sums[0]),)
-            if SWIGLU:
+            if GATED:
                 up_sums = up_sums[1:] + (mma_v2(xi, w_up, up_sums[0]),)
         else:
             sums = sums[1:] + (mma_v2(w, xi, sums[0]),)
-            if SWIGLU:
+            if GATED:
                 up_sums = up_sums[1:] + (mma_v2(w_up, xi, up_sums[0]),)
 
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
@@ -188,12 +200,12 @@ def _few_linear_kernel(
         total += sums[i]
         up_total += up_sums[i]
     total_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, total)
-    if SWIGLU:
+    if GATED:
         up_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, up_total)
     if NORM:
         squares_smem = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT, gl.sum(squares, X_CHANNELS))
     result = gl.sum(total_smem.load(SUM), 0)
-    if SWIGLU:
+    if GATED:
         up = gl.sum(up_smem.load(SUM), 0)
     if NORM:
         TOKENS_OF_SUM: gl.constexpr = gl.SliceLayout(X_CHANNELS, SUM)
@@ -201,14 +213,14 @@ def _few_linear_kernel(
         scale = gl.convert_layout(gl.rsqrt(mean + eps), TOKENS)
         scale = scale[:, None] if TOKENS_FIRST else scale[None, :]
         result *= scale
-        if SWIGLU:
+        if GATED:
             up *= scale
     if BIAS:
         result += b.to(gl.float32)
-        if SWIGLU:
+        if GATED:
             up += b_up.to(gl.float32)
-    if SWIGLU:
-        result = result / (1.0 + gl.exp(-result)) * up
+    if GATED:
+        result = activate(result, GATE) * up
     if RESIDUAL:
         result += before.to(gl.float32)
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
@@ -227,7 +239,7 @@ class Config(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
 
-# Measured on an H200, in graphs of whole layers. (channels out, channels in, with SwiGLU): up to 8 tokens, and up to 16.
+# Measured on an H200, in graphs of whole layers. (channels out, channels in, gated): up to 8 tokens, and up to 16.
 MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     (4096, 1024, False): (
         Config(block_n=16, warps=4, ahead=4, x_ahead=4, chains=2),
@@ -260,22 +272,22 @@ MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
 
 
 @functools.cache
-def _choose(n: int, k: int, swiglu: bool, more_than_8: bool) -> Config | None:
+def _choose(n: int, k: int, gated: bool, more_than_8: bool) -> Config | None:
     """For shapes that were not measured: loads into some 64 registers of each thread in flight.
 
     Every program reads all of x, so beyond 8 tokens large weights are left to cuBLAS.
     """
-    if (n, k, swiglu) in MEASURED:
-        return MEASURED[n, k, swiglu][more_than_8]
-    if more_than_8 and n * k * (1 + swiglu) > MAX_WEIGHT:
+    if (n, k, gated) in MEASURED:
+        return MEASURED[n, k, gated][more_than_8]
+    if more_than_8 and n * k * (1 + gated) > MAX_WEIGHT:
         return None
     chunks = k // 64
     warps = min(chunks & -chunks, 8)
     warps = warps if warps > 2 else 4  # of which some have a chunk less
     narrow = n < 2048  # as many programs as multiprocessors only with 8 rows each
     block_n = 8 if narrow else 16
-    ahead = max(64 // (2 * block_n if swiglu else block_n), 1)
-    return Config(block_n, warps, ahead=ahead, x_ahead=2, chains=1 if swiglu else 2, tokens_first=narrow)
+    ahead = max(64 // (2 * block_n if gated else block_n), 1)
+    return Config(block_n, warps, ahead=ahead, x_ahead=2, chains=1 if gated else 2, tokens_first=narrow)
 
 
 @functools.cache
@@ -283,7 +295,7 @@ def _has_matrix_unit(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def config(x: Tensor, n: int, swiglu: bool) -> Config | None:
+def config(x: Tensor, n: int, gated: bool) -> Config | None:
     """How to multiply x [M, K] by a weight for n outputs; None where this kernel does not apply.
 
     It does to up to `MAX_FEW` tokens, or 8 of a large weight, and `MAX_OUTPUTS` outputs, K a multiple of 64, rows that begin
@@ -299,7 +311,7 @@ def config(x: Tensor, n: int, swiglu: bool) -> Config | None:
         and n <= MAX_OUTPUTS
         and _has_matrix_unit(x.device)
     ):
-        return _choose(n, x.shape[1], swiglu, x.shape[0] > 8)
+        return _choose(n, x.shape[1], gated, x.shape[0] > 8)
     return None
 
 
@@ -312,7 +324,7 @@ def launch(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
+    gate: Gate | Literal[""] = "",
     residual: Tensor | None = None,
 ) -> None:
     """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `config`."""
@@ -326,6 +338,6 @@ def launch(
         M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
         AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps),
         WARPS=config.warps, TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None,
-        SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
+        GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
         maxnreg=config.registers, **pdl_options(x.device),
     )  # fmt: skip

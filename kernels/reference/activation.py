@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch.nn.functional as F
 from torch import Tensor
+
+Gate: TypeAlias = Literal["silu", "gelu_tanh"]
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -16,6 +20,11 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     """x [..., 2n] -> [..., n]: gelu (by tanh) of the first half, rounded to x's dtype, times the second half."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
+    """x [..., 2n] -> [..., n]: `silu_and_mul` or `gelu_and_mul`."""
+    return silu_and_mul(x) if gate == "silu" else gelu_and_mul(x)
 
 
 def add_scaled(residual: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:

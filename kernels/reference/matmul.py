@@ -1,4 +1,4 @@
-"""Matrix products, alone and with the norm, the SwiGLU or the residual sum around them in a decoder layer."""
+"""Matrix products, alone and with the norm, the gated activation or the residual sum around them in a decoder layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.reference.activation import silu_and_mul
+from kernels.reference.activation import Gate, gate_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantized import dequantize
 
@@ -39,6 +39,8 @@ def norm_linear(
     return result if out is None else out.copy_(result)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up [T, N]; gate and up are the halves of norm_linear(x [T, K], weight [2N, K], bias [2N])."""
-    return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
+def norm_gated(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
+) -> Tensor:
+    """silu(g) * u [T, N], or gelu(g) by tanh; g and u are the halves of norm_linear(x [T, K], weight [2N, K], bias [2N])."""
+    return gate_and_mul(norm_linear(x, norm_weight, eps, weight, bias), gate)

@@ -9,7 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.reference import Gate
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+
+
+@triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """silu(gate), or gelu(gate) by tanh, in float32."""
+    if GELU:  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
+    else:
+        return gate / (1.0 + tl.exp(-gate))
 
 
 @triton.jit
@@ -24,25 +35,12 @@ def _gated_kernel(
     mask = offs < WIDTH
     gate = tl.load(x + row * stride_x + offs, mask=mask).to(tl.float32)
     up = tl.load(x + row * stride_x + WIDTH + offs, mask=mask).to(tl.float32)
-    if GELU:  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
-    else:
-        active = gate / (1.0 + tl.exp(-gate))
+    active = activate(gate, GELU)
     tl.store(out + row * WIDTH + offs, active.to(x.dtype.element_ty).to(tl.float32) * up, mask=mask)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """See `kernels.reference.silu_and_mul`. Rows must be contiguous, the row stride is free."""
-    return _gated(x, gelu=False)
-
-
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """See `kernels.reference.gelu_and_mul`. Rows must be contiguous, the row stride is free."""
-    return _gated(x, gelu=True)
-
-
-def _gated(x: Tensor, gelu: bool) -> Tensor:
+def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
+    """See `kernels.reference.gate_and_mul`. Rows must be contiguous, the row stride is free."""
     width = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     x = x.reshape(x.numel() // (2 * width), 2 * width)
@@ -51,6 +49,6 @@ def _gated(x: Tensor, gelu: bool) -> Tensor:
         block = min(next_power_of_2(width), 1024)
         grid = (len(x), cdiv(width, block))
         _gated_kernel[grid](
-            x, out, x.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4, **pdl_options(x.device)
+            x, out, x.stride(0), WIDTH=width, BLOCK=block, GELU=gate == "gelu_tanh", num_warps=4, **pdl_options(x.device)
         )  # fmt: skip
     return out

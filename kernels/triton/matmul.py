@@ -1,13 +1,15 @@
-"""Matrix products fused with the norm, the SwiGLU or the residual sum around them, in Triton for few tokens, else in cuBLAS.
+"""Matrix products fused with the norm, activation or residual sum around them, in Triton for few tokens, else in cuBLAS.
 
 With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So one kernel
-does the product, the RMSNorm before it, and the SwiGLU or the residual sum after it: `kernels.hopper.matmul_few` where it
+does the product, the RMSNorm before it, and the activation or the residual sum after it: `kernels.hopper.matmul_few` where it
 applies, else, up to `MAX_SMALL` tokens, the one here. A token's norm factor 1/rms is the same for all its channels, so it is
 applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts while the one before it
 still runs, and first loads weights, which no earlier kernel writes: its first chunk into registers, the rest into L2.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -16,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.reference import Gate
 from kernels.triton import quantized
-from kernels.triton.activation import silu_and_mul
+from kernels.triton.activation import activate, gate_and_mul
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
@@ -43,10 +46,11 @@ def _load_rows(weight, n, at, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.cons
 def _small_linear_kernel(
     x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
     N: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with SWIGLU: gate rows, then up rows."""
+    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu" or "gelu_tanh"): gate rows, then up rows."""
+    GATED: tl.constexpr = GATE != ""
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, M)
@@ -54,11 +58,11 @@ def _small_linear_kernel(
     if PDL:
         if K > BLOCK_K and N % BLOCK_N == 0:
             prefetch(weight + first.to(tl.int64) * K, BLOCK_N * K * BYTES)
-            if SWIGLU:
+            if GATED:
                 prefetch(up_weight + first.to(tl.int64) * K, BLOCK_N * K * BYTES)
         launch_dependents()
     w = _load_rows(weight, n, 0, N, K, BLOCK_N, BLOCK_K)
-    w_up = _load_rows(up_weight, n, 0, N, K, BLOCK_N, BLOCK_K) if SWIGLU else w
+    w_up = _load_rows(up_weight, n, 0, N, K, BLOCK_N, BLOCK_K) if GATED else w
     if PDL:
         wait_for_inputs()
     acc = tl.zeros([BLOCK_N, M], tl.float32)
@@ -67,7 +71,7 @@ def _small_linear_kernel(
     for at in tl.static_range(0, K, BLOCK_K):
         if at > 0:
             w = _load_rows(weight, n, at, N, K, BLOCK_N, BLOCK_K)
-            w_up = _load_rows(up_weight, n, at, N, K, BLOCK_N, BLOCK_K) if SWIGLU else w
+            w_up = _load_rows(up_weight, n, at, N, K, BLOCK_N, BLOCK_K) if GATED else w
         k = at + tl.arange(0, BLOCK_K)
         wide = w.to(tl.float32)
         wide_up = w_up.to(tl.float32)
@@ -79,7 +83,7 @@ def _small_linear_kernel(
                 squares += tl.where(m == i, tl.sum(xi * xi, 0), 0.0)
                 xi *= g
             acc += tl.where((m == i)[None, :], tl.sum(wide * xi[None, :], 1)[:, None], 0.0)
-            if SWIGLU:
+            if GATED:
                 up += tl.where((m == i)[None, :], tl.sum(wide_up * xi[None, :], 1)[:, None], 0.0)
     if NORM:
         scale = tl.rsqrt(squares / K + eps)[None, :]
@@ -87,10 +91,10 @@ def _small_linear_kernel(
         up *= scale
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if SWIGLU:
+        if GATED:
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    if SWIGLU:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if GATED:
+        acc = activate(acc, GATE == "gelu_tanh") * up
     mask = (m < num_tokens)[None, :] & (n < N)[:, None]
     if RESIDUAL:
         acc += tl.load(residual + m[None, :] * stride_out + n[:, None], mask=mask, other=0.0).to(tl.float32)
@@ -105,7 +109,7 @@ def _small(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
+    gate: Gate | Literal[""] = "",
     residual: Tensor | None = None,
     block_n: int = 0,
     block_k: int = 0,
@@ -114,22 +118,22 @@ def _small(
     """x [M, K] -> out [M, N], M <= MAX_SMALL, plus `residual`, which lies in memory as out does."""
     num_tokens, k = x.shape
     n = out.shape[1]
-    choice = _small_config(n, k, swiglu)
+    choice = _small_config(n, k, gate != "")
     block_n, block_k = block_n or choice[0], block_k or choice[1]
     _small_linear_kernel[(cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
-        M=next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SWIGLU=swiglu,
+        M=next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, GATE=gate,
         BIAS=bias is not None, RESIDUAL=residual is not None, BYTES=x.element_size(), num_warps=num_warps or choice[2],
         **pdl_options(x.device),
     )  # fmt: skip
 
 
-def _small_config(n: int, k: int, swiglu: bool) -> tuple[int, int, int]:
+def _small_config(n: int, k: int, gated: bool) -> tuple[int, int, int]:
     """(BLOCK_N, BLOCK_K, warps): 64 weights for each thread in flight, in as many programs as there are."""
     block_k = min(k & -k, 4096) if k & -k >= 512 else min(next_power_of_2(k), 1024)
     num_warps = 2 if block_k <= 1024 else 4
-    block_n = max(num_warps * 32 * 64 // block_k // (2 if swiglu else 1), 1)
+    block_n = max(num_warps * 32 * 64 // block_k // (2 if gated else 1), 1)
     return block_n, block_k, num_warps
 
 
@@ -140,14 +144,14 @@ def _fused(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
+    gate: Gate | Literal[""] = "",
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
     """x [M, K] -> [M, N] in one kernel, written to `residual` or `out` where that is given; None where cuBLAS does better."""
     num_tokens = x.shape[0]
-    n = len(weight) // 2 if swiglu else len(weight)
-    config = few.config(x, n, swiglu) if few is not None else None
+    n = len(weight) // 2 if gate else len(weight)
+    config = few.config(x, n, gate != "") if few is not None else None
     if config is None and num_tokens > MAX_SMALL:
         return None
     if out is None:
@@ -155,9 +159,9 @@ def _fused(
     assert x.stride(1) == out.stride(1) == 1
     assert weight.is_contiguous()
     if config is None:
-        _small(x, weight, bias, out, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
+        _small(x, weight, bias, out, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual)
     else:
-        few.launch(x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
+        few.launch(x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual)
     return out
 
 
@@ -194,9 +198,11 @@ def norm_linear(
     return torch.mm(normed, weight.t(), out=out) if bias is None else torch.addmm(bias, normed, weight.t(), out=out)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """See `kernels.reference.norm_swiglu`."""
+def norm_gated(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
+) -> Tensor:
+    """See `kernels.reference.norm_gated`."""
     if isinstance(weight, QuantizedWeight):
-        return quantized.norm_swiglu(x, norm_weight, eps, weight, bias)
-    out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
-    return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias)) if out is None else out
+        return quantized.norm_gated(x, norm_weight, eps, weight, bias, gate)
+    out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate)
+    return gate_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias), gate) if out is None else out

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight
-from kernels.triton.activation import silu_and_mul
+from kernels.reference import Gate
+from kernels.triton.activation import gate_and_mul
 from kernels.triton.codes import values
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.norm import rms_norm
@@ -399,7 +400,7 @@ def _multiply(
         else:
             result = _weight_only(x, weight, bias)
     if swiglu:
-        result = silu_and_mul(result)
+        result = gate_and_mul(result, "silu")
     if residual is not None:
         return residual.add_(result)
     return result if out is None else out.copy_(result)
@@ -427,8 +428,10 @@ def norm_linear(
     return _multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
 
 
-def norm_swiglu(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: QuantizedWeight, bias: Tensor | None = None
+def norm_gated(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
-    """See `kernels.reference.norm_swiglu`."""
+    """See `kernels.reference.norm_gated`."""
+    if gate != "silu":
+        return gate_and_mul(_multiply(x, weight, bias, norm_weight=norm_weight, eps=eps), gate)
     return _multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)

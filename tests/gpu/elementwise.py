@@ -28,6 +28,10 @@ def check_norms(checks: Checks) -> None:
         want = reference.rms_norm(total.double(), weight.double(), 1e-6)
         error = max(relative_error(normed, want), relative_error(total, x.double() + residual.double()))
         checks.add(f"add_rms_norm {name}", error, ELEMENTWISE_LIMITS[dtype], call_add, 4 * x.nbytes)
+        got = kernels.rms_norm_add(residual.clone(), x, weight, 1e-6, 0.22)
+        want = reference.rms_norm_add(residual.double(), x.double(), weight.double(), 1e-6, 0.22)
+        call_sum = partial(kernels.rms_norm_add, residual, x, weight, 1e-6)
+        checks.add(f"rms_norm_add {name}", relative_error(got, want), ELEMENTWISE_LIMITS[dtype], call_sum, 3 * x.nbytes)
 
 
 def check_activation(checks: Checks) -> None:
@@ -39,9 +43,9 @@ def check_activation(checks: Checks) -> None:
         (99, 8960, F32),
     ):
         x = checks.random(rows, 2 * width, dtype=dtype)
-        call = partial(kernels.silu_and_mul, x)
+        call = partial(kernels.gate_and_mul, x, "silu")
         error = relative_error(call(), reference.silu_and_mul(x.double()))
-        checks.add(f"silu_and_mul {rows} x {width} {dtype}", error, ELEMENTWISE_LIMITS[dtype], call, 3 * x.nbytes // 2)
+        checks.add(f"gate_and_mul {rows} x {width} {dtype}", error, ELEMENTWISE_LIMITS[dtype], call, 3 * x.nbytes // 2)
 
 
 def check_rotary(checks: Checks) -> None:

@@ -67,7 +67,7 @@ def _compute(name: str, weight: Weight, x: Tensor, norm: Tensor, residual: Tenso
     if name == "qkv":
         return operations.norm_linear(x, norm, 1e-6, weight)
     if name == "gate_up":
-        return operations.norm_swiglu(x, norm, 1e-6, weight)
+        return operations.norm_gated(x, norm, 1e-6, weight)
     return operations.linear_add(residual, x, weight)
 
 

@@ -14,12 +14,13 @@ SIZES = (
     (1, 4096, 1024), (2, 3072, 4096), (1, 1000, 1000), (7, 1024, 3072), (16, 1024, 3072), (3, 4096, 1024), (13, 4096, 1024),
     (8, 1024, 2048), (12, 1024, 2048), (1, 3072, 1024), (16, 3072, 1024), (6, 6144, 4096), (8, 14336, 4096),
     (8, 4096, 14336), (5, 4096, 4096), (11, 1000, 192), (4, 40_000, 256), (300, 4096, 1024),
+    (1, 15360, 3840), (8, 15360, 3840),
 )  # fmt: skip
-FORMS = ("linear", "linear_add", "norm_linear", "norm_swiglu")
+FORMS = ("linear", "linear_add", "norm_linear", "norm_gated", "norm_gated, gelu")
 
 
 def check_products(checks: Checks, sizes: Sequence[tuple[int, int, int]] = SIZES) -> None:
-    """The four forms of a linear layer. `sizes`: (number of tokens, output channels, input channels)."""
+    """The forms of a linear layer. `sizes`: (number of tokens, output channels, input channels)."""
     random = checks.random
     for num_tokens, n, k in sizes:
         names = {form: f"{form} {num_tokens} x {k} -> {n}" for form in FORMS}
@@ -27,14 +28,17 @@ def check_products(checks: Checks, sizes: Sequence[tuple[int, int, int]] = SIZES
             continue
         x, weight, wide, norm, bias = random(num_tokens, k), random(n, k), random(2 * n, k), random(k), random(n)
         residual = random(num_tokens, n)
-        calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor | float, ...]]] = {
+        calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor | float | str | None, ...]]] = {
             "linear": (kernels.linear, (x, weight, bias)),
             "linear_add": (kernels.linear_add, (residual, x, weight)),
             "norm_linear": (kernels.norm_linear, (x, norm, 1e-6, weight, bias)),
-            "norm_swiglu": (kernels.norm_swiglu, (x, norm, 1e-6, wide)),
+            "norm_gated": (kernels.norm_gated, (x, norm, 1e-6, wide)),
+            "norm_gated, gelu": (kernels.norm_gated, (x, norm, 1e-6, wide, None, "gelu_tanh")),
         }
         for form, (call, arguments) in calls.items():
             exact = [a.double() if isinstance(a, Tensor) else a for a in arguments]
-            want = getattr(reference, form)(*exact)
-            limit = LIMITS[BF16] * (2 if form == "norm_swiglu" else 1)  # it rounds the norm, two products and theirs
+            want = getattr(reference, form.split(",")[0])(*exact)
+            limit = LIMITS[BF16] * (
+                2 if form.startswith("norm_gated") else 1
+            )  # it rounds the norm, two products and theirs
             checks.add(names[form], relative_error(call(*arguments), want), limit)

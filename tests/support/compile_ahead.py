@@ -37,18 +37,19 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def norm(dtype: torch.dtype) -> None:
-    from kernels.triton.norm import add_rms_norm, rms_norm
+    from kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_add
 
     x, weight = tensor(3, 1024, dtype=dtype), tensor(1024, dtype=dtype)
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
+    rms_norm_add(x, x, weight, 1e-6)
 
 
 def activation(dtype: torch.dtype) -> None:
-    from kernels.triton.activation import gelu_and_mul, silu_and_mul
+    from kernels.triton.activation import gate_and_mul
 
-    silu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
-    gelu_and_mul(tensor(3, 2 * 3072, dtype=dtype))
+    gate_and_mul(tensor(3, 2 * 3072, dtype=dtype), "silu")
+    gate_and_mul(tensor(3, 2 * 3072, dtype=dtype), "gelu_tanh")
 
 
 def kv_scale(num_kv_heads: int, cache: Tensor) -> Tensor | None:
@@ -140,18 +141,19 @@ def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bo
 
 
 def matmul(tokens: int, dtype: torch.dtype) -> None:
-    from kernels.triton.matmul import linear_add, norm_linear, norm_swiglu
+    from kernels.triton.matmul import linear_add, norm_gated, norm_linear
 
     x, scale, weight = tensor(tokens, 1024, dtype=dtype), tensor(1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
     norm_linear(x, scale, 1e-6, weight, tensor(2048, dtype=dtype))
-    norm_swiglu(x, scale, 1e-6, weight)
+    norm_gated(x, scale, 1e-6, weight)
+    norm_gated(x, scale.float(), 1e-6, weight, gate="gelu_tanh")
     linear_add(tensor(tokens, 2048, dtype=dtype), x, weight)
     linear_add(tensor(tokens, 1024, dtype=dtype), x, weight[:1024])
 
 
 def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torch.dtype = BF16, **more: bool) -> None:
     """Every form of a product of x [tokens, 1024] with codes [2048, 1024]; `more`: zeros, e4m3_scales, rounds."""
-    from kernels.triton.matmul import linear_add, norm_linear, norm_swiglu
+    from kernels.triton.matmul import linear_add, norm_gated, norm_linear
     from kernels.triton.quantized import dequantize
 
     n, k = 2048, 1024
@@ -169,7 +171,7 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
     )
     x, scale = tensor(tokens, k, dtype=dtype), tensor(k, dtype=dtype)
     norm_linear(x, scale, 1e-6, weight, tensor(n, dtype=dtype))
-    norm_swiglu(x, scale, 1e-6, weight)
+    norm_gated(x, scale, 1e-6, weight)
     linear_add(tensor(tokens, n, dtype=dtype), x, weight)
     dequantize(weight.codes, weight, dtype)
 

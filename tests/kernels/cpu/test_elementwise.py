@@ -15,9 +15,11 @@ def test_each_is_what_the_reference_computes(backend: str, dtype: torch.dtype, s
     x, residual = 3 * torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     pairs = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype) * 4
     for name, arguments in (
-        ("gelu_and_mul", (pairs,)),
+        ("gate_and_mul", (pairs, "gelu_tanh")),
         ("add_scaled", (residual, x, 0.22)),
         ("add_scaled", (residual, x)),
+        ("rms_norm_add", (residual, x, torch.rand(shape[-1]).to(dtype), 1e-6)),
+        ("rms_norm_add", (residual, x, torch.rand(shape[-1]), 1e-6, 0.22)),
         ("scale", (x, 0.4)),
         ("scale", (x, 1.0, 2.0)),
         ("scale", (x, 1.5, 30.0)),
@@ -26,13 +28,13 @@ def test_each_is_what_the_reference_computes(backend: str, dtype: torch.dtype, s
         for module in (elementwise, reference):
             own = [a.clone() if torch.is_tensor(a) else a for a in arguments]
             results.append(getattr(module, name)(*own))
-            assert (results[-1] is own[0]) == (name != "gelu_and_mul")
+            assert (results[-1] is own[0]) == (name != "gate_and_mul")
         torch.testing.assert_close(*results, **TOLERANCES[dtype])
 
 
 def test_large_values_and_what_is_not_finite(backend: str) -> None:
     x = torch.tensor([[-100.0, 100.0, torch.nan, torch.inf, 1.0, 1.0, 1.0, 1.0]])
-    got = elementwise.gelu_and_mul(x)
+    got = elementwise.gate_and_mul(x, "gelu_tanh")
     assert got[0, :2].tolist() == [0, 100]
     assert got[0, 2].isnan()
     assert got[0, 3] == torch.inf
@@ -45,4 +47,4 @@ def test_other_tensors_are_computed_by_pytorch(backend: str) -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(elementwise.scale(x.clone(), 2.0, 3.0), reference.scale(x.clone(), 2.0, 3.0))
     turned = torch.randn(6, 4).T
-    torch.testing.assert_close(elementwise.gelu_and_mul(turned), reference.gelu_and_mul(turned))
+    torch.testing.assert_close(elementwise.gate_and_mul(turned, "gelu_tanh"), reference.gelu_and_mul(turned))

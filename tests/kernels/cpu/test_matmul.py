@@ -26,13 +26,15 @@ def test_products_of_packed_weights(backend: str, dtype: torch.dtype, num_tokens
             ("linear", (x,)),
             ("linear_add", (residual, x)),
             ("norm_linear", (x, norm, 1e-5)),
-            ("norm_swiglu", (x, norm, 1e-5)),
+            ("norm_gated", (x, norm, 1e-5)),
         ):
             got, want = (
                 getattr(module, name)(*(a.clone() if torch.is_tensor(a) else a for a in arguments), w, b)
                 for module, w in ((matmul, packed), (reference, weight))
             )
             torch.testing.assert_close(got, want, **tolerance)
+        got = matmul.norm_gated(x, norm, 1e-5, packed, b, "gelu_tanh")
+        torch.testing.assert_close(got, reference.norm_gated(x, norm, 1e-5, weight, b, "gelu_tanh"), **tolerance)
     into = residual.clone()
     assert matmul.linear_add(into, x, packed) is into
     assert matmul.norm_linear(x, norm, 1e-5, packed, out=into) is into

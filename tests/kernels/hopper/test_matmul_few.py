@@ -23,7 +23,7 @@ if few is None:
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("_warps", "_middle", "_last", "_load_step"))
+    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("_warps", "_middle", "_last", "_load_step", "activate"))
 
 
 CONFIGS = [
@@ -54,10 +54,14 @@ def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> N
             matmul.norm_linear(x, scale, 1e-6, one, bias[:n]),
             reference.norm_linear(xd, scale_d, 1e-6, weight_d[:n], bias_d[:n]),
         ),
-        (matmul.norm_swiglu(x, scale, 1e-6, weight), reference.norm_swiglu(xd, scale_d, 1e-6, weight_d)),
+        (matmul.norm_gated(x, scale, 1e-6, weight), reference.norm_gated(xd, scale_d, 1e-6, weight_d)),
         (
-            matmul.norm_swiglu(x, scale, 1e-6, weight, bias),
-            reference.norm_swiglu(xd, scale_d, 1e-6, weight_d, bias_d),
+            matmul.norm_gated(x, scale, 1e-6, weight, bias),
+            reference.norm_gated(xd, scale_d, 1e-6, weight_d, bias_d),
+        ),
+        (
+            matmul.norm_gated(x, scale.float(), 1e-6, weight, bias, "gelu_tanh"),
+            reference.norm_gated(xd, scale_d, 1e-6, weight_d, bias_d, "gelu_tanh"),
         ),
         (
             matmul.linear_add(residual.clone(), x, one, bias[:n]),

@@ -47,7 +47,7 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
     for got, exact, limit in (
         (matmul.linear(x, weight, bias), want + bias.double(), 6e-3),
         (matmul.linear_add(residual.clone(), x, weight), want + residual.double(), 6e-3),
-        (matmul.norm_swiglu(x, norm, 1e-6, weight, bias), reference.silu_and_mul(both + bias.double()), 1.2e-2),
+        (matmul.norm_gated(x, norm, 1e-6, weight, bias), reference.silu_and_mul(both + bias.double()), 1.2e-2),
     ):
         assert got.shape == exact.shape
         assert (got.double() - exact).norm() < limit * exact.norm()

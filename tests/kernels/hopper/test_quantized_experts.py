@@ -11,6 +11,7 @@ from kernels import reference
 from kernels.hopper import experts_few, quantized_experts
 from kernels.triton import moe
 from tests.kernels.triton.test_moe import exact, random_stack
+from tests.support.gluon_on_tensors import run_on_tensors
 from tests.support.steps_on_tensors import steps_on_tensors
 
 
@@ -18,6 +19,7 @@ from tests.support.steps_on_tensors import steps_on_tensors
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_bring", "_ask_codes", "_multiply", "_step", "_ask_scales", "_half", "_rows", "_activate", "place_of")
     steps_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
+    run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
     monkeypatch.setattr(quantized_experts, "_prefetch_scales", lambda *arguments: None)
 
 

@@ -79,8 +79,8 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
         (matmul.linear(x, one), xd @ exact.T),
         (matmul.linear(x, one, bias[:n]), xd @ exact.T + bias_d[:n]),
         (matmul.norm_linear(x, scale, 1e-6, one, bias[:n]), normed @ exact.T + bias_d[:n]),
-        (matmul.norm_swiglu(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
-        (matmul.norm_swiglu(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
+        (matmul.norm_gated(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
+        (matmul.norm_gated(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
         (matmul.linear_add(residual.clone(), x, one, bias[:n]), residual.double() + xd @ exact.T + bias_d[:n]),
     ]
     for i, (got, want) in enumerate(cases):

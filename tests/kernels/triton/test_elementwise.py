@@ -36,6 +36,17 @@ def test_norms(shape: Any, dtype: torch.dtype) -> None:
     normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
     close(total, x.double() + residual.double(), 1)
     close(normed, reference.rms_norm(total.double(), weight.double(), 1e-5), 3)
+    for factor in (1.0, 0.22):
+        sums = residual.clone()
+        assert norm.rms_norm_add(sums, x, weight, 1e-5, factor) is sums
+        close(sums, reference.rms_norm_add(residual.double(), x.double(), weight.double(), 1e-5, factor), 4)
+
+
+def test_norm_before_a_sum_with_the_weights_of_an_offset() -> None:
+    """They are float32, and the norm is rounded once more than in float32: all values here are exact in bfloat16."""
+    x, residual = torch.ones(2, 64, dtype=torch.bfloat16), torch.full((2, 64), 256.0, dtype=torch.bfloat16)
+    weight = torch.full((64,), 1 + 2**-9 + 2**-10)
+    assert norm.rms_norm_add(residual, x, weight, 0.0).eq(256).all()
 
 
 def test_norm_of_rows_with_a_stride() -> None:
@@ -43,23 +54,27 @@ def test_norm_of_rows_with_a_stride() -> None:
     x, residual = packed[:, :40], packed[:, 50:90]
     close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 3)
     close(norm.add_rms_norm(x, residual, weight, 1e-5)[0], reference.rms_norm(x + residual, weight, 1e-5), 3)
+    want = packed.clone()
+    reference.rms_norm_add(want[:, 50:90], want[:, :40], weight, 1e-5)
+    norm.rms_norm_add(residual, x, weight, 1e-5)
+    close(packed, want, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 2600), (2, 2, 6), (0, 64)], ids=str)
-def test_silu_and_mul(shape: Any, dtype: torch.dtype) -> None:
+def test_gated_activations(shape: Any, dtype: torch.dtype) -> None:
     x = 10 * torch.randn(shape).to(dtype)
-    close(activation.silu_and_mul(x), reference.silu_and_mul(x.double()), 3)
+    close(activation.gate_and_mul(x, "silu"), reference.silu_and_mul(x.double()), 3)
     gate, up = (x / 8).double().chunk(2, dim=-1)
     largest = float((gate * up).abs().max()) if x.numel() else 0.0  # 1 + tanh(gate) may be next to nothing
-    close(activation.gelu_and_mul(x / 8), reference.gelu_and_mul((x / 8).double()), 4, largest)
+    close(activation.gate_and_mul(x / 8, "gelu_tanh"), reference.gelu_and_mul((x / 8).double()), 4, largest)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is inf, as on a GPU, which does not warn
 def test_silu_of_large_numbers() -> None:
     x = torch.tensor([[-1e4, 1e4, -200.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
-    assert activation.silu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]
-    assert activation.gelu_and_mul(x).tolist() == [[0, 1e4, 0, 200]]
+    assert activation.gate_and_mul(x, "silu").tolist() == [[0, 1e4, 0, 200]]
+    assert activation.gate_and_mul(x, "gelu_tanh").tolist() == [[0, 1e4, 0, 200]]
 
 
 class Step:

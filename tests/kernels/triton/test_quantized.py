@@ -75,7 +75,9 @@ def test_what_stands_around_them(form: str, num_tokens: int) -> None:
     normed = reference.rms_norm(wx, norm.double(), 1e-6)
     limit = 0.06 if quantized._rounds(x, weight) else 1e-5
     assert error(matmul.norm_linear(x, norm, 1e-6, weight), normed @ wide.T) < limit
-    assert error(matmul.norm_swiglu(x, norm, 1e-6, weight), reference.silu_and_mul(normed @ wide.T)) < limit
+    assert error(matmul.norm_gated(x, norm, 1e-6, weight), reference.silu_and_mul(normed @ wide.T)) < limit
+    got = matmul.norm_gated(x, norm, 1e-6, weight, gate="gelu_tanh")
+    assert error(got, reference.gelu_and_mul(normed @ wide.T)) < limit
     out = torch.empty(num_tokens, 128)
     assert matmul.norm_linear(x, norm, 1e-6, weight, None, out) is out
     assert matmul.linear_add(residual, x, weight) is residual
