@@ -37,7 +37,11 @@ from kernels.hopper.quantized_steps import (
     _load_scales,
     _weights,
     channel_of,
+    half_sums,
+    half_words,
+    halves_of_sums,
     width,
+    words_of_halves,
 )
 from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_kernel
 from kernels.quantized_weight import QuantizedWeight
@@ -218,30 +222,6 @@ def _multiply_tall(
         _store(bottom, residual, out, lower, token, num_tokens, N, BLOCK_M, RESIDUAL, OUT)
 
 
-@gluon.constexpr_function
-def _half_words():
-    """The layout of words [32, 16] of the upper or the lower rows, sixteen bytes of a row to each thread."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
-    )
-
-
-@gluon.constexpr_function
-def _half_sums():
-    """The layout of sums [32, 256] of the upper or the lower rows, as the matrix unit leaves them."""
-    tokens = [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [0, 128]]
-    return gl.DistributedLinearLayout(
-        tokens, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 256]
-    )
-
-
-@gluon.jit
-def _words(codes_smem, at, WORDS: gl.constexpr, HALF: gl.constexpr):
-    """[64, 16] of a wide tile: of each sixteen rows, eight upper and eight lower ones, as one thread sums them."""
-    both = gl.join(codes_smem.index(at).load(HALF), codes_smem.index(at + 1).load(HALF))
-    return gl.convert_layout(both.reshape([4, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([64, 16]), WORDS)
-
-
 @gluon.jit
 def _multiply_wide(
     scale, zero, factor, bias, residual, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
@@ -256,11 +236,10 @@ def _multiply_wide(
     SHARED: gl.constexpr = GROUP % 128 == 0 and (BYTES % 128 == 0 or HALVES == 1)  # by both steps
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = _layout([64, 16])
     CUT: gl.constexpr = _layout([64, 4, 4])
     CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
-    HALF: gl.constexpr = _half_words()
-    OUT: gl.constexpr = _half_sums()
+    HALF: gl.constexpr = half_words()
+    OUT: gl.constexpr = half_sums(BLOCK_M)
     LAYOUT: gl.constexpr = gl.SliceLayout(2, CUT)  # of scales
     upper = n + WG * (32 if SWIGLU else 64)
     lower = upper if SWIGLU else upper + 32
@@ -276,7 +255,7 @@ def _multiply_wide(
         s, z = _load_scales(scales, zeros, first, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
     acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
     mbarrier.wait(full.index(0), 0)
-    words = _words(codes_smem, WG * 2, WORDS, HALF)
+    words = words_of_halves(codes_smem, WG * 2, HALF)
     low, high = _weights(words, s, z, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
     if GROUPED and not SHARED:
         s, z = _load_scales(scales, zeros, first + 1, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
@@ -293,7 +272,7 @@ def _multiply_wide(
             next_s, next_z = _load_scales(scales, zeros, first + step + 2, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
         second = (step + 1) % STAGES
         mbarrier.wait(full.index(second), ((step + 1) // STAGES) & 1)
-        words = _words(codes_smem, second * 4 + WG * 2, WORDS, HALF)
+        words = words_of_halves(codes_smem, second * 4 + WG * 2, HALF)
         second_low, second_high = _weights(words, s, z, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
         sums = warpgroup_mma(second_low, x_smem.index(second * HALVES).permute((1, 0)), sums, is_async=True)
         if HALVES == 2:
@@ -302,7 +281,7 @@ def _multiply_wide(
             s, z = _load_scales(scales, zeros, first + step + 3, BYTES, GROUP, GROUPS, HALVES, ZERO, CUT)
         following = gl.minimum(step + 2, steps - 1)
         mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        words = _words(codes_smem, following % STAGES * 4 + WG * 2, WORDS, HALF)
+        words = words_of_halves(codes_smem, following % STAGES * 4 + WG * 2, HALF)
         low, high, words = warpgroup_mma_wait(HALVES, deps=[low, high, words])
         mbarrier.arrive(empty.index(stage))
         low, high = _weights(words, next_s, next_z, KIND, GROUPED, ZERO, HALVES, CUT, CODES, A)
@@ -314,9 +293,7 @@ def _multiply_wide(
         acc, low, high, _, _ = warpgroup_mma_wait(0, deps=[sums, low, high, second_low, second_high])
         mbarrier.arrive(empty.index(second))
 
-    top, bottom = gl.split(acc.reshape([4, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]).reshape([32, BLOCK_M, 2]))
-    top = gl.convert_layout(top, OUT)
-    bottom = gl.convert_layout(bottom, OUT)
+    top, bottom = halves_of_sums(acc, OUT)
     top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     if SWIGLU:

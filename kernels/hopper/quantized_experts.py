@@ -30,8 +30,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.code_bits import decode_half_scaled, decode_words_in_order, packed_scale, packed_zero
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes, _layout, _operand, _scaled, channel_of, place_of, width
-from kernels.hopper.quantized_tiles import _is_hopper, _rows
+from kernels.hopper.quantized_steps import (
+    _boxes,
+    _layout,
+    _operand,
+    _scaled,
+    channel_of,
+    half_sums,
+    half_words,
+    halves_of_sums,
+    place_of,
+    width,
+    words_of_halves,
+)
+from kernels.hopper.quantized_tiles import _is_hopper
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -138,6 +150,30 @@ def _prefetch_scales(
 
 
 @gluon.jit
+def _rows(n, N: gl.constexpr, PIECES: gl.constexpr, LAYOUT: gl.constexpr):
+    """The weight's 64 rows of a warpgroup: from n on, or of each sixteen eight gate rows and their up rows.
+
+    Those that do not exist are the last.
+    """
+    i = gl.arange(0, 64, layout=LAYOUT)
+    if PIECES == 2:
+        rows = gl.minimum(n + i // 16 * 8 + i % 8, N - 1) + i // 8 % 2 * N
+    else:
+        rows = gl.minimum(n + i, N - 1)
+    return rows
+
+
+@gluon.jit
+def _words(codes_smem, stage, WG: gl.constexpr, PIECES: gl.constexpr):
+    """A step's codes of a warpgroup's rows; see `_rows`."""
+    if PIECES == 2:
+        words = words_of_halves(codes_smem, stage * 4 + WG * 2, half_words())
+    else:
+        words = codes_smem.index(stage * 2 + WG).load(_layout([64, 16]))
+    return words
+
+
+@gluon.jit
 def _ask_codes(codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, PIECES: gl.constexpr):
     """A step's codes of the rows of the first warpgroup, then of the second: with two pieces gate rows, then up rows."""
     ROWS: gl.constexpr = codes_desc.block_shape[0]
@@ -167,10 +203,9 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CUT: gl.constexpr = _layout([64, 4, 4])
-    SUMS: gl.constexpr = gl.BlockedLayout([8, 1, PIECES], [OWN // 8, 256 // OWN, 1], [1, 4, 1], [2, 0, 1])
-    OUT: gl.constexpr = gl.SliceLayout(2, SUMS)
+    OUT: gl.constexpr = half_sums(BLOCK_M) if GATED else ACC
     n = n + WG * OWN
-    of_rows = _rows(n, N, 64, OWN, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
+    of_rows = _rows(n, N, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, CUT)))[:, None]
     pointers = scale + of_rows // ROWS * (1 if ROWS == 1 else GROUPS)
     zeros = zero + of_rows
     high0 = _ask_scales(pointers, zeros, 0, HALVES - 1, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
@@ -180,12 +215,12 @@ def _multiply(
     low2 = _ask_scales(pointers, zeros, 2, 0, STORED, BYTES, GROUP, GROUPS, ROWS, ZERO)
     acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
     mbarrier.wait(full.index(0), 0)
-    words = codes_smem.index(WG).load(_layout([64, 16]))
+    words = _words(codes_smem, 0, WG, PIECES)
     low = _half(words, low0, 0, KIND, GROUPED, ZERO, A)
     if STEPS % 2:
         acc, low, words, high2, low3 = _step(
             acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, 0,
-            WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
+            WG, PIECES, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
         )  # fmt: skip
         high0 = high1
         high1 = high2
@@ -196,25 +231,25 @@ def _multiply(
         step = STEPS % 2 + 2 * turn
         acc, low, words, high0, low1 = _step(
             acc, low, words, high0, low1, pointers, zeros, x_smem, codes_smem, full, empty, step,
-            WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
+            WG, PIECES, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
         )  # fmt: skip
         acc, low, words, high1, low2 = _step(
             acc, low, words, high1, low2, pointers, zeros, x_smem, codes_smem, full, empty, step + 1,
-            WG, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
+            WG, PIECES, STEPS, STORED, BYTES, KIND, GROUP, GROUPS, ROWS, HALVES, ZERO, STAGES, A,
         )  # fmt: skip
     acc = _scaled(
-        acc, scale, factor, bias, _rows(n, N, 64, OWN, gl.SliceLayout(1, ACC)), ROWS, GROUPED, FACTOR, BIAS, KIND,
+        acc, scale, factor, bias, _rows(n, N, PIECES, gl.SliceLayout(1, ACC)), ROWS, GROUPED, FACTOR, BIAS, KIND,
     )  # fmt: skip
     position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
     outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
     if GATED:
-        gate, up = gl.split(gl.convert_layout(acc.reshape([2, OWN, BLOCK_M]).permute([1, 2, 0]), SUMS))
+        gate, up = halves_of_sums(acc, OUT)
         result = _activate(gate, up, ACTIVATION)
         NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
         at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
     else:
         pair = gl.load(order + gl.minimum(position, stop - 1))
-        result = gl.convert_layout(acc, OUT) * gl.load(weights + pair)[None, :]
+        result = acc * gl.load(weights + pair)[None, :]
         at = pair.to(gl.int64)[None, :] * N + outputs[:, None]
     mask = (outputs < N)[:, None] & (position < stop)[None, :]
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
@@ -223,7 +258,7 @@ def _multiply(
 @gluon.jit
 def _step(
     acc, low, words, scales, next_scales, pointers, zeros, x_smem, codes_smem, full, empty, step,
-    WG: gl.constexpr, STEPS: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
+    WG: gl.constexpr, PIECES: gl.constexpr, STEPS: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr,
     STAGES: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
@@ -236,7 +271,7 @@ def _step(
     sums = warpgroup_mma(low, x_smem.index(stage * HALVES).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
     following = gl.minimum(step + 1, STEPS - 1)
     mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-    next_words = codes_smem.index(following % STAGES * 2 + WG).load(_layout([64, 16]))
+    next_words = _words(codes_smem, following % STAGES, WG, PIECES)
     # Registers that the matrix unit still reads must not be written: these are others.
     high = low
     if HALVES == 2:
@@ -288,22 +323,57 @@ def _half(
 
 
 @gluon.jit
+def _tile(
+    x_desc, codes_desc, scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty,
+    expert, first, stop, n,
+    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
+    ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT_BYTES: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_M pairs; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
+    GATED: gl.constexpr = ACTIVATION != ""
+    PIECES: gl.constexpr = 2 if GATED else 1
+    BYTES: gl.constexpr = K // HALVES
+    STEPS: gl.constexpr = (BYTES + 63) // 64
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP if ROWS == 1 else 1  # of scales that lie by groups
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, first, stop, n,
+                gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES, BLOCK_M,
+                STAGES,
+            )),
+            (_multiply, (
+                scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty, first, stop, n,
+                gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES, BLOCK_M,
+                STAGES,
+            )),
+            (_bring, (
+                x_desc, codes_desc, scale, x_smem, codes_smem, full, empty, first, expert * (PIECES * N) + n, n,
+                N, STEPS, BYTES, GROUP, GROUPS, HALVES, STAGES, PIECES, gl.constexpr(PDL and not GATED),
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
 def _quantized_experts_kernel(
-    x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
+    x_desc, small_x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, SMALL_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
 
+    At most SMALL_M pairs, unless it is 0, are computed as such a tile.
     With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N
     rows. Else out [pair, N], times the pair's routing weight; then codes are asked for while the kernel before still runs.
     """
     GATED: gl.constexpr = ACTIVATION != ""
-    STEPS: gl.constexpr = (K // HALVES + 63) // 64
     PIECES: gl.constexpr = 2 if GATED else 1
     STORED: gl.constexpr = PIECES * N
-    BYTES: gl.constexpr = K // HALVES
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     OWN: gl.constexpr = 128 // PIECES  # rows of out
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -321,7 +391,6 @@ def _quantized_experts_kernel(
     if expert >= 0:
         x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
         codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 64 // PIECES, 16], CODES_TILE)
-        both_smem = codes_smem._reinterpret(gl.int32, [STAGES * 2, 64, 16], CODES_TILE)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
@@ -332,29 +401,29 @@ def _quantized_experts_kernel(
         zero += expert * (STORED * GROUPS)
         factor += expert * STORED
         bias += expert * STORED
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
-                    gl.constexpr(0), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                    BLOCK_M, STAGES,
-                )),
-                (_multiply, (
-                    scale, zero, factor, bias, weights, order, out, x_smem, both_smem, full, empty, first, stop, n,
-                    gl.constexpr(1), N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                    BLOCK_M, STAGES,
-                )),
-                (_bring, (
-                    x_desc, codes_desc, scale, x_smem, codes_smem, full, empty, first, expert * STORED + n, n,
-                    N, STEPS, BYTES, GROUP, gl.constexpr(GROUPS if ROWS == 1 else 1), HALVES, STAGES, PIECES,
-                    gl.constexpr(PDL and not GATED),
-                )),
-            ],
-            [4, 1], [REGISTERS, 24],
-        )  # fmt: skip
+        if SMALL_M == 0:
+            _tile(
+                x_desc, codes_desc, scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty,
+                expert, first, stop, n, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                BLOCK_M, STAGES, REGISTERS, PDL,
+            )  # fmt: skip
+        elif stop - first <= SMALL_M:
+            small_smem = x_smem._reinterpret(gl.bfloat16, [STAGES * HALVES * 2, SMALL_M, 64], X_TILE)
+            _tile(
+                small_x_desc, codes_desc, scale, zero, factor, bias, weights, order, out, small_smem, codes_smem, full,
+                empty, expert, first, stop, n, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                SMALL_M, STAGES, REGISTERS, PDL,
+            )  # fmt: skip
+        else:
+            _tile(
+                x_desc, codes_desc, scale, zero, factor, bias, weights, order, out, x_smem, codes_smem, full, empty,
+                expert, first, stop, n, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
+                BLOCK_M, STAGES, REGISTERS, PDL,
+            )  # fmt: skip
 
 
 SHARED_BYTES = 224_000  # of a multiprocessor
+MIN_DIVIDED = 32  # pairs of a tile from which on one that is at most half full has code of its own
 
 
 def applies(x: Tensor, weight: Weight) -> bool:
@@ -379,10 +448,9 @@ class Config(NamedTuple):
 
 def _config(block_m: int, halves: int) -> Config:
     step = 128 * 64 + halves * block_m * 128
-    sums = 2 * 64 * block_m * 4  # of both warpgroups, on their way to other threads
     if block_m <= 64:  # two programs on a multiprocessor
-        return Config(min((SHARED_BYTES // 2 - sums) // step, 8), 104, 80)
-    return Config(min((SHARED_BYTES - sums) // step, 8), 240, None)
+        return Config(min(SHARED_BYTES // 2 // step, 8), 104, 80)
+    return Config(min(SHARED_BYTES // step, 8), 240, None)
 
 
 def launch(
@@ -404,17 +472,18 @@ def launch(
     row, k = weight.codes.shape[2], weight.num_channels
     pieces = 2 if activation else 1
     config = _config(block_m, k // row)
+    small_m = block_m // 2 if block_m >= MIN_DIVIDED else 0
     codes = weight.codes.flatten(0, 1).view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.is_contiguous()
     assert codes.is_contiguous()
     assert weight.lies_by_groups()
     _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
-        _boxes(x, block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
+        _boxes(x, block_m, 64, 128), _boxes(x, small_m or block_m, 64, 128), _boxes(codes, 64 // pieces, 16, 64), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
         ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
         BIAS=bias is not None, ACTIVATION=activation, NEXT_BYTES=n if following is None else following.codes.shape[2],
-        BLOCK_M=block_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4, maxnreg=config.max_registers,
-        **pdl_options(x.device),
+        BLOCK_M=block_m, SMALL_M=small_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4,
+        maxnreg=config.max_registers, **pdl_options(x.device),
     )  # fmt: skip

@@ -64,6 +64,37 @@ def _layout(shape):
     return gl.DistributedLinearLayout(*bases, [], shape)
 
 
+@gluon.constexpr_function
+def half_words():
+    """The layout of words [32, 16] of the upper or the lower rows, sixteen bytes of a row to each thread."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
+    )
+
+
+@gluon.constexpr_function
+def half_sums(num_tokens):
+    """The layout of sums [32, tokens] of the upper or the lower rows, as the matrix unit leaves them."""
+    tokens = [[0, 1], *([0, 8 << i] for i in range(num_tokens.bit_length() - 4))]
+    return gl.DistributedLinearLayout(
+        tokens, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, num_tokens]
+    )
+
+
+@gluon.jit
+def words_of_halves(codes_smem, at, HALF: gl.constexpr):
+    """[64, 16], of each sixteen rows eight upper and eight lower ones, so that one thread sums both; from [32, 16] of each."""
+    both = gl.join(codes_smem.index(at).load(HALF), codes_smem.index(at + 1).load(HALF))
+    return gl.convert_layout(both.reshape([4, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([64, 16]), _layout([64, 16]))
+
+
+@gluon.jit
+def halves_of_sums(acc, OUT: gl.constexpr):
+    """Sums of the upper and of the lower rows, [32, tokens] each, of `words_of_halves`."""
+    upper, lower = gl.split(acc.reshape([4, 2, 8, acc.shape[1]]).permute([0, 2, 3, 1]).reshape([32, acc.shape[1], 2]))
+    return gl.convert_layout(upper, OUT), gl.convert_layout(lower, OUT)
+
+
 @gluon.jit
 def _operand(w, A: gl.constexpr):
     """Weights [rows, quarters, steps, pairs, pieces] as the operand [rows, 64] of the matrix unit."""

@@ -78,7 +78,10 @@ class Stages:
     def index(self, i: int) -> Shared:
         return self.parts[int(i)]
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Joined:
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Joined | Stages:
+        """Smaller parts are of its own memory: what uses them uses no others."""
+        if shape[0] > len(self.parts):
+            return Stages(dtype, shape, layout)
         return Joined(self.parts, len(self.parts) // shape[0])
 
 

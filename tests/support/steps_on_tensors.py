@@ -12,7 +12,9 @@ from kernels.hopper import quantized_steps
 from tests.kernels.hopper.test_quantized_few import scale_of, values_of
 from tests.support.gluon_on_tensors import run_on_tensors
 
-HELPERS = ("_load_scales", "_operand", "_weights", "_packed", "_finished", "_scaled")
+HELPERS = (
+    "_load_scales", "_operand", "_weights", "_packed", "_finished", "_scaled", "words_of_halves", "halves_of_sums",
+)  # fmt: skip
 
 
 def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
@@ -53,7 +55,7 @@ def steps_on_tensors(
     bodies = {name: getattr(quantized_steps, name).fn for name in HELPERS}
     replacements = {
         **bodies,
-        "_layout": lambda *shape: None,
+        **dict.fromkeys(("_layout", "half_words", "half_sums"), lambda *shape: None),
         "decode_words_in_order": decode,
         "decode_scaled": decode_scaled,
         "decode_half_scaled": decode_half_scaled,

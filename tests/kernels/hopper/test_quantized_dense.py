@@ -24,10 +24,8 @@ if dense is None:
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_multiply", "_multiply_tall", "_multiply_wide", "_words", "_store")
+    helpers = ("_bring", "_multiply", "_multiply_tall", "_multiply_wide", "_store")
     steps_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
-    for layout in ("_half_words", "_half_sums"):
-        monkeypatch.setattr(dense, layout, lambda *shape: None)
     monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)
 
 

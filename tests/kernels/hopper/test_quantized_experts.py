@@ -17,7 +17,10 @@ from tests.support.steps_on_tensors import steps_on_tensors
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_ask_codes", "_multiply", "_step", "_ask_scales", "_half", "_rows", "_activate", "place_of")
+    helpers = (
+        "_bring", "_ask_codes", "_multiply", "_step", "_ask_scales", "_half", "_rows", "_words", "_tile", "_activate",
+        "place_of",
+    )  # fmt: skip
     steps_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
     run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
     monkeypatch.setattr(quantized_experts, "_prefetch_scales", lambda *arguments: None)
