@@ -1,6 +1,6 @@
 """Compilation of kernels in processes beside this one, into Triton's cache, from which this process then loads them.
 
-The front end of the compiler is Python, so that threads of one process take turns at it. The processes never use a GPU: what
+Generating the first IR of a kernel is work in Python, and threads of one process take turns at it. The processes never use a GPU: what
 they are sent says what to compile for. They start as forks of one process that has imported the kernels, and end when this
 process closes its ends of their sockets, or itself ends.
 """
@@ -62,7 +62,7 @@ class CompileProcesses:
             own.close()
         try:
             self._process.wait(timeout=1)  # it has reaped the others then, which a container's first process may not
-        except subprocess.TimeoutExpired:  # imports or compilations that nobody waits for
+        except subprocess.TimeoutExpired:  # imports or compilations that are no longer waited for
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
