@@ -1,8 +1,8 @@
 """Compilation of kernels in processes beside this one, into Triton's cache, from which this process then loads them.
 
-Generating the first IR of a kernel is work in Python, and threads of one process take turns at it. The processes never use a GPU: what
-they are sent says what to compile for. They start as forks of one process that has imported the kernels, and end when this
-process closes its ends of their sockets, or itself ends.
+Generating a kernel's first IR is work in Python, at which threads of one process take turns. The processes never use a GPU:
+what they are sent says what to compile for. They start as forks of one process that has imported the kernels, and end when
+this process closes its ends of their sockets, or itself ends.
 """
 
 from __future__ import annotations
