@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -159,7 +159,15 @@ def num_threads(device: torch.device) -> int:
     return int(native.num_threads) if native is not None else torch.get_num_threads()
 
 
-def compiling_only() -> AbstractContextManager[None]:
+def compile_processes(num: int) -> AbstractContextManager[Any]:
+    """See `kernels.triton.compile_processes.CompileProcesses`. Needs Triton."""
+    context: AbstractContextManager[Any] = importlib.import_module("kernels.triton.compile_processes").CompileProcesses(
+        num
+    )
+    return context
+
+
+def compiling_only(processes: Any = None) -> AbstractContextManager[None]:
     """See `kernels.triton.launch.compiling_only`. Needs Triton."""
-    context: AbstractContextManager[None] = importlib.import_module("kernels.triton.launch").compiling_only()
+    context: AbstractContextManager[None] = importlib.import_module("kernels.triton.launch").compiling_only(processes)
     return context

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from engine.worker.options import RunnerOptions
 from engine.worker.recorded_steps import MAX_SEQS, RecordedSteps
 
 CALIBRATION_TOKENS = 2048
+MAX_COMPILE_PROCESSES = 16
 
 
 def build_runner(
@@ -53,16 +54,17 @@ def build_runner(
     """
     if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
-    model = load_model(
-        folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format, seed=options.seed,
-        progress=progress, max_model_len=options.max_model_len, shard=shard, stage=stage,
-        communicator=communicator,
-    )  # fmt: skip
-    model.pack_weights()
-    runner = ModelRunner(model, spec, options, link)
-    if runner.device.is_accelerator:
-        progress("compiling", 0, 0)
-        compile_kernels(runner)
+    with _compile_processes(options) as processes:  # get ready while weights load
+        model = load_model(
+            folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format,
+            seed=options.seed, progress=progress, max_model_len=options.max_model_len, shard=shard, stage=stage,
+            communicator=communicator,
+        )  # fmt: skip
+        model.pack_weights()
+        runner = ModelRunner(model, spec, options, link)
+        if runner.device.is_accelerator:
+            progress("compiling", 0, 0)
+            compile_kernels(runner, processes)
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)
@@ -80,14 +82,24 @@ def build_runner(
     return runner
 
 
+def _compile_processes(options: RunnerOptions) -> AbstractContextManager[Any]:
+    """Of the cores of this host, the share of one rank, if that is worth it."""
+    num = min(num_cores() // options.num_ranks_per_stage, MAX_COMPILE_PROCESSES)
+    on_gpu = options.device.torch_device.type == "cuda"
+    return kernels.compile_processes(num) if on_gpu and num >= 2 else nullcontext()
+
+
 @torch.inference_mode()
-def compile_kernels(runner: ModelRunner) -> None:
-    """Compile the kernels of every kind of step in parallel: this is several times as fast as one after another."""
+def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
+    """Compile the kernels of every kind of step in parallel: this is several times as fast as one after another.
+
+    Large steps are first: their kernels take longest.
+    """
     max_num_seqs = runner.options.max_num_seqs
-    with _temporary_cache(runner, 1), kernels.compiling_only():
+    with _temporary_cache(runner, 1), kernels.compiling_only(processes):
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
-        for size in graph_sizes(max_num_seqs) if runner.model.stage.count == 1 else ():
+        for size in reversed(graph_sizes(max_num_seqs)) if runner.model.stage.count == 1 else ():
             # Powers of two and the sizes halfway between: other sizes use the same kernels.
             if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
                 runner.run_filtered(*runner.run_decode(packed, size))

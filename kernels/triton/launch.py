@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents as launch_dependent
 from triton.language.extra.cuda import gdc_wait as wait_for_inputs
 from triton.runtime.jit import JITFunction
 
+from kernels.triton.compile_processes import CompileMode, CompileProcesses
+
 __all__ = [
     "cdiv", "compiling_only", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch", "wait_for_inputs",
 ]  # fmt: skip
@@ -45,8 +47,10 @@ def _build_launcher(kernel: Any) -> None:
 
 
 @contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
+def compiling_only(processes: CompileProcesses | None = None) -> Iterator[None]:
     """Kernels launched in this context are compiled in parallel instead of run; on leaving it all of them are compiled.
+
+    `processes`: compile them, as far as they can, instead of threads of this one.
 
     Their outputs stay unwritten. A kernel that fails to compile raises its error when it is next launched. For the start of a
     program: no other thread may launch a kernel meanwhile.
@@ -57,10 +61,10 @@ def compiling_only() -> Iterator[None]:
         return run(kernel, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only
-    num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
+    num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS) if processes is None else processes.num
     try:
         with ThreadPoolExecutor(num_threads) as threads:
-            with triton.AsyncCompileMode(threads, ignore_errors=True) as compiled:
+            with CompileMode(threads, processes) as compiled:
                 yield
             kernels = [each.kernel for each in compiled.future_kernels.values() if each.kernel is not None]
             by_signature = {str(kernel.src.signature.values()): kernel for kernel in kernels}

@@ -97,7 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "pack_weight", reference.pack_weight)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(options, "find_device", lambda name: InterpretedGPU())
-    monkeypatch.setattr(startup, "compile_kernels", lambda runner: None)  # the interpreter would run what it launches
+    monkeypatch.setattr(startup, "compile_kernels", lambda *_: None)  # the interpreter would run what it launches
     monkeypatch.setattr(InterpretedGPU, "graphs", [])
 
 

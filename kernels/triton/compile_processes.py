@@ -1,0 +1,158 @@
+"""Compilation of kernels in processes beside this one, into Triton's cache, from which this process then loads them.
+
+Generating a kernel's first IR is work in Python, at which threads of one process take turns. The processes never use a GPU:
+what they are sent says what to compile for. They start as forks of one process that has imported the kernels, and end when
+this process closes its ends of their sockets, or itself ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import io
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import triton
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction
+
+import kernels
+
+SERVE = "from kernels.triton.compile_processes import serve; serve()"
+
+
+class CompileProcesses:
+    """`num` processes, started at once, which are ready some seconds later. To be closed."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()  # None: a process that has died
+        pairs = [socket.socketpair() for _ in range(num)]
+        self._sockets = [own for own, _ in pairs]
+        theirs = [str(their.fileno()) for _, their in pairs]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, *theirs],
+            pass_fds=[int(fd) for fd in theirs],
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # so that all of them can be ended together
+        )
+        for own, their in pairs:
+            their.close()
+            self._free.put(own)
+
+    def __enter__(self) -> CompileProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for own in self._sockets:
+            own.close()
+        try:
+            self._process.wait(timeout=1)  # it has reaped the others then, which a container's first process may not
+        except subprocess.TimeoutExpired:  # imports or compilations that are no longer waited for
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def compile(self, source: Any, target: Any, options: dict[str, Any]) -> None:
+        """Have a kernel compiled as `triton.compile` would. What goes wrong is left to the caller's own compilation."""
+        try:
+            message = _pickled((source, target, options))
+        except Exception:  # what pickle raises depends on what it meets
+            return
+        process = self._free.get()
+        if process is not None:
+            try:
+                process.sendall(len(message).to_bytes(8, "little") + message)
+                if not process.recv(1):
+                    process = None
+            except OSError:
+                process = None
+        self._free.put(process)
+
+
+class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Compiles in threads, each of which first has a process compile the kernel, unless the cache holds it."""
+
+    def __init__(self, threads: ThreadPoolExecutor, processes: CompileProcesses | None) -> None:
+        super().__init__(threads, ignore_errors=True)
+        self.processes = processes
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        processes = self.processes
+
+        def compile_elsewhere() -> Any:
+            found = inspect.getclosurevars(compile_fn).nonlocals  # of Triton's function, which takes no arguments
+            known = {"src", "target", "options"} <= found.keys()
+            if processes is not None and known and not _is_cached(key, found["src"].name):
+                processes.compile(found["src"], found["target"], vars(found["options"]))
+            return compile_fn()
+
+        return super().submit(key, compile_elsewhere, finalize_fn)
+
+
+def _is_cached(key: str, name: str) -> bool:
+    """Whether `triton.compile` will find a kernel, by the names that it gives its files."""
+    return bool(get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{name[:150]}.json"))
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a jitted function as the name by which its module has it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, JITFunction):
+            return NotImplemented
+        module, name = value.fn.__module__, value.fn.__name__
+        if getattr(sys.modules[module], name, None) is not value:
+            raise pickle.PicklingError(f"{module} does not have this {name}")
+        return _jitted, (module, name)
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _jitted(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def serve() -> None:
+    """The first process: forks one for each socket that it has inherited, and waits for them."""
+    for module in kernels.BACKENDS["cuda"]:
+        importlib.import_module(module)
+    sockets = [socket.socket(fileno=int(fd)) for fd in sys.argv[1:]]
+    while sockets:
+        own = sockets.pop()
+        if os.fork() == 0:
+            for other in sockets:  # whose ends are to be noticed
+                other.close()
+            _compile_all(own)
+            os._exit(0)
+        own.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _compile_all(own: socket.socket) -> None:
+    """Compile what comes, and answer each with one byte."""
+    with own.makefile("rb") as requests:
+        while size := requests.read(8):
+            with contextlib.suppress(Exception):  # which the other side will find out itself
+                source, target, options = pickle.loads(requests.read(int.from_bytes(size, "little")))
+                triton.compile(source, target=target, options=options)
+            own.sendall(b".")
