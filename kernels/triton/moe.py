@@ -29,6 +29,7 @@ if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not 
 else:
     few = quantized_experts = None  # type: ignore[assignment]
 
+MAX_FEW_E2M1 = 4  # tokens: beyond, `quantized_experts` multiplies e2m1 codes faster than `experts_few`
 MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
@@ -462,6 +463,9 @@ def _few_configs(
 ) -> tuple[few.Config, few.Config] | None:
     """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
     if few is None or len(x) > few.MAX_FEW:
+        return None
+    is_e2m1 = isinstance(gate_up, QuantizedWeight) and gate_up.kind == "e2m1"
+    if is_e2m1 and len(x) > MAX_FEW_E2M1 and _multiplies_quantized(x, gate_up, down):
         return None
     first = few.config(x, gate_up, len(x), True)
     second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1)

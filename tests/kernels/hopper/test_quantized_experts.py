@@ -69,9 +69,23 @@ def test_rows_that_end_in_a_step(without_layouts: Any) -> None:
     check("int4 groups of 32", 320, 96)
 
 
+def test_tiles_at_most_half_full(without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts have 15 pairs on average, and tiles are of 32."""
+    heights = set()
+    tile = quantized_experts._tile
+
+    def recorded(*args: Any) -> None:
+        heights.add(args[-4])
+        tile(*args)
+
+    monkeypatch.setattr(quantized_experts, "_tile", recorded)
+    check("mxfp4", 128, 64)
+    assert heights == {16, 32}
+
+
 def test_up_to_8_tokens(without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_few, "MAX_QUANTIZED", 0)
     check("mxfp4", 192, 320, "clamped_swiglu", biased=True, num_tokens=7)
+    monkeypatch.setattr(experts_few, "MAX_QUANTIZED", 0)
     check("fp8 blocks", 256, 128, num_tokens=2)
 
 
