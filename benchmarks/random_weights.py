@@ -1,12 +1,16 @@
 """A checkpoint of random weights, for engines that are compared with the same numbers.
 
-What dummy weights are, each engine decides for itself: codes of few bits may be left as zeros, with which a GPU draws less
-power and so multiplies faster.
+What dummy weights are, each engine decides for itself. Codes of few bits may be left as zeros, with which a GPU draws less
+power and so multiplies faster. And where norms' weights are tiny, a router's bias alone chooses the experts: the same few
+for all tokens.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor
 from engine.models.families import read_spec
 from engine.models.weights import INDEX, checkpoint_tensors, decoder_of_shapes
 
-SHARD_BYTES = 4 << 30
+SHARD_BYTES = 1 << 30
 DTYPES = {  # by safetensors' names; the first that a tensor may be stored in
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
@@ -24,30 +28,34 @@ DTYPES = {  # by safetensors' names; the first that a tensor may be stored in
 
 
 def write_random_weights(folder: Path, seed: int = 0) -> None:
-    """Beside the folder's config.json, unless weights are there. In shards of at most 4 GiB, larger tensors aside."""
+    """Beside the folder's config.json, unless weights are there. In shards of at most 1 GiB, larger tensors aside.
+
+    Shards are made side by side, on the CPU: no process but an engine's own may hold GPU memory.
+    """
     if any(folder.glob("*.safetensors")):
         return
-    generator = torch.Generator().manual_seed(seed)  # on the CPU: no process but an engine's own may hold GPU memory
     wanted = checkpoint_tensors(decoder_of_shapes(read_spec(folder), torch.bfloat16, folder))
-    weight_map: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
+    dtypes = {
+        name: next(dtype for stored, dtype in DTYPES.items() if stored in tensor.dtypes)
+        for name, tensor in wanted.items()
+    }
+    nbytes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, tensor in wanted.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in nbytes.items():
+        if shards[-1] and sum(map(nbytes.__getitem__, shards[-1])) + size > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    files = [f"model-{i + 1:05}.safetensors" for i in range(len(shards))]
 
-    def write() -> None:
-        if shard:
-            name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, name))
-            shard.clear()
+    def write(i: int) -> None:
+        generator = torch.Generator().manual_seed(seed + i)
+        values = {name: _random(name, wanted[name].shape, dtypes[name], generator) for name in shards[i]}
+        save_file(values, folder / files[i], metadata={"format": "pt"})
 
-    for name, tensor in wanted.items():
-        dtype = next(dtype for stored, dtype in DTYPES.items() if stored in tensor.dtypes)
-        value = _random(name, tensor.shape, dtype, generator)
-        if sum(each.nbytes for each in shard.values()) + value.nbytes > SHARD_BYTES:
-            write()
-        shard[name] = value
-    write()
-    total = sum(tensor.memory.nbytes for tensor in wanted.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        list(pool.map(write, range(len(shards))))
+    weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+    index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
