@@ -21,6 +21,7 @@ from kernels.moe import ExpertActivation as ExpertActivation
 from kernels.moe import Router as Router
 from kernels.plan import FEW_SEQS as FEW_SEQS
 from kernels.plan import DecodePlan as DecodePlan
+from kernels.plan import latent_decode_plan as latent_decode_plan
 from kernels.plan import latent_tile_queries as latent_tile_queries
 from kernels.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.plan import prefill_tile_queries as prefill_tile_queries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -129,6 +130,20 @@ def _on_hopper() -> bool:
 def latent_tile_rows(dtype: torch.dtype) -> int:
     """(query, head) pairs in a tile of latent attention: as many as shared memory has room for."""
     return 16 if dtype == torch.float32 else 64
+
+
+def latent_decode_plan(
+    max_seqs: int, num_heads: int, size: int, device: torch.device, num_programs: int = 0
+) -> DecodePlan:
+    """Workspace of `latent_attention_decode`; `size`: a latent's channels without those that carry the position.
+
+    0 programs: two for each multiprocessor. Heads in equal groups of at most 32 take the place of KV heads: a program
+    has room for the sums of so many.
+    """
+    groups = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= 32)
+    num_programs = num_programs or 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    plan = DecodePlan.allocate(max_seqs, num_heads, groups, size, device, num_programs)
+    return dataclasses.replace(plan, tile=64)
 
 
 def latent_tile_queries(num_heads: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 import kernels
@@ -69,7 +70,8 @@ class LatentAttention(nn.Module):
             spec.rope.interleaved,
         )  # [T, H, L + R]
         sums = attend(query, cache, metadata, spec)  # [T, H, L]
-        out = (sums.transpose(0, 1) @ value_up.mT).transpose(0, 1)  # [T, H, value_dim]
+        out = sums.new_empty(*sums.shape[:2], spec.value_dim)
+        torch.bmm(sums.transpose(0, 1), value_up.mT, out=out.transpose(0, 1))
         return residual.add(self.o, hidden, out.flatten(1))
 
 
@@ -100,8 +102,9 @@ def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: Late
     out = query.new_empty(*query.shape[:2], spec.latent_dim)
     if n:
         kernels.latent_attention_decode(
-            query[:n], cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=out[:n]
-        )
+            query[:n], cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=out[:n],
+            plan=m.decode_plan,
+        )  # fmt: skip
     if first < len(m.rows):
         kernels.latent_attention_prefill(
             query, cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],

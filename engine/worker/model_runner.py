@@ -141,6 +141,9 @@ class ModelRunner:
         for group, mixer in mixers.items():
             if isinstance(mixer, LatentSpec):
                 self._tile_queries[group] = kernels.latent_tile_queries(mixer.num_heads, options.dtype)
+                if self.device.is_accelerator:
+                    of_latents = partial(kernels.latent_decode_plan, device=device)
+                    self._plans[group] = [of_latents(n, mixer.num_heads, mixer.latent_dim) for n in limits]
             elif self.device.is_accelerator:
                 heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
                 window = self.cache_groups[group].window

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.plan import DecodePlan
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 from kernels.reference.rotary import rotate
@@ -54,10 +55,12 @@ def latent_attention_decode(
     *,
     scale: float,
     out: Tensor,
+    plan: DecodePlan | None = None,
 ) -> Tensor:
     """Attention of one query token per sequence over its paged latents: query [B, H, L + R] -> `out` [B, H, L].
 
-    cache [num_blocks, 1, block_size, L + R]; the other arguments are those of `paged_attention_decode`.
+    cache [num_blocks, 1, block_size, L + R]; `plan`: of `latent_decode_plan`, written by `plan_decode` for these
+    context_lens and rows; the other arguments are those of `paged_attention_decode`.
     """
     query_start = torch.arange(len(query) + 1, dtype=torch.int32)
     return latent_attention_prefill(query, cache, block_tables, rows, query_start, context_lens, scale=scale, out=out)

@@ -16,8 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.plan import latent_tile_queries, latent_tile_rows, make_prefill_tiles
+from kernels.plan import DecodePlan, latent_decode_plan, latent_tile_queries, latent_tile_rows, make_prefill_tiles
+from kernels.triton.attention_decode import plan_decode
 from kernels.triton.launch import cdiv, next_power_of_2
+
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import latent_decode as hopper
+else:
+    hopper = None  # type: ignore[assignment]
 
 MAX_SPLITS = 64
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -224,9 +230,17 @@ def latent_attention_decode(
     *,
     scale: float,
     out: Tensor,
+    plan: DecodePlan | None = None,
 ) -> Tensor:
-    """See `kernels.reference.latent_attention_decode`."""
+    """See `kernels.reference.latent_attention_decode`. Without a plan one is allocated and written here where one is needed."""
     num_seqs, num_heads, size = out.shape
+    if hopper is not None and hopper.applies(query, cache, out):
+        planned = plan is not None
+        if plan is None:
+            plan = latent_decode_plan(num_seqs, num_heads, size, query.device)
+            plan_decode(context_lens, rows, plan)
+        hopper.launch(query, cache, block_tables, rows, context_lens, scale, out, plan, planned)
+        return out
     groups = cdiv(num_heads, latent_tile_rows(query.dtype))
     splits = max(min(2 * _num_multiprocessors(query.device) // (num_seqs * groups), MAX_SPLITS), 1)
     if splits == 1:

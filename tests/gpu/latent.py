@@ -53,9 +53,10 @@ def _check_decode(checks: Checks, num_heads: int, dtype: torch.dtype) -> None:
         cache, tables, rows = _paged(checks, lens, dtype)
         query, lengths = checks.random(len(lens), num_heads, L + R, dtype=dtype), torch.tensor(lens).int().to(rows)
         out = query.new_empty(len(lens), num_heads, L)
-        call = partial(
-            kernels.latent_attention_decode, query, cache, tables, rows, lengths, scale=(L + R) ** -0.5, out=out
-        )
+        plan = kernels.latent_decode_plan(len(lens), num_heads, L, out.device)
+        kernels.plan_decode(lengths, rows, plan)
+        paged = cache, tables, rows, lengths
+        call = partial(kernels.latent_attention_decode, query, *paged, scale=(L + R) ** -0.5, out=out, plan=plan)
         want = reference.latent_attention_decode(
             query.double(), cache.double(), tables, rows, lengths, scale=(L + R) ** -0.5, out=out.double()
         )

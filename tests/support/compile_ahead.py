@@ -134,7 +134,8 @@ def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bo
         tensor(512, dtype=dtype), 1e-6, rows, tensor(99, 64, dtype=F32), cache, tensor(seqs, dtype=I64), interleaved,
     )  # fmt: skip
     out, tables = tensor(seqs, num_heads, 512, dtype=dtype), tensor(4, 64, dtype=I32)
-    latent_attention_decode(query, cache, tables, rows, rows, scale=0.1, out=out)
+    plan = kernels.latent_decode_plan(seqs, num_heads, 512, out.device, num_programs=4)
+    latent_attention_decode(query, cache, tables, rows, rows, scale=0.1, out=out, plan=plan)
     latent_attention_prefill(
         query, cache, tables, rows, tensor(seqs + 1, dtype=I32), rows, scale=0.1, out=out, tiles=tensor(5, 2, dtype=I32)
     )
@@ -295,7 +296,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 
 HOPPER = tuple(  # for compute capability 9.0 alone
     f"kernels.hopper.{name}"
-    for name in ("attention_prefill", "quantized_dense", "quantized_experts", "quantized_tiles")
+    for name in ("attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "quantized_tiles")
 )
 
 

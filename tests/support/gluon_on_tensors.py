@@ -50,7 +50,7 @@ class Pointers:
 
 class Shared:
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor | None = None) -> None:
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         if value is not None:
             self.store(value)
 
@@ -203,6 +203,8 @@ def run_on_tensors(
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), sum=torch.sum,
         zeros=lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(list(shape), value, dtype=dtype),
+        zeros_like=torch.zeros_like, permute=torch.permute, exp2=torch.exp2, cdiv=lambda a, b: -(-a // b),
     )  # fmt: skip
     monkeypatch.setattr(module, kernel, Kernel(getattr(module, kernel).fn, gluon))
     for name in helpers:
@@ -213,14 +215,13 @@ def run_on_tensors(
     if hasattr(module, "mma_v2"):
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
         monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True)
-    if hasattr(module, "tma"):
+    if hasattr(module, "warpgroup_mma"):
         _on_hopper(monkeypatch, [module, shared], gluon)
 
 
 def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None], gluon: SimpleNamespace) -> None:
     """Copies and products are done when they are asked for."""
     gluon.allocate_shared_memory = Stages
-    gluon.cdiv = lambda a, b: -(-a // b)
 
     def nothing(*args: object, **options: object) -> None: ...
 
@@ -234,7 +235,10 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
         """Also of as many columns as fill `swizzle` bytes, if only that is given."""
         return Descriptor(tensor, [rows, columns[0] if columns[1:] else columns[0] // 2])
 
-    def product(a: Tensor | Shared, b: Tensor, total: Tensor, is_async: bool) -> Tensor:
+    def copy_elements(shared: Shared, pointers: Pointers, mask: Tensor) -> None:
+        shared.store(pointers.load(mask))
+
+    def product(a: Tensor | Shared, b: Tensor, total: Tensor, is_async: bool, use_acc: bool = True) -> Tensor:
         return total + (a.value if isinstance(a, Shared) else a).float() @ b.float()
 
     def side_by_side(partitions: list[tuple[Any, tuple[Any, ...]]], *_: object) -> None:
@@ -246,6 +250,10 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
     replacements = {
         "_boxes": boxes,
         "mbarrier": barriers,
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=copy_elements, commit_group=nothing, wait_group=nothing
+        ),
+        "barrier": nothing,
         "tma": SimpleNamespace(async_copy_global_to_shared=copy),
         "fence_async_shared": nothing,
         "warpgroup_mma": product,
