@@ -37,6 +37,17 @@ def num_positions(context_lens: Sequence[int]) -> int:
     return sum(-(-context // PAGE) * PAGE for context in context_lens)
 
 
+def can_expand(spec: LatentSpec) -> bool:
+    """Whether plain attention computes heads of this shape. Values are padded to the width of keys."""
+    width = spec.plain_dim + spec.rope.rotary_dim
+    return 16 <= width <= 256 and spec.value_dim <= width
+
+
+def expanded_width(spec: LatentSpec) -> int:
+    """Return how many numbers a layer holds for each position that it expands."""
+    return spec.head_dim + 2 * spec.num_heads * (spec.plain_dim + spec.rope.rotary_dim)
+
+
 class LatentExpander:
     """Expands the latents of the steps of one model."""
 
@@ -52,12 +63,11 @@ class LatentExpander:
 
     @classmethod
     def of_model(cls, spec: ModelSpec, options: RunnerOptions) -> LatentExpander | None:
-        """None: the model has no latent attention, or its heads have shapes that plain attention does not compute."""
+        """None: the model has no latent attention, or its heads cannot expand."""
         mixer = spec.layers[0].mixer
         if not isinstance(mixer, LatentSpec) or any(layer.mixer != mixer for layer in spec.layers):
             return None
-        width = mixer.plain_dim + mixer.rope.rotary_dim
-        return cls(mixer, options) if 16 <= width <= 256 and mixer.value_dim <= width else None
+        return cls(mixer, options) if can_expand(mixer) else None
 
     def expands(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> bool:
         """Whether a step in which these sequences prefill expands their latents."""
