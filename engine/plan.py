@@ -21,12 +21,13 @@ from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.quantization import choose_quantization
 from engine.models.shard import Shard
-from engine.models.spec import DenseSpec, ModelSpec, MoESpec
+from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import runner_options
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
+from engine.worker.latent_expander import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.options import RunnerOptions
 
 CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's
@@ -256,6 +257,8 @@ def _activation_bytes(spec: ModelSpec, options: RunnerOptions) -> int:
     for layer in spec.layers:
         mixer = layer.mixer
         heads = 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
+        if isinstance(mixer, LatentSpec) and can_expand(mixer):
+            heads = max(heads, MOST_POSITIONS * expanded_width(mixer))
         widest = max(widest, heads, _mlp_width(layer.mlp, spec.hidden_size))
     hidden = options.max_num_batched_tokens * size * (2 * spec.hidden_size + widest)
     logits = options.max_num_seqs * spec.vocab_size * (size + 4)

@@ -52,7 +52,12 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.activation": ("gate_and_mul",),
         "kernels.triton.attention_decode": ("paged_attention_decode", "plan_decode"),
         "kernels.triton.attention_prefill": ("paged_attention_prefill",),
-        "kernels.triton.latent": ("absorb_and_store", "latent_attention_decode", "latent_attention_prefill"),
+        "kernels.triton.latent": (
+            "absorb_and_store",
+            "latent_attention_decode",
+            "latent_attention_prefill",
+            "rotate_and_store",
+        ),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.moe": ("experts",),
         "kernels.triton.router": ("route", "norm_route"),
@@ -127,6 +132,7 @@ paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
 embedding = _dispatched(reference.embedding)
 likeliest = _dispatched(reference.likeliest)
 absorb_and_store = _dispatched(reference.absorb_and_store)
+rotate_and_store = _dispatched(reference.rotate_and_store)
 latent_attention_decode = _dispatched(reference.latent_attention_decode)
 latent_attention_prefill = _dispatched(reference.latent_attention_prefill)
 mark_faults = _dispatched(reference.mark_faults)

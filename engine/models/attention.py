@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
+from engine.models.expansion import LatentExpansion
 from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, empty
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
@@ -47,6 +48,8 @@ class AttentionMetadata:
     # In a graph of steps with prefill, [num_decodes] int32: context lengths of the sequences that decode, 0 for others. All
     # sequences may have tiles then, and `context_lens` are at least 1.
     decode_lens: Tensor | None = None
+    # How latent attention computes the sequences that do not decode; None: over latents.
+    expansion: LatentExpansion | None = None
 
     @property
     def first_prefill(self) -> int:

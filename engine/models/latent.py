@@ -56,10 +56,9 @@ class LatentAttention(nn.Module):
             query = residual.project(self.query, x)
         else:
             query = self.query.after_norm(query_input, self.query_norm)
+        query = query.unflatten(1, (spec.num_heads, -1))
         key_up, value_up = self.up.of_heads(spec)
-        query = kernels.absorb_and_store(
-            query.unflatten(1, (spec.num_heads, -1)),
-            key_up,
+        stored = (
             latent,
             self.latent_norm.weight,
             spec.norm_eps,
@@ -68,10 +67,13 @@ class LatentAttention(nn.Module):
             cache,
             metadata.slot_mapping,
             spec.rope.interleaved,
-        )  # [T, H, L + R]
-        sums = attend(query, cache, metadata, spec)  # [T, H, L]
-        out = sums.new_empty(*sums.shape[:2], spec.value_dim)
-        torch.bmm(sums.transpose(0, 1), value_up.mT, out=out.transpose(0, 1))
+        )
+        if metadata.expansion is None:
+            query = kernels.absorb_and_store(query, key_up, *stored)  # [T, H, L + R]
+            out = projected(attend(query, cache, metadata, spec), value_up)  # [T, H, value_dim]
+        else:
+            kernels.rotate_and_store(query, *stored)
+            out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
         return residual.add(self.o, hidden, out.flatten(1))
 
 
@@ -110,4 +112,33 @@ def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: Late
             query, cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],
             scale=spec.scale, out=out, tiles=m.prefill_tiles,
         )  # fmt: skip
+    return out
+
+
+def attend_expanded(
+    query: Tensor, cache: Tensor, key_up: Tensor, value_up: Tensor, metadata: AttentionMetadata, spec: LatentSpec
+) -> Tensor:
+    """Compute the attention of a step with an expansion over its latents, which are already stored.
+
+    query [T, H, plain_dim + R], its last R channels rotated; key_up and value_up by `of_heads` -> [T, H, value_dim].
+    """
+    m, n, e = metadata, metadata.num_decodes, metadata.expansion
+    assert e is not None
+    starts, lens = m.query_start[n : n + e.num_seqs + 1], m.context_lens[n : n + e.num_seqs]
+    out = e.attend(query, cache, key_up, value_up, starts, lens, spec.scale)[..., : spec.value_dim]
+    if n:  # one query of each sequence: absorbed
+        absorbed = torch.cat([projected(query[:n, :, : spec.plain_dim], key_up.mT), query[:n, :, spec.plain_dim :]], 2)
+        sums = query.new_empty(n, spec.num_heads, spec.latent_dim)
+        kernels.latent_attention_decode(
+            absorbed, cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=sums,
+            plan=m.decode_plan,
+        )  # fmt: skip
+        out[:n] = projected(sums, value_up)
+    return out
+
+
+def projected(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head's vectors by its matrix: x [T, H, K], weight [H, M, K] -> [T, H, M]."""
+    out = x.new_empty(*x.shape[:2], weight.shape[1])
+    torch.bmm(x.transpose(0, 1), weight.mT, out=out.transpose(0, 1))
     return out

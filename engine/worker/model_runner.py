@@ -28,6 +28,7 @@ from engine.worker.device import Event
 from engine.worker.expert_load import ExpertCounts, ExpertLoad
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.latent_expander import LatentExpander
 from engine.worker.options import RunnerOptions
 from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.recorded_steps import RecordedSteps
@@ -149,6 +150,7 @@ class ModelRunner:
                 window = self.cache_groups[group].window
                 self._plans[group] = [allocate(n, *heads, window=window) for n in limits]
                 self._tile_queries[group] = kernels.prefill_tile_queries(*heads, options.dtype)
+        self.expander = LatentExpander.of_model(model.spec, options)
         attentions = (layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec))
         if self.device.is_accelerator and (sparse := next((each for each in attentions if each.sparse), None)):
             heads = (sparse.num_heads, sparse.num_kv_heads, sparse.head_dim)
@@ -299,12 +301,16 @@ class ModelRunner:
             hidden = self.prefill_graphs.run(shape, packed.packed, n, batch.num_tokens, context_lens)
             return hidden[:num_tokens]
         on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
+        prefill_lens = batch.num_tokens[n:], context_lens[n:]
+        expander = self.expander if self.expander is not None and self.expander.expands(*prefill_lens) else None
         tiles: dict[int, Tensor] = {}  # prefill tiles, by queries per tile
-        if self.device.is_accelerator and n < len(batch):
+        if self.device.is_accelerator and n < len(batch) and expander is None:
             for queries in self._all_tile_queries:
-                grid = kernels.make_prefill_tiles(batch.num_tokens[n:], context_lens[n:], queries)
+                grid = kernels.make_prefill_tiles(*prefill_lens, queries)
                 tiles[queries] = self.device.upload(torch.tensor(grid, dtype=torch.int32))
         groups = self._prepare(on_device, packed.segment, packed.num_seqs, packed.num_tokens, packed.num_decodes, tiles)
+        if expander is not None:
+            groups = [expander.prepared(group, *prefill_lens) for group in groups]
         return self._forward(packed.num_tokens, groups)[:num_tokens]
 
     @property

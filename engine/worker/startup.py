@@ -27,6 +27,7 @@ from engine.worker.communicator import StageLink
 from engine.worker.cores import num_cores
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
+from engine.worker.latent_expander import LatentExpander, num_positions
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
 from engine.worker.recorded_steps import MAX_SEQS, RecordedSteps
@@ -185,6 +186,26 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
     _remove(runner, ids[half:])
     lens = [1] * half + [tokens_each] * (num_seqs - half)
     _run(runner, requests[half:], ScheduledBatch(ids, lens, sum(lens), half, []))
+    _remove(runner, ids)
+    if runner.expander is not None:
+        _expand_most(runner, runner.expander)
+
+
+def _expand_most(runner: ModelRunner, expander: LatentExpander) -> None:
+    """Run a step that expands as many latents as a step may, all on block 0: the newest chunks of long prompts."""
+    options = runner.options
+    context = min(expander.max_positions, options.max_model_len - 1)
+    if context < 2:
+        return
+    num_seqs = min(expander.max_positions // num_positions([context]), options.max_num_seqs)
+    new = min(options.max_num_batched_tokens // num_seqs, context)
+    blocks = [[0] * -(-(context + 1) // options.block_size) for _ in runner.cache_groups]
+    ids = [f"dummy-{i}" for i in range(num_seqs)]
+    requests = [
+        NewRequest(EngineRequest(name, [0] * context, SamplingParams()), 0, [0] * context, context - new, blocks)
+        for name in ids
+    ]
+    _run(runner, requests, ScheduledBatch(ids, [new] * num_seqs, num_seqs * new, 0, []))
     _remove(runner, ids)
 
 

@@ -80,20 +80,23 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
 
-    A head's piece of a block must be contiguous, and blocks a multiple of that apart. Those of an e4m3 cache are made `dtype`,
-    times their scales.
+    A head's piece of a block must be contiguous, and blocks and heads multiples of that apart. Those of an e4m3 cache are made
+    `dtype`, times their scales.
     """
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
     piece = block_size * head_dim
-    apart = key_cache.stride(0) // piece
-    assert key_cache.stride() == value_cache.stride() == (apart * piece, piece, head_dim, 1)
+    apart, heads_apart = (stride // piece for stride in key_cache.stride()[:2])
+    assert key_cache.stride() == value_cache.stride() == (apart * piece, heads_apart * piece, head_dim, 1)
     head_ids = torch.arange(heads.start, heads.stop, dtype=blocks.dtype).unsqueeze(1)
-    wanted = (blocks.flatten() * apart + head_ids).flatten()  # the pieces of (block, head) pairs, head-major
+    wanted = (
+        blocks.flatten() * apart + head_ids * heads_apart
+    ).flatten()  # the pieces of (block, head) pairs, head-major
     shape = (len(heads), len(blocks), -1, head_dim)
 
     def gathered(cache: Tensor) -> Tensor:
-        pieces = cache.as_strided(((num_blocks - 1) * apart + num_kv_heads, piece), (piece, 1))
+        count = (num_blocks - 1) * apart + (num_kv_heads - 1) * heads_apart + 1
+        pieces = cache.as_strided((count, piece), (piece, 1))
         return pieces.index_select(0, wanted).view(shape)
 
     if kv_scale is None:

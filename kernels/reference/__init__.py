@@ -11,7 +11,12 @@ kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
 from kernels.reference.activation import Gate, add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
 from kernels.reference.kv_cache import store_kv, to_e4m3
-from kernels.reference.latent import absorb_and_store, latent_attention_decode, latent_attention_prefill
+from kernels.reference.latent import (
+    absorb_and_store,
+    latent_attention_decode,
+    latent_attention_prefill,
+    rotate_and_store,
+)
 from kernels.reference.matmul import linear, linear_add, norm_gated, norm_linear, pack_weight
 from kernels.reference.moe import experts, norm_route, route
 from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
@@ -38,6 +43,6 @@ __all__ = [
     "latent_attention_prefill", "likeliest", "linear", "linear_add", "mark_faults", "mask_logits", "norm_gated",
     "norm_linear", "norm_route", "pack_e2m1", "pack_nibbles", "pack_weight", "paged_attention_decode",
     "paged_attention_prefill", "plan_decode", "prepare_step", "quantize_groups", "quantize_rows", "random_bits",
-    "rms_norm", "rms_norm_add", "rope", "rope_and_store", "route", "sample", "sampling_thresholds", "scale",
+    "rms_norm", "rms_norm_add", "rope", "rope_and_store", "rotate_and_store", "route", "sample", "sampling_thresholds", "scale",
     "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
 ]  # fmt: skip

@@ -36,14 +36,45 @@ def absorb_and_store(
     norm_weight [L]; cache [num_blocks, 1, block_size, L + R]; slot_mapping [T] int64, -1: nowhere; positions [T] int32 or
     int64, cos_sin [max_position, R] float32 and `interleaved` as in `rope`.
     """
-    plain, size, block_size = key_up.shape[1], len(norm_weight), cache.shape[2]
+    plain = key_up.shape[1]
+    _store(latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved)
+    absorbed = (query[..., :plain].transpose(0, 1) @ key_up).transpose(0, 1)
+    return torch.cat([absorbed, rotate(query[..., plain:], positions, cos_sin, interleaved)], 2)
+
+
+def rotate_and_store(
+    query: Tensor,
+    latent: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    """Rotate the last R channels of query [T, H, N + R] in place, and store latents, as `absorb_and_store`."""
+    _store(latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved)
+    plain = query.shape[2] - cos_sin.shape[1]
+    query[..., plain:] = rotate(query[..., plain:], positions, cos_sin, interleaved)
+
+
+def _store(
+    latent: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool,
+) -> None:
+    size, block_size = len(norm_weight), cache.shape[2]
     rotated = rotate(latent[:, None, size:], positions, cos_sin, interleaved)[:, 0]
     values = torch.cat([rms_norm(latent[:, :size], norm_weight, eps), rotated], 1)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     cache[slots // block_size, 0, slots % block_size] = values[written]
-    absorbed = (query[..., :plain].transpose(0, 1) @ key_up).transpose(0, 1)
-    return torch.cat([absorbed, rotate(query[..., plain:], positions, cos_sin, interleaved)], 2)
 
 
 def latent_attention_decode(

@@ -46,10 +46,13 @@ def _rotated(source, table, i, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr)
 def _rotate_and_store_kernel(
     query, latent, norm_weight, positions, cos_sin, cache, slots, out, eps,
     stride_query_t, stride_query_h, stride_latent, stride_block, stride_slot, stride_table, stride_out_t, stride_out_h,
-    H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, AT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     L_PAD: tl.constexpr, HALF_PAD: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0) stores token t's latent; program (t, 1 + i) rotates the i-th HEADS heads of its query."""
+    """Program (t, 0) stores token t's latent; program (t, 1 + i) rotates the i-th HEADS heads of its query.
+
+    Rotated channels go to channels AT and further of `out`, which may be where they come from.
+    """
     t = tl.program_id(0).to(tl.int64)
     table = cos_sin + tl.load(positions + t).to(tl.int64) * stride_table
     half = tl.arange(0, HALF_PAD)
@@ -71,7 +74,7 @@ def _rotate_and_store_kernel(
         h = ((tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         mask = (h < H) & (half < R // 2)[None, :]
         source = query + t * stride_query_t + h * stride_query_h + N
-        target = out + t * stride_out_t + h * stride_out_h + L
+        target = out + t * stride_out_t + h * stride_out_h + AT
         first, second, a, b = _rotated(source, table, half[None, :], mask, R, INTERLEAVED)
         tl.store(target + a, first.to(dtype), mask=mask)
         tl.store(target + b, second.to(dtype), mask=mask)
@@ -90,21 +93,48 @@ def absorb_and_store(
     interleaved: bool = False,
 ) -> Tensor:
     """See `kernels.reference.absorb_and_store`."""
-    num_tokens, num_heads = query.shape[:2]
     plain, size = key_up.shape[1:]
-    rotary = query.shape[2] - plain
-    assert query.stride(2) == latent.stride(1) == cache.stride(3) == cos_sin.stride(1) == 1
-    out = query.new_empty(num_tokens, num_heads, size + rotary)
-    heads = 16
+    out = query.new_empty(*query.shape[:2], latent.shape[1])
+    _rotate_and_store(
+        query, latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved, out, plain, size
+    )
+    torch.bmm(query[..., :plain].transpose(0, 1), key_up, out=out[..., :size].transpose(0, 1))
+    return out
+
+
+def rotate_and_store(
+    query: Tensor,
+    latent: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    """See `kernels.reference.rotate_and_store`."""
+    plain = query.shape[2] - cos_sin.shape[1]
+    _rotate_and_store(
+        query, latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved, query, plain, plain
+    )
+
+
+def _rotate_and_store(
+    query: Tensor, latent: Tensor, norm_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor, cache: Tensor,
+    slot_mapping: Tensor, interleaved: bool, out: Tensor, plain: int, at: int,
+) -> None:  # fmt: skip
+    """Store the latents; rotate the query's channels from `plain` on, to those of `out` from `at` on."""
+    num_tokens, num_heads, width = query.shape
+    size, rotary, heads = len(norm_weight), width - plain, 16
+    assert query.stride(2) == out.stride(2) == latent.stride(1) == cache.stride(3) == cos_sin.stride(1) == 1
     _rotate_and_store_kernel[(num_tokens, 1 + cdiv(num_heads, heads))](
         query, latent, norm_weight, positions, cos_sin, cache, slot_mapping, out, eps,
         query.stride(0), query.stride(1), latent.stride(0), cache.stride(0), cache.stride(2), cos_sin.stride(0),
-        out.stride(0), out.stride(1), H=num_heads, N=plain, L=size, R=rotary, BLOCK_SIZE=cache.shape[2],
-        L_PAD=next_power_of_2(size), HALF_PAD=next_power_of_2(rotary // 2), HEADS=heads,
+        out.stride(0), out.stride(1), H=num_heads, N=plain, L=size, R=rotary, AT=at,
+        BLOCK_SIZE=cache.shape[2], L_PAD=next_power_of_2(size), HALF_PAD=next_power_of_2(rotary // 2), HEADS=heads,
         INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
-    torch.bmm(query[..., :plain].transpose(0, 1), key_up, out=out[..., :size].transpose(0, 1))
-    return out
 
 
 @triton.jit

@@ -23,12 +23,14 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.structured_outputs import StructuredOutputs
 from engine.engine import Engine
 from engine.input_processor import InputProcessor
-from engine.worker import startup
+from engine.worker import latent_expander, startup
 from engine.worker.device import CpuDevice, Graph, Memory
+from engine.worker.latent_expander import LatentExpander
 from kernels import reference
 
 pytest.importorskip("triton")
 
+from tests.oracles.families import make_checkpoint
 from tests.support.quick_interpreter import quicken
 
 R = TypeVar("R")
@@ -141,3 +143,28 @@ def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureReque
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
     assert answers(tiny_model, names, **settings) == expected
+
+
+def test_tokens_of_expanded_latents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Prompts beside decodes, and the step at start-up that expands most."""
+    pytest.importorskip("transformers")
+    make_checkpoint("glm4_moe_lite", tmp_path, {"num_hidden_layers": 2})
+    names = ["greedy", "long prompt", "late"]
+    monkeypatch.setattr(latent_expander, "is_worth_expanding", lambda *_: False)
+    settings = {"skip_tokenizer_init": True}
+    expected = answers(tmp_path, names, **settings)
+    request.getfixturevalue("gpu")
+    monkeypatch.setattr(latent_expander, "is_worth_expanding", lambda *_: True)
+    monkeypatch.setattr(latent_expander, "FEWEST_QUERIES_ON_ACCELERATOR", 1)
+    steps, prepared = [], LatentExpander.prepared
+
+    def counted(self: LatentExpander, metadata: Any, query_lens: list[int], context_lens: list[int]) -> Any:
+        steps.append((metadata.num_decodes, query_lens, context_lens))
+        return prepared(self, metadata, query_lens, context_lens)
+
+    monkeypatch.setattr(LatentExpander, "prepared", counted)
+    assert answers(tmp_path, names, **settings) == expected
+    assert (0, [24], [63]) in steps, "the one that expands most"
+    assert any(num_decodes for num_decodes, _, _ in steps)

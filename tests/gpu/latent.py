@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.models.expansion import LatentExpansion
 from kernels import reference
-from kernels.plan import latent_tile_queries, make_prefill_tiles
+from kernels.plan import latent_tile_queries, make_prefill_tiles, prefill_tile_queries
 from tests.gpu.checks import BF16, F32, LIMITS, Checks, relative_error
 
 L, R, PAGE = 512, 64, 16
 HEADS = (16, 20, 128)
+EXPANDED = ((20, 192, 256), (16, 128, 128))  # heads, channels without RoPE, of values: GLM-4.7-Flash, DeepSeek
 DECODES = {"32 x 8k": [8192] * 32, "1 x 8k": [8192], "256 x 1k": [1024] * 256, "ragged": [1, 3000, 0, 17, 900]}
 PREFILLS = {
     "2048 new": ([2048], [2048]),
@@ -28,6 +30,9 @@ def check_latent(checks: Checks) -> None:
         for dtype in (BF16, F32):
             _check_decode(checks, num_heads, dtype)
             _check_prefill(checks, num_heads, dtype)
+    for shape in EXPANDED:
+        for dtype in (BF16, F32):
+            _check_expanded(checks, *shape, dtype)
 
 
 def _paged(checks: Checks, lens: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,3 +92,37 @@ def _check_prefill(checks: Checks, num_heads: int, dtype: torch.dtype) -> None:
             1,
         )
         checks.add(title, relative_error(got, want), LIMITS[dtype], call)
+
+
+def _check_expanded(checks: Checks, num_heads: int, plain: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Prompts with keys and values of each head, against the same keys and values."""
+    for name, (new, lens) in PREFILLS.items():
+        title = f"latent prefill expanded {num_heads} heads of {plain + R}, {name}, {dtype}"
+        if not checks.wants(title) or (dtype == F32 and name != "ragged"):
+            continue
+        cache, tables, rows = _paged(checks, lens, dtype)
+        starts = torch.tensor([0, *new]).cumsum(0).int().to(rows)
+        query, lengths = checks.random(sum(new), num_heads, plain + R, dtype=dtype), torch.tensor(lens).int().to(rows)
+        up = checks.random(num_heads, plain + value_dim, L, dtype=dtype) * L**-0.5
+        key_up, value_up = up[:, :plain], up[:, plain:]
+        queries, scale = prefill_tile_queries(num_heads, num_heads, plain + R, dtype), (plain + R) ** -0.5
+        expansion = LatentExpansion.of_step(
+            new, lens, rows, tables, PAGE, lambda tensor: tensor.to(checks.device), queries
+        )
+        call = partial(expansion.attend, query, cache, key_up, value_up, starts, lengths, scale)
+        parts = [
+            _exact(
+                query[end - count : end], cache[tables[i].long(), 0].flatten(0, 1)[:context], key_up, value_up, scale
+            )
+            for i, (count, context, end) in enumerate(zip(new, lens, starts[1:].tolist(), strict=True))
+        ]
+        checks.add(title, relative_error(call()[..., :value_dim], torch.cat(parts)), LIMITS[dtype], call)
+
+
+def _exact(query: Tensor, latents: Tensor, key_up: Tensor, value_up: Tensor, scale: float) -> Tensor:
+    """query [n, H, N + R], the newest tokens of latents [C, L + R] -> [n, H, V] float64; keys and values are rounded."""
+    keys, values = ((latents[:, :L].double() @ up.double().mT).to(query.dtype).double() for up in (key_up, value_up))
+    keys = torch.cat([keys, latents[:, L:].double().expand(len(keys), -1, -1)], 2)
+    scores = query.double().transpose(0, 1) @ keys.mT * scale  # [H, n, C]
+    future = torch.ones_like(scores[0], dtype=torch.bool).triu(len(latents) - len(query) + 1)
+    return (scores.masked_fill(future, -torch.inf).softmax(-1) @ values).transpose(0, 1)

@@ -384,7 +384,10 @@ def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
             ).to(device)
             theirs = [transformers_decode(loaded, p, NUM_TOKENS, t) for p, t in zip(prompts, tokens, strict=True)]
         model = load_model(folder, read_spec(folder), dtype=dtype, device=device, max_model_len=256)
-    runs = [decode(model, prompts, NUM_TOKENS, chunk=chunk, forced=tokens) for chunk in (256, 11)]
+    runs = [
+        decode(model, prompts, NUM_TOKENS, chunk=chunk, forced=tokens, expands=expands)
+        for chunk, expands in ((256, True), (11, False))
+    ]
     greedy = [d.token_ids for d in decode(model, prompts, NUM_TOKENS, block_size=64)]
     return {
         "error": max(_relative_error(run, expected) for run in runs),

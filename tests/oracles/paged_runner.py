@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
+from engine.models.expansion import LatentExpansion
+from engine.models.spec import LatentSpec
 
 
 @dataclass
@@ -25,11 +27,16 @@ class PagedRunner:
 
     Block ids and block-table rows are shuffled; slots that were never written, and the block that stands in the unused
     part of block tables, are NaN.
+
+    `expands`: steps of latent attention that prefill have an expansion.
     """
 
-    def __init__(self, model: Decoder, num_sequences: int, *, block_size: int = 16, max_len: int = 256) -> None:
+    def __init__(
+        self, model: Decoder, num_sequences: int, *, block_size: int = 16, max_len: int = 256, expands: bool = False
+    ) -> None:
         spec, weight = model.spec, model.embed_tokens.weight
         self.model, self.device, self.block_size = model, weight.device, block_size
+        self.expands = expands and isinstance(spec.layers[0].mixer, LatentSpec)
         max_blocks = -(-max_len // block_size)
         num_blocks = num_sequences * max_blocks + 1
         cached = [layer.mixer.cached for layer in spec.layers]
@@ -73,11 +80,20 @@ class PagedRunner:
             context_lens=self._tensor(lengths),
             slot_mapping=self._tensor(slots, torch.int64),
         )
+        if self.expands and (lens := [count for _, count in scheduled if count > 1]):
+            n = metadata.num_decodes
+            expansion = LatentExpansion.of_step(
+                lens, lengths[n:], metadata.rows[n:], metadata.block_tables, self.block_size, self._upload
+            )
+            metadata = replace(metadata, expansion=expansion)
         with torch.inference_mode():
             attention = [metadata] * len(self.kv_cache)
             hidden = self.model(self._tensor(tokens), self._tensor(positions), self.kv_cache, attention)
             logits = self.model.logits(hidden).split([scheduled[i][1] for i in order])
         return [logits[order.index(i)] for i in range(len(scheduled))]
+
+    def _upload(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -99,10 +115,11 @@ def decode(
     chunk: int = 10**9,
     forced: list[list[int]] | None = None,
     block_size: int = 16,
+    expands: bool = False,
 ) -> list[Decoded]:
     """All prompts in one batch, at most `chunk` tokens of each in a step, continued greedily or by `forced` tokens."""
     longest = max(map(len, prompts)) + num_tokens
-    runner = PagedRunner(model, len(prompts), block_size=block_size, max_len=longest)
+    runner = PagedRunner(model, len(prompts), block_size=block_size, max_len=longest, expands=expands)
     sequences = [runner.start(prompt) for prompt in prompts]
     rows: list[list[Tensor]] = [[] for _ in prompts]
     while active := [i for i, s in enumerate(sequences) if len(s.token_ids) < len(prompts[i]) + num_tokens]:

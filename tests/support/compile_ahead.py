@@ -126,13 +126,21 @@ def attention(
 
 
 def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bool = True) -> None:
-    from kernels.triton.latent import absorb_and_store, latent_attention_decode, latent_attention_prefill
+    from kernels.triton.latent import (
+        absorb_and_store,
+        latent_attention_decode,
+        latent_attention_prefill,
+        rotate_and_store,
+    )
 
     cache, rows = tensor(10, 1, 16, 576, dtype=dtype), tensor(seqs, dtype=I32)
-    query = absorb_and_store(
-        tensor(seqs, num_heads, 192, dtype=dtype), tensor(num_heads, 128, 512, dtype=dtype), tensor(seqs, 576, dtype=dtype),
-        tensor(512, dtype=dtype), 1e-6, rows, tensor(99, 64, dtype=F32), cache, tensor(seqs, dtype=I64), interleaved,
+    query, key_up = tensor(seqs, num_heads, 192, dtype=dtype), tensor(num_heads, 128, 512, dtype=dtype)
+    stored = (
+        tensor(seqs, 576, dtype=dtype), tensor(512, dtype=dtype), 1e-6, rows, tensor(99, 64, dtype=F32), cache,
+        tensor(seqs, dtype=I64), interleaved,
     )  # fmt: skip
+    rotate_and_store(query, *stored)
+    query = absorb_and_store(query, key_up, *stored)
     out, tables = tensor(seqs, num_heads, 512, dtype=dtype), tensor(4, 64, dtype=I32)
     plan = kernels.latent_decode_plan(seqs, num_heads, 512, out.device, num_programs=4)
     latent_attention_decode(query, cache, tables, rows, rows, scale=0.1, out=out, plan=plan)

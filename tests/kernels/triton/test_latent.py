@@ -87,3 +87,23 @@ def test_queries_are_absorbed_and_latents_stored(interleaved: bool) -> None:
     want = reference.absorb_and_store(*arguments, caches[1], slots, interleaved)
     torch.testing.assert_close(got, want, rtol=0, atol=3e-5)
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [latent, reference])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_are_rotated_in_place_and_latents_stored(interleaved: bool, backend: Any) -> None:
+    """As by `absorb_and_store`; the plain channels stay as they are."""
+    torch.manual_seed(0)
+    tokens, num_heads, plain = 5, 18, 24
+    query, latents = torch.randn(tokens, num_heads, plain + R), torch.randn(tokens, 48 + L + R)[:, 48:]
+    arguments = (
+        latents, torch.randn(L), 1e-6, torch.tensor([0, 5, 60, 7, 99], dtype=torch.int32), torch.randn(100, R),
+    )  # fmt: skip
+    slots, key_up = torch.tensor([3, -1, 17, 8, 39]), torch.randn(num_heads, plain, L)
+    caches = torch.full((2, 5, 1, PAGE, L + R), 7.0).unbind()
+    want = reference.absorb_and_store(query, key_up, *arguments, caches[0], slots, interleaved)
+    got = query.clone()
+    backend.rotate_and_store(got, *arguments, caches[1], slots, interleaved)
+    assert torch.equal(got[..., :plain], query[..., :plain])
+    torch.testing.assert_close(got[..., plain:], want[..., L:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=1e-5)
