@@ -14,7 +14,7 @@ from engine.worker.options import RunnerOptions
 # Positions that a step expands, at most, for each token that a step may have: later chunks of a long prompt are expanded,
 # too, and memory stays in proportion to that of other activations.
 MOST_POSITIONS = 4
-# Fewer prompt tokens are computed faster than a GPU's additional kernels are launched: this takes about 30 µs for each layer.
+# Both are estimates. Fewer prompt tokens save a GPU less time than launching the additional kernels takes.
 FEWEST_QUERIES_ON_ACCELERATOR = 512
 ABSORBED_SLOWNESS = 2  # time of a multiplication in the absorbed attention kernel, relative to plain attention
 

@@ -77,7 +77,7 @@ def test_ranks_of_stages_equal_the_model(tmp_path: Path, name: str) -> None:
 
     def work(shard: Shard, communicator: Any) -> Tensor:
         model = chain(tmp_path, 2, shard=shard, communicator=communicator)
-        return logits(decode(model, prompts, NUM_TOKENS, chunk=11, forced=forced))
+        return logits(decode(model, prompts, NUM_TOKENS, chunk=11, forced=forced, expands=True))
 
     for got in on_ranks(2, work):
         assert (got - logits(expected)).abs().max() <= 3e-5
