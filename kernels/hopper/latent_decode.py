@@ -35,38 +35,10 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # until T
 
 
 @gluon.jit
-def _blocks(table, slots, context_len, PAGE: gl.constexpr):
-    """The blocks of a sequence's slots; any behind the context."""
-    return gl.load(table + slots // PAGE, mask=slots < context_len, other=0)
-
-
-@gluon.jit
-def _prefetch_tile(
-    cache,
-    table,
-    tile,
-    context_len,
-    stride_block,
-    stride_slot,
-    PAGE: gl.constexpr,
-    TILE: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Bring a tile to L2, each thread half a latent."""
-    i = gl.arange(0, 2 * TILE, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    slots = tile * TILE + i // 2
-    block = _blocks(table, slots, context_len, PAGE)
-    at = cache + (block.to(gl.int64) * stride_block + slots % PAGE * stride_slot) + i % 2 * (WIDTH // 2)
-    _prefetch_bytes(at.to(gl.int64), WIDTH)
-
-
-@gluon.jit
-def _prefetch_bytes(at, NUM_BYTES: gl.constexpr):
-    """Prefetch as many bytes at each address, both multiples of 16."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r", [at, gl.full_like(at, NUM_BYTES, dtype=gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _blocks(table, tile, context_len, PAGE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The blocks of a tile's slots [TILE]; any behind the context."""
+    position = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
+    return gl.load(table + position // PAGE, mask=position < context_len, other=0)
 
 
 @gluon.jit
@@ -161,8 +133,6 @@ def _latent_decode_kernel(
         launch_dependents()
         wait_for_inputs()
     h = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    in_wide = gl.arange(0, TILE, layout=gl.SliceLayout(1, WIDE))
-    in_narrow = gl.arange(0, TILE, layout=gl.SliceLayout(1, NARROW))
     for empty in range(program, num_seqs, gl.num_programs(0)):  # a padding row has no tile: its output is 0
         if gl.load(context_lens + empty) == 0:
             for empty_group in range(GROUPS):
@@ -179,8 +149,8 @@ def _latent_decode_kernel(
             first = inner - group * num_tiles
             count = gl.minimum(num_tiles - first, end - at_tile)
             table = block_tables + row.to(gl.int64) * stride_table
-            wide = _blocks(table, first * TILE + in_wide, context_len, PAGE)
-            narrow = _blocks(table, first * TILE + in_narrow, context_len, PAGE)
+            wide = _blocks(table, first, context_len, PAGE, TILE, WIDE)
+            narrow = _blocks(table, first, context_len, PAGE, TILE, NARROW)
             base = query + seq.to(gl.int64) * stride_qt + group * GROUP * stride_qh
             _load_queries(base, q_smem.index(0), stride_qh, GROUP, WIDE)
             _load_queries(base + L, q_rotated_smem.index(0), stride_qh, GROUP, NARROW)
@@ -191,10 +161,8 @@ def _latent_decode_kernel(
                 _copy(cache, latents.index(0), wide, tile, context_len, stride_block, stride_slot, PAGE, WIDE)
                 _copy(cache + L, rotated.index(0), narrow, tile, context_len, stride_block, stride_slot, PAGE, NARROW)
                 async_copy.commit_group()
-                if tile + 1 < first + count:
-                    _prefetch_tile(cache, table, tile + 1, context_len, stride_block, stride_slot, PAGE, TILE, L + 64)
-                wide = _blocks(table, (tile + 1) * TILE + in_wide, context_len, PAGE)
-                narrow = _blocks(table, (tile + 1) * TILE + in_narrow, context_len, PAGE)
+                wide = _blocks(table, tile + 1, context_len, PAGE, TILE, WIDE)
+                narrow = _blocks(table, tile + 1, context_len, PAGE, TILE, NARROW)
                 async_copy.wait_group(0)
                 fence_async_shared()
                 barrier()

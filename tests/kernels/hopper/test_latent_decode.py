@@ -24,7 +24,6 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_blocks", "_copy", "_load_queries", "_store_sums", "_attend_tile")
     run_on_tensors(monkeypatch, latent_decode, "_latent_decode_kernel", helpers)
     monkeypatch.setattr(latent_decode, "_zero", lambda: 0)
-    monkeypatch.setattr(latent_decode, "_prefetch_tile", lambda *arguments: None)
     monkeypatch.setattr(latent_decode, "wait_for_inputs", lambda: None)
     monkeypatch.setattr(latent_decode, "launch_dependents", lambda: None)
 
