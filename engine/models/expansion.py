@@ -52,7 +52,8 @@ class LatentExpansion:
         position = (torch.arange(len(sequence)) - starts[sequence]) * PAGE  # of a page's first slot
         pages = upload(torch.stack([sequence, position, lens[sequence] - 1])).unsqueeze(2)  # [3, P, 1]
         at = torch.minimum(pages[1] + torch.arange(PAGE, device=device), pages[2])  # [P, PAGE]
-        tables = starts.unsqueeze(1) + torch.arange(int(counts.max()))
+        # Triton compiles a kernel anew where a stride is no multiple of 16, or 1: this one always is.
+        tables = starts.unsqueeze(1) + torch.arange(-(-int(counts.max()) // 16) * 16)
         tiles = None
         if tile_queries:
             grid = kernels.make_prefill_tiles(list(query_lens), list(context_lens), tile_queries)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.models.expansion import LatentExpansion
 from engine.models.families import read_spec
 from engine.models.weights import load_model
 from tests.oracles.families import VOCAB, make_checkpoint
@@ -25,6 +26,14 @@ def logits(runner: PagedRunner) -> list[Tensor]:
     tokens = torch.randint(VOCAB, (4, 300), generator=generator).tolist()
     sequences = [runner.start(each) for each in tokens]
     return [torch.cat(runner.step(list(zip(sequences, counts, strict=True)))) for counts in STEPS]
+
+
+def test_no_kernel_is_compiled_anew_for_other_lengths() -> None:
+    """Triton does so where a stride becomes a multiple of 16, or no longer is one."""
+    rows, tables = torch.arange(3, dtype=torch.int32), torch.zeros(3, 99, dtype=torch.int32)
+    for lens in ([1, 64, 65], [700, 1300, 2], [1024, 1, 1]):
+        expansion = LatentExpansion.of_step(lens, lens, rows, tables, 16, lambda tensor: tensor)
+        assert expansion.block_tables.stride(0) % 16 == 0
 
 
 @pytest.mark.parametrize(
