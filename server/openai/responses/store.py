@@ -105,6 +105,17 @@ class _Owned:
             self.num_bytes -= turn.num_bytes
             turn = turn.previous
 
+    def remove(self, response_id: str) -> bool:
+        """Remove a response; return whether it existed."""
+        response = self.responses.pop(response_id, None)
+        if response is None:
+            return False
+        self.num_bytes -= response.num_bytes
+        self.release(response.turn)
+        for item_id in response.output:
+            del self.items[item_id]
+        return True
+
 
 class ResponseStore:
     """At most `max_responses` responses, and `max_bytes` including their conversations.
@@ -124,13 +135,13 @@ class ResponseStore:
         """Store a response, replacing the owner's response of the same id. Evicts responses when the store is full."""
         owned = self._owners.setdefault(owner, _Owned())
         owned.hold(response.turn)
-        self._remove(owned, response_id)
+        owned.remove(response_id)
         owned.responses[response_id] = response
         owned.num_bytes += response.num_bytes
         owned.items |= dict.fromkeys(response.output, response_id)
         while self.num_bytes > self._max_bytes or self._num_responses > self._max_responses:
-            most = max(self._owners.values(), key=self._fraction)
-            self._remove(most, next(iter(most.responses)))
+            most = max(self._owners, key=self._fraction)
+            self.remove(most, next(iter(self._owners[most].responses)))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         owned = self._owners.get(owner)
@@ -149,23 +160,17 @@ class ResponseStore:
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; return whether it existed."""
         owned = self._owners.get(owner)
-        return owned is not None and self._remove(owned, response_id)
+        if owned is None or not owned.remove(response_id):
+            return False
+        if not owned.responses:
+            del self._owners[owner]
+        return True
 
     @property
     def _num_responses(self) -> int:
         return sum(len(owned.responses) for owned in self._owners.values())
 
-    def _fraction(self, owned: _Owned) -> float:
+    def _fraction(self, owner: str) -> float:
         """Return the fraction of the store's limits that an owner uses."""
+        owned = self._owners[owner]
         return max(len(owned.responses) / max(self._max_responses, 1), owned.num_bytes / self._max_bytes)
-
-    @staticmethod
-    def _remove(owned: _Owned, response_id: str) -> bool:
-        response = owned.responses.pop(response_id, None)
-        if response is None:
-            return False
-        owned.num_bytes -= response.num_bytes
-        owned.release(response.turn)
-        for item_id in response.output:
-            del owned.items[item_id]
-        return True

@@ -34,6 +34,17 @@ def test_the_least_recently_used_go_first() -> None:
     assert not ResponseStore(0).remove("", "x")
 
 
+def test_nothing_is_left_of_a_caller_without_responses() -> None:
+    """Callers may be as many as there are addresses."""
+    store = ResponseStore(100)
+    for number in range(20):
+        store.put(f"caller {number}", "a", response(name="a"))
+        store.put(f"caller {number}", "a", response("again", name="a"))
+        assert store.remove(f"caller {number}", "a")
+        assert not store.remove(f"caller {number}", "a")
+    assert not store._owners
+
+
 def test_a_conversation_is_whole_after_its_beginning_was_removed() -> None:
     store = ResponseStore(2)
     call = Message(role="assistant", tool_calls=[ToolCall(id="1", name="f", arguments={"a": [1]})])
