@@ -18,6 +18,8 @@ from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_
 from kernels.triton.norm import rms_norm
 
 MAX_FEW = 64  # tokens whose logits are not worth a tile of the matrix unit
+NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
+MAX_PARTS = 8  # of logits: each is written and read again
 
 
 @triton.jit
@@ -54,31 +56,44 @@ def _few_logits_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    x, weight, bias, logits, num_tokens, stride_x,
-    E: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr,
+    x, weight, bias, logits, num_tokens, stride_x, num_channels,
+    E: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """logits [M, E] by the matrix unit. WIDE: x or the weight is float32."""
+    """logits [parts, M, E] by the matrix unit, each part of `num_channels`, a multiple of BLOCK_K.
+
+    WIDE: x or the weight is float32. SPLIT: the weight is, x is bfloat16, and each weight is the sum of three bfloat16.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    part = tl.program_id(2)
     k = tl.arange(0, BLOCK_K)
     tokens, rows = tl.minimum(m, num_tokens - 1).to(tl.int64), tl.minimum(e, E - 1)
     if PDL:
         launch_dependents()
         wait_for_inputs()
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for at in range(0, HIDDEN, BLOCK_K):
+    for at in range(part * num_channels, tl.minimum((part + 1) * num_channels, HIDDEN), BLOCK_K):
         inside = at + k < HIDDEN
         xk = tl.load(x + tokens[:, None] * stride_x + (at + k)[None, :], mask=inside[None, :], other=0.0)
         wk = tl.load(weight + rows[None, :] * HIDDEN + (at + k)[:, None], mask=inside[:, None], other=0.0)
-        if WIDE:
+        if SPLIT:
+            high = wk.to(tl.bfloat16)
+            rest = wk - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(xk, low, acc)
+            acc = tl.dot(xk, middle, acc)
+            acc = tl.dot(xk, high, acc)
+        elif WIDE:
             acc = tl.dot(xk.to(tl.float32), wk.to(tl.float32), acc, input_precision="tf32x3")
         else:
             acc = tl.dot(xk, wk, acc)
     if BIAS:
-        acc += tl.load(bias + rows).to(tl.float32)[None, :]
+        acc += tl.where(part == 0, tl.load(bias + rows).to(tl.float32), 0.0)[None, :]
     mask = (m < num_tokens)[:, None] & (e < E)[None, :]
-    tl.store(logits + m.to(tl.int64)[:, None] * E + e[None, :], acc, mask=mask)
+    at_m = part.to(tl.int64) * num_tokens + m
+    tl.store(logits + at_m[:, None] * E + e[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -96,13 +111,22 @@ def _best(keys, index, NONE: tl.constexpr):
 
 
 @triton.jit
+def _summed(logits, at, mask, num_parts, stride_part):
+    """Logits from their parts, in order; -inf where the mask is False."""
+    z = tl.load(logits + at, mask=mask, other=-float("inf"))
+    for part in range(1, num_parts):
+        z += tl.load(logits + part * stride_part + at, mask=mask, other=0.0)
+    return z
+
+
+@triton.jit(do_not_specialize=["num_parts", "stride_part"])
 def _top_k_kernel(
-    logits, correction, slots, ids, weights, scale,
+    logits, correction, slots, ids, weights, scale, num_parts, stride_part,
     E: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     TOP2: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTION: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's experts, from its logits as [groups, experts of a group]."""
+    """One token's experts, from its logits as [groups, experts of a group], each in `num_parts` parts."""
     SIZE: tl.constexpr = E // GROUPS
     SMALLEST: tl.constexpr = -2147483648
     token = tl.program_id(0).to(tl.int64)
@@ -115,7 +139,7 @@ def _top_k_kernel(
         more = tl.load(correction + index, mask=inside, other=0.0)
     if PDL:
         wait_for_inputs()
-    z = tl.load(logits + token * E + index, mask=inside, other=-float("inf"))
+    z = _summed(logits, token * E + index, inside, num_parts, stride_part)
     largest = tl.max(tl.max(z, 1), 0)
     total = tl.sum(tl.sum(tl.exp(z - largest), 1), 0)
     choice = z
@@ -143,7 +167,7 @@ def _top_k_kernel(
         at = _best(keys, index, E)
         chosen = tl.where(j == i, at, chosen)
         keys = tl.where(index == at, SMALLEST, keys)
-    of_chosen = tl.load(logits + token * E + chosen, mask=j < CHOSEN, other=-float("inf"))
+    of_chosen = _summed(logits, token * E + chosen, j < CHOSEN, num_parts, stride_part)
     if SCORING == "softmax_chosen" or (SCORING == "softmax" and RENORMALISE):
         of_chosen = tl.exp(of_chosen - tl.max(of_chosen, 0))
         of_chosen /= tl.sum(of_chosen, 0)
@@ -192,32 +216,41 @@ def _few_logits(
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits in parts [parts, M, E]."""
     num_tokens, hidden = x.shape
     count = len(weight)
     wide = torch.float32 in (x.dtype, weight.dtype)
     if x.is_cuda and not wide:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return logits if bias is None else logits.add_(bias)
-    logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
-    block_m = 16 if num_tokens <= 2048 else 64
-    block_e = min(max(next_power_of_2(count), 16), 64 if num_tokens <= 2048 else 128)
-    _logits_kernel[(cdiv(num_tokens, block_m), cdiv(count, block_e))](
-        x, weight, weight if bias is None else bias, logits, num_tokens, x.stride(0), E=count, HIDDEN=hidden,
-        WIDE=wide, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=32 if wide else 128, num_warps=4,
-        num_stages=3, **pdl_options(x.device),
+        return (logits if bias is None else logits.add_(bias)).unsqueeze(0)
+    split = x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    block_m, most_e = (16, 64) if num_tokens <= 2048 else (64, 128)
+    block_e = min(max(next_power_of_2(count), 16), most_e)
+    block_k = 128 if not wide else 64 if split and block_m == 16 else 32
+    tiles = cdiv(num_tokens, block_m), cdiv(count, block_e)
+    # Few tokens have few tiles, which would wait for one step's numbers after the other.
+    parts = min(max(NUM_PROGRAMS // max(tiles[0] * tiles[1], 1), 1), MAX_PARTS)
+    num_channels = cdiv(cdiv(hidden, block_k), parts) * block_k
+    parts = cdiv(hidden, num_channels)
+    logits = torch.empty(parts, num_tokens, count, dtype=torch.float32, device=x.device)
+    _logits_kernel[(*tiles, parts)](
+        x, weight, weight if bias is None else bias, logits, num_tokens, x.stride(0), num_channels,
+        E=count, HIDDEN=hidden, WIDE=wide, SPLIT=split, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e,
+        BLOCK_K=block_k, num_warps=4, num_stages=3, **pdl_options(x.device),
     )  # fmt: skip
     return logits
 
 
 def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    num_tokens, count = logits.shape
+    """logits [parts, T, E], summed over the parts."""
+    num_parts, num_tokens, count = logits.shape
     ids = torch.empty(num_tokens, rule.num_chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, rule.num_chosen, dtype=torch.float32, device=logits.device)
     groups = rule.num_groups if rule.num_chosen_groups < rule.num_groups else 1
     if num_tokens:
         _top_k_kernel[(num_tokens,)](
             logits, logits if correction is None else correction, logits if slots is None else slots, ids, weights,
-            rule.scale, E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
+            rule.scale, num_parts, logits.stride(0), E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
             CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
             RENORMALISE=rule.renormalise, CORRECTION=correction is not None, SLOTS=slots is not None,
             BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
@@ -232,7 +265,7 @@ def route(
     """See `kernels.reference.route`. Tokens must be contiguous, their stride is free."""
     assert x.stride(1) == 1
     assert weight.is_contiguous()
-    logits = _few_logits(x, weight, bias)[1] if 0 < len(x) <= MAX_FEW else _logits(x, weight, bias)
+    logits = _few_logits(x, weight, bias)[1].unsqueeze(0) if 0 < len(x) <= MAX_FEW else _logits(x, weight, bias)
     return _top_k(logits, correction, rule, slots)
 
 
@@ -253,4 +286,4 @@ def norm_route(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     normed, logits = _few_logits(x, weight, bias, norm_weight, eps)
-    return normed, *_top_k(logits, correction, rule, slots)
+    return normed, *_top_k(logits.unsqueeze(0), correction, rule, slots)

@@ -50,8 +50,10 @@ def expert_weights(form: str, count: int, n: int, k: int, device: str) -> Weight
 def check_routers(checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS) -> None:
     """The same experts as in float64 unless their scores are as good as equal, and their weights."""
     for name, shape in SHAPES.items():
-        weight, norm = checks.random(shape.count, shape.hidden), 1 + checks.random(shape.hidden) / 10
-        correction = torch.rand(shape.count, device=checks.device) / 4 if shape.rule.scoring == "sigmoid" else None
+        is_corrected = shape.rule.scoring == "sigmoid"
+        weight = checks.random(shape.count, shape.hidden, dtype=torch.float32 if is_corrected else torch.bfloat16)
+        norm = 1 + checks.random(shape.hidden) / 10
+        correction = torch.rand(shape.count, device=checks.device) / 4 if is_corrected else None
         for count in num_tokens:
             x = checks.random(count, shape.hidden)
             weight = weight / weight.norm(dim=1, keepdim=True)

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime import interpreter
 
 from kernels import QuantizedWeight, Router, reference
 from kernels.triton import moe, router
@@ -42,6 +46,41 @@ def test_route(name: str, num_tokens: int, corrected: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(result, exact_one, atol=1e-6, rtol=1e-4)
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies the bits of bfloat16 as integers: let it multiply the numbers."""
+    builder = interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+
+    def wide(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *more: multiply(self, wide(a), wide(b), *more))
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "num_parts"),
+    [(torch.bfloat16, 65, 5), (torch.bfloat16, 700, 5), (torch.bfloat16, 1100, 3), (torch.float16, 65, 6)],
+)
+def test_logits_in_parts(dtype: torch.dtype, num_tokens: int, num_parts: int) -> None:
+    """Of float32 weights as exact as float32, in parts that need not be equal."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(num_tokens, 530).to(dtype), torch.randn(60, 530) / 23, torch.randn(60)
+    got = router._logits(x, weight, bias)
+    want = x.double() @ weight.double().T + bias
+    assert len(got) == num_parts
+    assert (got.double().sum(0) - want).abs().max() < 2e-6
+    rule, correction = Router(5, "sigmoid", 6, 3, "top2", renormalise=True), torch.randn(60) / 4
+    ids, weights = router.route(x, weight, bias, correction, rule)
+    want_ids, wanted = reference.route(x.double(), weight.double(), bias.double(), correction, rule)
+    same = (ids == want_ids).all(1)
+    assert same.double().mean() > 0.999
+    torch.testing.assert_close(weights[same].double(), wanted[same].double(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 66])
