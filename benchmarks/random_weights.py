@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.models.families import read_spec
-from engine.models.weights import INDEX, checkpoint_tensors, decoder_of_shapes
+from engine.models.weights import INDEX, LM_HEAD, checkpoint_tensors, decoder_of_shapes
 
 SHARD_BYTES = 1 << 30
 DTYPES = {  # by safetensors' names; the first that a tensor may be stored in
@@ -34,7 +34,10 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
     """
     if any(folder.glob("*.safetensors")):
         return
-    wanted = checkpoint_tensors(decoder_of_shapes(read_spec(folder), torch.bfloat16, folder))
+    spec = read_spec(folder)
+    wanted = checkpoint_tensors(decoder_of_shapes(spec, torch.bfloat16, folder))
+    if spec.tie_word_embeddings:
+        del wanted[LM_HEAD]
     dtypes = {
         name: next(dtype for stored, dtype in DTYPES.items() if stored in tensor.dtypes)
         for name, tensor in wanted.items()

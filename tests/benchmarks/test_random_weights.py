@@ -18,6 +18,7 @@ CONFIG = {
 }  # fmt: skip
 FORMATS = {
     "floats": None,
+    "tied": None,
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
 }
@@ -26,6 +27,7 @@ FORMATS = {
 def folder(path: Path, name: str) -> Path:
     path.mkdir()
     config = CONFIG | ({"quantization_config": FORMATS[name]} if FORMATS[name] else {})
+    config["tie_word_embeddings"] = name == "tied"
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
 
