@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
     wanted = checkpoint_tensors(decoder_of_shapes(spec, torch.bfloat16, folder))
     if spec.tie_word_embeddings:
         del wanted[LM_HEAD]
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "weight_block_size" in (config.get("quantization_config") or {}):  # published so; Quire reads both names
+        wanted = {re.sub(r"\.weight_scale$", ".weight_scale_inv", name): tensor for name, tensor in wanted.items()}
     dtypes = {
         name: next(dtype for stored, dtype in DTYPES.items() if stored in tensor.dtypes)
         for name, tensor in wanted.items()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from benchmarks import random_weights
 from engine.models.families import read_spec
-from engine.models.weights import load_model
+from engine.models.weights import INDEX, load_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 256,
@@ -53,3 +53,12 @@ def test_weights_that_are_there_stay(tmp_path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"kept")
     random_weights.write_random_weights(path)
     assert (path / "model.safetensors").read_bytes() == b"kept"
+
+
+def test_scales_of_fp8_blocks_have_the_published_name(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", "fp8")
+    random_weights.write_random_weights(path)
+    names = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    scales = [name for name in names if "scale" in name]
+    assert scales
+    assert all(name.endswith(".weight_scale_inv") for name in scales)
