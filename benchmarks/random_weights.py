@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,9 +38,10 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
     wanted = checkpoint_tensors(decoder_of_shapes(spec, torch.bfloat16, folder))
     if spec.tie_word_embeddings:
         del wanted[LM_HEAD]
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "weight_block_size" in (config.get("quantization_config") or {}):  # published so; Quire reads both names
-        wanted = {re.sub(r"\.weight_scale$", ".weight_scale_inv", name): tensor for name, tensor in wanted.items()}
+    quantization = spec.quantization
+    if quantization and quantization.method == "fp8" and any(scheme.rows > 1 for _, scheme in quantization.schemes):
+        # Blocks' scales are published under their alias, the only name that vLLM loads.
+        wanted = {next(iter(tensor.aliases), name): tensor for name, tensor in wanted.items()}
     dtypes = {
         name: next(dtype for stored, dtype in DTYPES.items() if stored in tensor.dtypes)
         for name, tensor in wanted.items()
