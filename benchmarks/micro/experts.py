@@ -181,7 +181,7 @@ def expert_weights(form: str, count: int, n: int, k: int, device: torch.device) 
         codes = torch.randint(256, (count, n, k // 2), dtype=torch.uint8, device=device)
     if rows == 1:
         scale = kernels.by_groups(scale if group == k else scale.half())
-    return QuantizedWeight(kind, codes, scale, group, rows)
+    return QuantizedWeight(kind, codes, scale, group, rows, rounds_activations=kind == "e4m3")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,14 @@ from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
+from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words, quantize_rows
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
     from kernels.hopper import quantized_experts
+    from kernels.hopper import scaled_experts as scaled
 else:
-    few = quantized_experts = None  # type: ignore[assignment]
+    few = quantized_experts = scaled = None  # type: ignore[assignment]
 
 MAX_FEW_E2M1 = 4  # tokens: beyond, `quantized_experts` multiplies e2m1 codes faster than `experts_few`
 MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
@@ -427,6 +428,9 @@ def experts(
             )
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
+    elif _multiplies_scaled(x, gate_up, down, gate_up_bias, down_bias):
+        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count))
+        _multiply_scaled(x, weights, gate_up, down, activation, parts, tiles)
     elif _multiplies_quantized(x, gate_up, down):
         tiles = _sort(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
         _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles)
@@ -456,6 +460,29 @@ def _multiply_quantized(
     in_order, inner = quantized_experts.gather(x, order, weights.shape[1], gate_up, down)
     quantized_experts.launch(in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, activation, down)
     quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
+
+
+def _multiplies_scaled(
+    x: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> bool:
+    """Whether `kernels.hopper.scaled_experts` applies to both products."""
+    return (
+        scaled is not None
+        and gate_up_bias is down_bias is None
+        and all(scaled.applies(x, each) for each in (gate_up, down))
+    )
+
+
+def _multiply_scaled(
+    x: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles
+) -> None:
+    """Both products of codes, into `parts`; what is between them is quantised as x is."""
+    order, entries, block_m = tiles
+    codes, scale = quantize_rows(x, gate_up.codes.dtype, group=gate_up.group, order=order, chosen=weights.shape[1])
+    inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
+    inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
+    scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, activation)
+    scaled.launch(inner, inner_scale, down, weights, order, entries, parts, None, block_m)
 
 
 def _few_configs(

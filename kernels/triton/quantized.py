@@ -131,12 +131,13 @@ def _dequantize_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    x, norm_weight, codes, scale, eps, stride_x, stride_row, stride_group,
-    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    x, norm_weight, order, codes, scale, eps, stride_x, stride_row, stride_group,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr,
+    CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """codes [M, K] and scale [M, ceil(K / GROUP)], of any strides, of x [M, K], or of its norm: one program for a row.
 
-    GROUP is a power of two.
+    With CHOSEN: x has a row for each token, `order` [M] is of pairs, of which each token has so many. GROUP is a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
@@ -145,7 +146,11 @@ def _quantize_kernel(
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    values = tl.load(x + row * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
+    if CHOSEN:
+        source = tl.load(order + row).to(tl.int64) // CHOSEN
+    else:
+        source = row
+    values = tl.load(x + source * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         g = tl.load(norm_weight + channels, mask=inside, other=0.0).to(tl.float32)
         values = values * tl.rsqrt(tl.sum(tl.sum(values * values, 1), 0) / K + eps)
@@ -249,13 +254,16 @@ def quantize_rows(
     by_group: bool = False,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    order: Tensor | None = None,
+    chosen: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
 
     `by_group`: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4. Nothing
-    is written to the last ones.
+    is written to the last ones. `order` [pairs] int32: a row for each pair, that of its token; each token has `chosen`.
     """
-    num_rows, k = x.shape
+    k = x.shape[1]
+    num_rows = len(x) if order is None else len(order)
     block = next_power_of_2(k)
     width = group or block
     num_codes = cdiv(num_rows, 4) * 4 if by_group else num_rows
@@ -266,9 +274,9 @@ def quantize_rows(
     assert x.stride(1) == 1
     if num_rows:
         _quantize_kernel[(num_rows,)](
-            x, _or(norm_weight, x), codes, scale, eps, x.stride(0), *strides, K=k, GROUP=width, GROUPS=block // width,
-            LARGEST=LARGEST[dtype], NORM=norm_weight is not None, num_warps=min(max(block // 1024, 1), 16),
-            **pdl_options(x.device),
+            x, _or(norm_weight, x), _or(order, x), codes, scale, eps, x.stride(0), *strides, K=k, GROUP=width,
+            GROUPS=block // width, LARGEST=LARGEST[dtype], NORM=norm_weight is not None, CHOSEN=chosen,
+            num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
     return codes, scale
 

@@ -302,10 +302,10 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
 ]
 
-HOPPER = tuple(  # for compute capability 9.0 alone
-    f"kernels.hopper.{name}"
-    for name in ("attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "quantized_tiles")
-)
+HOPPER_FILES = (  # for compute capability 9.0 alone
+    "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "quantized_tiles", "scaled_experts",
+)  # fmt: skip
+HOPPER = tuple(f"kernels.hopper.{name}" for name in HOPPER_FILES)
 
 
 class Driver:

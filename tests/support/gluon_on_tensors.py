@@ -6,6 +6,7 @@ So it runs here without layouts. That they fit each other is the compiler's to c
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ class Shared:
     def load(self, layout: object) -> Tensor:
         return self.value
 
+    def read(self) -> Tensor:
+        return getattr(self, "value", torch.full(self.shape, math.nan, dtype=self.dtype))
+
     def slice(self, start: int, length: int, dim: int) -> Shared:
         part = self.value.narrow(dim, start, length)
         return Shared(part.dtype, list(part.shape), None, part)
@@ -86,13 +90,13 @@ class Stages:
 
 
 class Joined:
-    """Stages of several parts each, one below the other."""
+    """Stages of several parts each, one below the other. A part that nothing was written to is NaN."""
 
     def __init__(self, parts: list[Shared], count: int) -> None:
         self.parts, self.count = parts, count
 
     def index(self, i: int) -> Shared:
-        values = [part.value for part in self.parts[int(i) * self.count :][: self.count]]
+        values = [part.read() for part in self.parts[int(i) * self.count :][: self.count]]
         joined = torch.cat(values)
         return Shared(joined.dtype, list(joined.shape), None, joined)
 

@@ -1,0 +1,59 @@
+"""Experts of e4m3 codes times tokens of e4m3 codes in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.hopper import experts_few, scaled_experts
+from kernels.triton import moe
+from tests.oracles.random_weights import random_experts
+from tests.oracles.rounded_experts import rounded_experts
+from tests.support.gluon_on_tensors import run_on_tensors
+
+
+@pytest.fixture
+def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
+    helpers = ("_bring", "_expect", "_ask_weight", "_multiply", "_multiply_pairs", "_scales", "_activate")
+    run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", helpers)
+    run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
+
+
+def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
+    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, 2 * hidden).bfloat16()[:, :hidden]
+    ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
+    ids[-1] = -1
+    gate_up, down = (random_experts("fp8 blocks", 6, *shape) for shape in ((2 * inner, hidden), (hidden, inner)))
+    want = rounded_experts(x, ids, weights, gate_up, down, activation, first=first)
+    assert moe._multiplies_scaled(x, gate_up, down, None, None)
+    got = moe.experts(x, ids, weights, gate_up, down, activation=activation, first=first)
+    assert (got.double() - want).norm() < 8e-3 * want.norm()
+    residual = torch.randn(num_tokens, hidden).bfloat16()
+    added = moe.experts(x, ids, weights, gate_up, down, activation=activation, add_to=residual.clone(), first=first)
+    assert (added.double() - want - residual).norm() < 8e-3 * want.norm()
+
+
+def test_tiles_of_64_pairs(without_layouts: Any) -> None:
+    """More steps than stages, and less than 33 pairs of an expert: only a part of a tile of x is asked for."""
+    check(40, 512, 256, first=1)
+
+
+def test_tiles_of_128_pairs(without_layouts: Any) -> None:
+    """Experts have 75 pairs on average: the second warpgroup has few, or none where it has 64 or less."""
+    assert scaled_experts.block_m(200 * 3 / 8) == 128
+    check(200, 256, 128, "gelu_tanh")
+
+
+def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
+    x, weight = torch.zeros(40, 256, dtype=torch.bfloat16), random_experts("fp8 blocks", 2, 256, 256)
+    assert scaled_experts.applies(x, weight)
+    assert not scaled_experts.applies(x.half(), weight)
+    assert not scaled_experts.applies(x, replace(weight, rounds_activations=False))
+    assert not scaled_experts.applies(x, random_experts("fp8", 2, 256, 256))
+    assert not scaled_experts.applies(x, random_experts("fp8 blocks", 2, 128, 256))
+    assert not moe._multiplies_scaled(x, weight, weight, None, x)
