@@ -63,7 +63,7 @@ class Shared:
         return self.value
 
     def read(self) -> Tensor:
-        return getattr(self, "value", torch.full(self.shape, math.nan, dtype=self.dtype))
+        return self.value if hasattr(self, "value") else torch.full(self.shape, math.nan, dtype=self.dtype)
 
     def slice(self, start: int, length: int, dim: int) -> Shared:
         part = self.value.narrow(dim, start, length)
@@ -243,7 +243,8 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
         shared.store(pointers.load(mask))
 
     def product(a: Tensor | Shared, b: Tensor, total: Tensor, is_async: bool, use_acc: bool = True) -> Tensor:
-        return total + (a.value if isinstance(a, Shared) else a).float() @ b.float()
+        added = (a.value if isinstance(a, Shared) else a).float() @ b.float()
+        return total + added if use_acc else added
 
     def side_by_side(partitions: list[tuple[Any, tuple[Any, ...]]], *_: object) -> None:
         with ThreadPoolExecutor(len(partitions)) as pool:
