@@ -1,11 +1,11 @@
 """Experts of e4m3 codes times tokens of e4m3 codes on Hopper's matrix unit, both with scales of 128 channels, in Gluon.
 
-A warpgroup multiplies 64 pairs, which lie side by side in memory, by 128 rows of an expert's weight, 128 channels a step: as
-many as share a scale. A step's sums are scaled before they are added up, in float32. A warp of its own asks for codes, stages
-ahead. Gate and up rows lie side by side in a tile, so that one thread has the sums of both.
+A warpgroup multiplies 64 pairs, which lie side by side in memory, by 256 rows of an expert's weight, one half after the other,
+128 channels a step: as many as have one scale. A step's sums are scaled before they are added up, in float32. A warp of its own
+asks for codes, stages ahead. Gate and up rows lie side by side in a half, so that one thread has the sums of both.
 """
 
-# ruff: noqa: RUF005 - Gluon has no unpacking
+
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
@@ -29,160 +29,174 @@ from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
 GROUP = 128  # channels that one scale is for, and rows of a weight
-GATED_PARTS = 2  # of 128 rows that a program multiplies one after the other: its 128 outputs have one scale
-DOWN_PARTS = 2
 SHARED_BYTES = 224_000  # of a multiprocessor
 
 
 @gluon.jit
 def _bring(
     x_desc, codes_desc, x_smem, codes_smem, full, empty, first, stop, row,
-    N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes once its stage is empty: of x 32 pairs at once, those boxes that have any.
 
     EARLY: the weight's may be asked for before x is there.
     """
-    AHEAD: gl.constexpr = min(STAGES, PARTS * STEPS) if EARLY else 0
+    AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
     boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
     for step in gl.static_range(AHEAD):
-        _expect(x_desc, codes_desc, full, step, boxes, PIECES, BLOCK_M)
-        _ask_weight(codes_desc, codes_smem, full, step, row, step, N, STEPS, PIECES)
+        _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, step, boxes, N, PIECES, BLOCK_M)
     if EARLY:
         wait_for_inputs()
-    for step in range(PARTS * STEPS):
+    for step in range(STEPS):
         stage = step % STAGES
         if step >= AHEAD:
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            _expect(x_desc, codes_desc, full, stage, boxes, PIECES, BLOCK_M)
-            _ask_weight(codes_desc, codes_smem, full, stage, row, step, N, STEPS, PIECES)
+            _ask_weight(x_desc, codes_desc, codes_smem, full, stage, row, step, boxes, N, PIECES, BLOCK_M)
         for box in range(boxes):
             tma.async_copy_global_to_shared(
-                x_desc,
-                [first + box * 32, step % STEPS * 128],
-                full.index(stage),
-                x_smem.index(stage * (BLOCK_M // 32) + box),
+                x_desc, [first + box * 32, step * 128], full.index(stage), x_smem.index(stage * (BLOCK_M // 32) + box)
             )
 
 
 @gluon.jit
-def _expect(x_desc, codes_desc, full, stage, boxes, PIECES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The bytes of a step with so many boxes of x, a number that must be known to the compiler."""
-    for count in gl.static_range(1, BLOCK_M // 32 + 1):
-        if boxes == count:
-            mbarrier.expect(full.index(stage), PIECES * codes_desc.block_type.nbytes + count * x_desc.block_type.nbytes)
-
-
-@gluon.jit
 def _ask_weight(
-    codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr
-):
-    """A step's 128 rows; with two pieces gate rows and their up rows."""
+    x_desc, codes_desc, codes_smem, full, stage, row, step, boxes,
+    N: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Expect the bytes of a step with so many boxes of x, and ask for the weight's: with two pieces gate rows and up rows."""
     ROWS: gl.constexpr = codes_desc.block_shape[0]
-    for piece in gl.static_range(PIECES):
+    for count in gl.static_range(1, BLOCK_M // 32 + 1):  # the compiler must know the number of bytes
+        if boxes == count:
+            mbarrier.expect(
+                full.index(stage), 2 * PIECES * codes_desc.block_type.nbytes + count * x_desc.block_type.nbytes
+            )
+    for i in gl.static_range(2 * PIECES):
         tma.async_copy_global_to_shared(
-            codes_desc, [row + step // STEPS * ROWS + piece * N, step % STEPS * 128], full.index(stage),
-            codes_smem.index(stage * PIECES + piece),
+            codes_desc, [row + i // PIECES * ROWS + i % PIECES * N, step * 128], full.index(stage),
+            codes_smem.index(stage * 2 * PIECES + i),
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
     scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
-    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 pairs, if there are any. See `_scaled_experts_kernel`."""
     if PDL and ACTIVATION == "":
         wait_for_inputs()
-    if first + WARPGROUP * 64 < stop:
-        _multiply_pairs(
-            scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first + WARPGROUP * 64, stop, n,
-            WARPGROUP, N, K, ACTIVATION, PARTS, BLOCK_M, STAGES,
+    first = first + WARPGROUP * 64
+    if first < stop:
+        sums = _sums(
+            scale, x_scale, x_smem, codes_smem, full, empty, first, stop, n,
+            WARPGROUP, N, STEPS, ACTIVATION != "", BLOCK_M, STAGES,
         )  # fmt: skip
+        _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
     else:
-        for step in range(PARTS * (K // 128)):
+        for step in range(STEPS):
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
             mbarrier.arrive(empty.index(step % STAGES))
 
 
 @gluon.jit
-def _multiply_pairs(
-    scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
-    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+def _sums(
+    scale, x_scale, x_smem, codes_smem, full, empty, first, stop, n,
+    WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    GATED: gl.constexpr = ACTIVATION != ""
-    GROUPS: gl.constexpr = K // 128
-    OWN: gl.constexpr = 64 if GATED else 128  # outputs of a part
+    """[64, 64] of each quarter of 256 rows; of gate and up rows, the second and last quarter are of up rows."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 32])
-    position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    mask = (position < stop)[:, None]
-    inside = gl.minimum(position, stop - 1)
-    x_scale += inside.to(gl.int64) * GROUPS
-    columns = n + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))[None, :]
-    zero = gl.zeros([64, 128], gl.float32, ACC)
-    activations = ()
-    for part in gl.static_range(PARTS):
-        block = n // 128 if GATED else n // 128 + part
-        acc = gl.zeros([64, OWN], gl.float32, OUT)
-        up_acc = gl.zeros([64, OWN], gl.float32, OUT)
-        of_x, of_rows, of_up_rows = _scales(x_scale, scale, block, 0, N, GROUPS, GATED)
-        for group in range(GROUPS):
-            step = part * GROUPS + group
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            sums = warpgroup_mma(
-                x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP), codes_smem.index(stage).permute((1, 0)), zero,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            of_next = _scales(x_scale, scale, block, gl.minimum(group + 1, GROUPS - 1), N, GROUPS, GATED)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            mbarrier.arrive(empty.index(stage))
-            if GATED:
-                gate, up = gl.split(sums.reshape([64, 2, 64]).permute([0, 2, 1]))
-                acc += gl.convert_layout(gate, OUT) * (of_x * of_rows)[:, None]
-                up_acc += gl.convert_layout(up, OUT) * (of_x * of_up_rows)[:, None]
-            else:
-                acc += gl.convert_layout(sums, OUT) * (of_x * of_rows)[:, None]
-            of_x, of_rows, of_up_rows = of_next
-        if GATED:
-            activations = activations + (_activate(acc, up_acc, ACTIVATION),)
-        else:
-            pair = gl.load(order + inside)
-            result = acc * gl.load(weights + pair)[:, None]
-            at = pair.to(gl.int64)[:, None] * N + columns + part * OWN
-            gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
-    if GATED:
-        largest = gl.max(gl.maximum(activations[0], -activations[0]), 1)
-        for part in gl.static_range(1, PARTS):
-            largest = gl.maximum(largest, gl.max(gl.maximum(activations[part], -activations[part]), 1))
-        largest = gl.maximum(largest, 1e-12) / 448.0
-        gl.store(out_scale + inside * (N // 128) + n // 128, largest, mask=position < stop)
-        for part in gl.static_range(PARTS):
-            at = position.to(gl.int64)[:, None] * N + columns + part * OWN
-            gl.store(out + at, (activations[part] / largest[:, None]).to(out.dtype.element_ty), mask=mask)
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
+    x_scale += gl.minimum(position, stop - 1).to(gl.int64) * STEPS
+    scale += n // 128 * STEPS
+    more_scale = scale + (N // 128 if GATED else 1) * STEPS  # of up rows, or of the second half
+    sums = gl.zeros([64, 128], gl.float32, ACC)  # of one product after the other
+    total0 = gl.zeros([64, 64], gl.float32, QUARTER)
+    total1 = gl.zeros([64, 64], gl.float32, QUARTER)
+    total2 = gl.zeros([64, 64], gl.float32, QUARTER)
+    total3 = gl.zeros([64, 64], gl.float32, QUARTER)
+    of_x = gl.load(x_scale)
+    of_rows = gl.load(scale)
+    of_more = gl.load(more_scale)
+    for step in range(STEPS):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
+        sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
+        following = gl.minimum(step + 1, STEPS - 1)
+        next_of_x = gl.load(x_scale + following)
+        next_of_rows = gl.load(scale + following)
+        next_of_more = gl.load(more_scale + following)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        low, high = _quarters(sums)
+        total0 = _computed(total0 + low * (of_x * of_rows)[:, None])
+        total1 = _computed(total1 + high * (of_x * (of_more if GATED else of_rows))[:, None])
+        sums = warpgroup_mma(x, codes_smem.index(stage * 2 + 1).permute((1, 0)), sums, use_acc=False, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty.index(stage))
+        low, high = _quarters(sums)
+        total2 += low * (of_x * (of_rows if GATED else of_more))[:, None]
+        total3 += high * (of_x * of_more)[:, None]
+        of_x = next_of_x
+        of_rows = next_of_rows
+        of_more = next_of_more
+    return total0, total1, total2, total3
 
 
 @gluon.jit
-def _scales(x_scale, scale, block, group, N: gl.constexpr, GROUPS: gl.constexpr, GATED: gl.constexpr):
-    """Of a group of channels: of the pairs, of the block of rows, and of the block of their up rows."""
-    of_rows = gl.load(scale + block * GROUPS + group)
-    of_up_rows = of_rows
-    if GATED:
-        of_up_rows = gl.load(scale + (N // 128 + block) * GROUPS + group)
-    return gl.load(x_scale + group), of_rows, of_up_rows
+def _quarters(sums):
+    """The columns of sums [64, 128], one half after the other; a thread has those of both."""
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    low, high = gl.split(sums.reshape([64, 2, 64]).permute([0, 2, 1]))
+    return gl.convert_layout(low, QUARTER), gl.convert_layout(high, QUARTER)
+
+
+@gluon.jit
+def _computed(values):
+    """The same, computed before any product that is asked for later: registers do not suffice for the sums of two."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _store(sums, weights, order, out, out_scale, first, stop, n, N: gl.constexpr, ACTIVATION: gl.constexpr):
+    """What `_scaled_experts_kernel` returns, of 64 pairs."""
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
+    inside = gl.minimum(position, stop - 1)
+    mask = (position < stop)[:, None]
+    columns = n + gl.arange(0, 64, layout=gl.SliceLayout(0, QUARTER))[None, :]
+    if ACTIVATION != "":
+        low = _activate(sums[0], sums[1], ACTIVATION)
+        high = _activate(sums[2], sums[3], ACTIVATION)
+        scale = gl.maximum(gl.maximum(_largest(low), _largest(high)), 1e-12) / 448.0
+        gl.store(out_scale + inside * (N // 128) + n // 128, scale, mask=position < stop)
+        at = out + position.to(gl.int64)[:, None] * N + columns
+        gl.store(at, (low / scale[:, None]).to(out.dtype.element_ty), mask=mask)
+        gl.store(at + 64, (high / scale[:, None]).to(out.dtype.element_ty), mask=mask)
+    else:
+        pair = gl.load(order + inside)
+        weight = gl.load(weights + pair)[:, None]
+        at = out + pair.to(gl.int64)[:, None] * N + columns
+        for quarter in gl.static_range(4):
+            gl.store(at + quarter * 64, (sums[quarter] * weight).to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _largest(values):
+    """Of each row."""
+    return gl.max(gl.maximum(values, -values), 1)
 
 
 @gluon.jit
 def _scaled_experts_kernel(
     x_desc, codes_desc, scale, x_scale, weights, order, entries, out, out_scale,
-    N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 rows, PARTS times, of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
+    """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
 
     `entries` are of `kernels.triton.moe._sort_kernel`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
     and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight;
@@ -191,7 +205,8 @@ def _scaled_experts_kernel(
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
     STEPS: gl.constexpr = K // 128
-    OWN: gl.constexpr = 128 * PARTS // PIECES  # rows of out
+    OWN: gl.constexpr = 256 // PIECES  # rows of out
+    WARPGROUPS: gl.constexpr = BLOCK_M // 64
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     entry = entries + gl.program_id(0) // (N // OWN) * 3
     n = gl.program_id(0) % (N // OWN) * OWN
@@ -204,28 +219,28 @@ def _scaled_experts_kernel(
     first = gl.load(entry + 1)
     stop = gl.load(entry + 2)
     if expert >= 0:
-        x_parts = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (BLOCK_M // 32), 32, 128], TILE)
-        codes_parts = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * PIECES, 128 // PIECES, 128], TILE)
-        x_smem = x_parts._reinterpret(x_desc.dtype, [STAGES * (BLOCK_M // 64), 64, 128], TILE)
-        codes_smem = codes_parts._reinterpret(codes_desc.dtype, [STAGES, 128, 128], TILE)
+        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS * 2, 32, 128], TILE)
+        codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
+        x_smem = x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
+        codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=BLOCK_M // 64)
+            mbarrier.init(empty.index(i), count=WARPGROUPS)
         fence_async_shared()
         scale += expert * (PIECES * N // 128 * STEPS)
         row = expert * (PIECES * N) + n
-        if BLOCK_M == 64:
+        if WARPGROUPS == 1:
             gl.warp_specialize(
                 [
                     (_multiply, (
                         scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
-                        gl.constexpr(0), N, K, ACTIVATION, PARTS, BLOCK_M, STAGES, PDL,
+                        gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_bring, (
-                        x_desc, codes_desc, x_parts, codes_parts, full, empty, first, stop, row,
-                        N, STEPS, PIECES, PARTS, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
+                        x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
+                        N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
                     )),
                 ],
                 [1], [24],
@@ -235,15 +250,15 @@ def _scaled_experts_kernel(
                 [
                     (_multiply, (
                         scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
-                        gl.constexpr(0), N, K, ACTIVATION, PARTS, BLOCK_M, STAGES, PDL,
+                        gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_multiply, (
                         scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
-                        gl.constexpr(1), N, K, ACTIVATION, PARTS, BLOCK_M, STAGES, PDL,
+                        gl.constexpr(1), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_bring, (
-                        x_desc, codes_desc, x_parts, codes_parts, full, empty, first, stop, row,
-                        N, STEPS, PIECES, PARTS, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
+                        x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
+                        N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
                     )),
                 ],
                 [4, 1], [REGISTERS, 24],
@@ -259,7 +274,7 @@ def applies(x: Tensor, weight: Weight) -> bool:
         and weight.group == weight.rows == GROUP
         and weight.scale.dtype == torch.float32
         and weight.zero is weight.factor is weight.order is None
-        and weight.codes.shape[1] % (2 * GROUP) == weight.num_channels % GROUP == 0
+        and weight.codes.shape[1] % 256 == weight.num_channels % 128 == 0
         and x.dtype == torch.bfloat16
         and _is_hopper(x.device)
     )
@@ -267,7 +282,7 @@ def applies(x: Tensor, weight: Weight) -> bool:
 
 def block_m(pairs: float) -> int:
     """How many pairs a tile has, for experts with so many on average."""
-    return 64 if pairs <= 32 else 128
+    return 64 if pairs <= 48 else 128
 
 
 def launch(
@@ -285,16 +300,15 @@ def launch(
     """See `_scaled_experts_kernel`."""
     pieces = 2 if activation else 1
     n, k = weight.codes.shape[1] // pieces, weight.num_channels
-    parts = GATED_PARTS if activation else DOWN_PARTS
     codes = weight.codes.flatten(0, 1)
     assert x.is_contiguous()
     assert x_scale.is_contiguous()
     assert codes.is_contiguous()
     assert weight.scale.is_contiguous()
-    step = (128 + block_m) * 128
-    stages = min(SHARED_BYTES // (2 if block_m == 64 else 1) // step, 8)  # of tiles of 64 pairs: two programs on each
-    _scaled_experts_kernel[(len(entries) * (n * pieces // (128 * parts)),)](
+    programs = 2 if block_m == 64 else 1  # on a multiprocessor
+    stages = min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
+    _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
-        out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, PARTS=parts, BLOCK_M=block_m,
+        out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
         STAGES=stages, REGISTERS=240, num_warps=4, maxnreg=128 if block_m == 64 else None, **pdl_options(x.device),
     )  # fmt: skip

@@ -31,7 +31,7 @@ else:
     few = quantized_experts = scaled = None  # type: ignore[assignment]
 
 MAX_FEW_E2M1 = 4  # tokens: beyond, `quantized_experts` multiplies e2m1 codes faster than `experts_few`
-MAX_WIDE = 256  # tokens up to which what an expert adds to a token stays float32 until it is summed
+MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
 
