@@ -1,10 +1,9 @@
 """Experts of e4m3 codes times tokens of e4m3 codes on Hopper's matrix unit, both with scales of 128 channels, in Gluon.
 
 A warpgroup multiplies 64 pairs, which lie side by side in memory, by 256 rows of an expert's weight, one half after the other,
-128 channels a step: as many as have one scale. A step's sums are scaled before they are added up, in float32. A warp of its own
+128 channels a step: as many as have one scale. A step's sums are scaled before they are added up, in float32. Another warp
 asks for codes, stages ahead. Gate and up rows lie side by side in a half, so that one thread has the sums of both.
 """
-
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
@@ -106,14 +105,14 @@ def _sums(
     WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """[64, 64] of each quarter of 256 rows; of gate and up rows, the second and last quarter are of up rows."""
+    """[64, 64] of each quarter of 256 rows. GATED: the second and the last quarter are up rows."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
     x_scale += gl.minimum(position, stop - 1).to(gl.int64) * STEPS
     scale += n // 128 * STEPS
     more_scale = scale + (N // 128 if GATED else 1) * STEPS  # of up rows, or of the second half
-    sums = gl.zeros([64, 128], gl.float32, ACC)  # of one product after the other
+    sums = gl.zeros([64, 128], gl.float32, ACC)  # of the present product
     total0 = gl.zeros([64, 64], gl.float32, QUARTER)
     total1 = gl.zeros([64, 64], gl.float32, QUARTER)
     total2 = gl.zeros([64, 64], gl.float32, QUARTER)
@@ -156,7 +155,7 @@ def _quarters(sums):
 
 @gluon.jit
 def _computed(values):
-    """The same, computed before any product that is asked for later: registers do not suffice for the sums of two."""
+    """The same. The compiler cannot move its computation behind the next product: registers hold the sums of one only."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -194,7 +193,7 @@ def _largest(values):
 def _scaled_experts_kernel(
     x_desc, codes_desc, scale, x_scale, weights, order, entries, out, out_scale,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
 
@@ -231,7 +230,7 @@ def _scaled_experts_kernel(
         fence_async_shared()
         scale += expert * (PIECES * N // 128 * STEPS)
         row = expert * (PIECES * N) + n
-        if WARPGROUPS == 1:
+        if WARPGROUPS == 1:  # written out twice: Gluon cannot join tuples of constants
             gl.warp_specialize(
                 [
                     (_multiply, (
@@ -261,7 +260,7 @@ def _scaled_experts_kernel(
                         N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
                     )),
                 ],
-                [4, 1], [REGISTERS, 24],
+                [4, 1], [240, 24],
             )  # fmt: skip
 
 
@@ -310,5 +309,5 @@ def launch(
     _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
         out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
-        STAGES=stages, REGISTERS=240, num_warps=4, maxnreg=128 if block_m == 64 else None, **pdl_options(x.device),
+        STAGES=stages, num_warps=4, maxnreg=128 if block_m == 64 else None, **pdl_options(x.device),
     )  # fmt: skip

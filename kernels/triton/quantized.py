@@ -262,6 +262,7 @@ def quantize_rows(
     `by_group`: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4. Nothing
     is written to the last ones. `order` [pairs] int32: a row for each pair, that of its token; each token has `chosen`.
     """
+    assert (order is None) == (chosen == 0)
     k = x.shape[1]
     num_rows = len(x) if order is None else len(order)
     block = next_power_of_2(k)

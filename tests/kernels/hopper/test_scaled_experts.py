@@ -40,7 +40,7 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
 
 
 def test_tiles_of_64_pairs(without_layouts: Any) -> None:
-    """More steps than stages, and less than 33 pairs of an expert: only a part of a tile of x is asked for."""
+    """More steps than stages, and fewer than 33 pairs of an expert: only half of a tile of x is asked for."""
     check(40, 512, 256, first=1)
 
 
