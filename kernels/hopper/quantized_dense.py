@@ -43,9 +43,10 @@ from kernels.hopper.quantized_steps import (
     width,
     words_of_halves,
 )
-from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper, _sum_parts_kernel
+from kernels.hopper.quantized_tiles import MAX_TOKENS, _is_hopper
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.parts import sum_parts
 
 TALL = 128  # tokens of a tall tile at most; a wide one has 256
 
@@ -479,7 +480,7 @@ def launch(
     assert not (split and swiglu)
     codes = weight.codes.view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
-    sums = torch.empty(parts, num_tokens, n, dtype=torch.float32, device=x.device) if split else out
+    sums = x.new_empty(parts, num_tokens, n) if split else out
     own = _own_rows(config.block_m, swiglu)
     grid = (cdiv(num_tokens, config.block_m) * cdiv(n, own), parts)
     _dense_quantized_kernel[grid](
@@ -492,8 +493,4 @@ def launch(
         num_warps=4, maxnreg=config.max_registers, **pdl_options(x.device),
     )  # fmt: skip
     if split:
-        _sum_parts_kernel[(cdiv(out.numel(), 1024),)](
-            sums, out if bias is None else bias, out if residual is None else residual, out, len(out), N=n,
-            PARTS=parts, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=1024,
-            num_warps=4, **pdl_options(x.device),
-        )  # fmt: skip
+        sum_parts(sums, out, bias=bias, residual=residual)

@@ -334,6 +334,11 @@ class Config(NamedTuple):
 @functools.cache
 def _choose(n: int, row_bytes: int, k: int, group: int, num_groups: int, m: int, swiglu: bool) -> Config | None:
     """x in registers where it fits into those of 16 warps; a step of a warp within one group."""
+    if row_bytes == k and m == 8 and (num_groups == 1 or group % 128 == 0):
+        if swiglu and k % (16 * 128) == 0 and k <= 4096:
+            return Config(16, 16, 128, 1, per_sm=1, keep_x=True, max_registers=128)
+        if k > 8192 and k % (8 * 128) == 0:
+            return Config(16, 8, 128, 1, per_sm=2, max_registers=128)
     chunk = 64 if num_groups == 1 or group % 64 == 0 else 32
     chunks = row_bytes // chunk
     if row_bytes % chunk or (num_groups > 1 and group % chunk):

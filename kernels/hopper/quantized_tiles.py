@@ -14,8 +14,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.hopper.code_bits import decode_pairs, scale_of
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.parts import sum_parts
 
 
 @gluon.constexpr_function
@@ -198,28 +197,6 @@ def _tiles_quantized_kernel(
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _sum_parts_kernel(
-    parts, bias, residual, out, num_tokens,
-    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out [M, N] = the sum of parts [PARTS, M, N], bias [N] and residual [M, N]."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = num_tokens.to(tl.int64) * N  # a multiple of N, which the compiler must know to load several at once
-    inside = at < size
-    if PDL:
-        launch_dependents()
-        wait_for_inputs()
-    total = tl.load(parts + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * size + at, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-
-
 SHARED_BYTES = 224_000  # of a multiprocessor
 MAX_TOKENS = 512  # more are multiplied faster by cuBLAS, once the matrix is written out as floats
 
@@ -303,8 +280,4 @@ def launch(
         num_warps=config.block_n // 16, **pdl_options(x.device),
     )  # fmt: skip
     if split:
-        _sum_parts_kernel[(cdiv(out.numel(), 1024),)](
-            sums, out if bias is None else bias, out if residual is None else residual, out, len(out), N=n,
-            PARTS=config.parts, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=1024, num_warps=4,
-            **pdl_options(x.device),
-        )  # fmt: skip
+        sum_parts(sums, out, bias=bias, residual=residual)

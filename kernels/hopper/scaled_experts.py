@@ -88,9 +88,14 @@ def _multiply(
         wait_for_inputs()
     first = first + WARPGROUP * 64
     if first < stop:
-        sums = _sums(
-            scale, x_scale, x_smem, codes_smem, full, empty, first, stop, n,
-            WARPGROUP, N, STEPS, ACTIVATION != "", BLOCK_M, STAGES,
+        GATED: gl.constexpr = ACTIVATION != ""
+        QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+        position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
+        scale += n // 128 * STEPS
+        sums = _sums_of_groups(
+            scale, scale + (N // 128 if GATED else 1) * STEPS,
+            x_scale + gl.minimum(position, stop - 1).to(gl.int64) * STEPS,
+            x_smem, codes_smem, full, empty, STEPS, WARPGROUP, GATED, BLOCK_M, STAGES,
         )  # fmt: skip
         _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
     else:
@@ -100,18 +105,17 @@ def _multiply(
 
 
 @gluon.jit
-def _sums(
-    scale, x_scale, x_smem, codes_smem, full, empty, first, stop, n,
-    WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+def _sums_of_groups(
+    scale, more_scale, x_scale, x_smem, codes_smem, full, empty, steps,
+    WARPGROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """[64, 64] of each quarter of 256 rows. GATED: the second and the last quarter are up rows."""
+    """[64, 64] of each quarter of 256 rows. GATED: the second and the last quarter are up rows.
+
+    scale and more_scale: pointers to the first half's scales and the second's, or to those of gate rows and up rows; x_scale
+    [64]: to those of x. The scales of a row's groups lie side by side.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
-    x_scale += gl.minimum(position, stop - 1).to(gl.int64) * STEPS
-    scale += n // 128 * STEPS
-    more_scale = scale + (N // 128 if GATED else 1) * STEPS  # of up rows, or of the second half
     sums = gl.zeros([64, 128], gl.float32, ACC)  # of the present product
     total0 = gl.zeros([64, 64], gl.float32, QUARTER)
     total1 = gl.zeros([64, 64], gl.float32, QUARTER)
@@ -120,12 +124,12 @@ def _sums(
     of_x = gl.load(x_scale)
     of_rows = gl.load(scale)
     of_more = gl.load(more_scale)
-    for step in range(STEPS):
+    for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
         sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
-        following = gl.minimum(step + 1, STEPS - 1)
+        following = gl.minimum(step + 1, steps - 1)
         next_of_x = gl.load(x_scale + following)
         next_of_rows = gl.load(scale + following)
         next_of_more = gl.load(more_scale + following)

@@ -21,7 +21,8 @@ from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words, quantize_rows
+from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
+from kernels.triton.scaled import quantize_rows
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few

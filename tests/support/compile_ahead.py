@@ -171,7 +171,7 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
     weight = QuantizedWeight(
         kind=kind,  # type: ignore[arg-type]
         codes=tensor(n, k // halves, dtype=code_dtype),
-        scale=tensor(n // rows, k // (group or k), dtype=E4M3 if e4m3_scales else F16 if group else F32),
+        scale=tensor(n // rows, k // (group or k), dtype=E4M3 if e4m3_scales else F16 if group and rows == 1 else F32),
         group=group or k,
         rows=rows,
         zero=tensor(n, k // (group or k), dtype=torch.int8) if more.get("zeros") else None,
@@ -223,6 +223,14 @@ def parts_of_channels() -> None:
     tiles.launch(x, weight, None, out, tiles.Config(64, 64, 2, 2), residual=out)
 
 
+def parts() -> None:
+    from kernels.triton.parts import sum_parts
+
+    out, bias = tensor(60, 512), tensor(512)
+    sum_parts(tensor(3, 64, 512), out)
+    sum_parts(tensor(3, 60, 512, dtype=F32), out, bias=bias, residual=out)
+
+
 def all_reduce(dtype: torch.dtype) -> None:
     from kernels.triton.all_reduce import all_reduce
 
@@ -271,6 +279,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(experts, 4096, "float"),
     functools.partial(experts, 4096, "int4"),
     prepare,
+    parts,
 ]
 
 
@@ -289,6 +298,8 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(latent, 128, 40, F16, interleaved=False),
     functools.partial(quantized, 12, "e4m3", 128, 128),
     functools.partial(quantized, 60, "e4m3"),
+    functools.partial(quantized, 60, "e4m3", rounds=True),
+    functools.partial(quantized, 100, "e4m3", 128, 128, rounds=True),
     functools.partial(quantized, 60, "int8", 64, zeros=True, dtype=F16),
     functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
     functools.partial(sampling, F32),
@@ -304,6 +315,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
     "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "quantized_tiles", "scaled_experts",
+    "scaled_dense",
 )  # fmt: skip
 HOPPER = tuple(f"kernels.hopper.{name}" for name in HOPPER_FILES)
 
@@ -351,8 +363,8 @@ def main(capability: int) -> int:
     for module in modules.values():  # what the kernels' launchers would find on such a device
         if capability >= 90 and hasattr(module, "pdl_options"):
             module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
-        if capability >= 89 and hasattr(module, "_multiplies_e4m3"):
-            module._multiplies_e4m3 = lambda device: True  # type: ignore[attr-defined]
+        if capability >= 89 and hasattr(module, "multiplies_e4m3"):
+            module.multiplies_e4m3 = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "_has_matrix_unit"):
             module._has_matrix_unit = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "_is_hopper"):

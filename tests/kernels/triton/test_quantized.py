@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import QuantizedWeight, pack_e2m1, reference
-from kernels.triton import matmul, quantized
+from kernels.triton import matmul, quantized, scaled
 from tests.oracles.random_weights import FORMS, random_weight
 
 F64 = torch.float64
@@ -86,13 +86,13 @@ def test_what_stands_around_them(form: str, num_tokens: int) -> None:
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "fp8 rows of blocks", "int8"])
 def test_codes_times_codes(form: str, monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
     """With many tokens x is rounded as well: the product is exact but for that."""
-    monkeypatch.setattr(quantized, "_multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
     weight = random_weight(form, 200, 256)
     x, norm, bias = torch.randn(130, 256), torch.randn(256), torch.randn(200)
     assert quantized._rounds(x, weight)
     group = 0 if weight.scale.shape[1] == 1 else 128
     normed = reference.rms_norm(x, norm, 1e-6)
-    codes, scale = quantized.quantize_rows(normed, weight.codes.dtype, group=group)
+    codes, scale = scaled.quantize_rows(normed, weight.codes.dtype, group=group)
     rounded = codes.double() * scale.double().repeat_interleave(group or 256, 1)
     assert error(rounded, normed.double()) < (0.015 if form == "int8" else 0.04)
     want = rounded @ exact(weight).T + bias.double()
@@ -105,7 +105,7 @@ def test_codes_times_codes(form: str, monkeypatch: pytest.MonkeyPatch, exact_flo
 def test_quantize_rows(dtype: torch.dtype, shape: Any, exact_float8: None) -> None:
     x = torch.randn(shape)
     x[:1] = 0
-    got, want = quantized.quantize_rows(x, dtype), reference.quantize_rows(x, dtype)
+    got, want = scaled.quantize_rows(x, dtype), reference.quantize_rows(x, dtype)
     torch.testing.assert_close(got[1], want[1])
     step = 1 if dtype == torch.int8 else 32  # where a division is rounded otherwise, the next code
     assert ((got[0].float() - want[0].float()).abs() <= step).all()
@@ -116,15 +116,15 @@ def test_quantize_rows(dtype: torch.dtype, shape: Any, exact_float8: None) -> No
 def test_quantize_rows_by_group(num_rows: int, exact_float8: None) -> None:
     """As cuBLAS takes scales: those of a group side by side, rows in fours."""
     x = torch.randn(num_rows, 384)
-    codes, scale = quantized.quantize_rows(x, torch.float8_e4m3fn, group=128, by_group=True)
+    codes, scale = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128, by_group=True)
     assert codes.shape == (-(-num_rows // 4) * 4, 384)
     assert scale.stride() == (1, len(codes))
-    plain = quantized.quantize_rows(x, torch.float8_e4m3fn, group=128)
+    plain = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128)
     assert torch.equal(codes[:num_rows].float(), plain[0].float())
     assert torch.equal(scale[:num_rows], plain[1])
 
 
 def test_a_gpu_that_cannot_multiply_e4m3_keeps_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("fp8", 64, 64), torch.randn(100, 64)
-    monkeypatch.setattr(quantized, "_multiplies_e4m3", lambda device: False)
+    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: False)
     assert error(matmul.linear(x, weight), x.double() @ exact(weight).T) < 1e-5

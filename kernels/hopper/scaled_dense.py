@@ -1,0 +1,285 @@
+"""Products of tens to hundreds of tokens with e4m3 weights, both as codes, on Hopper's matrix unit, in Gluon.
+
+A warpgroup multiplies 64 tokens by 256 rows of the weight, one half after the other, 128 channels a step. With scales of
+blocks, a step's sums are scaled before they are added up, else all of them at the end, in float32. Another warp asks for
+codes, stages ahead, and for the first of the weight before x is there. Where tiles are too few for all multiprocessors, the
+channels are divided among programs, and `sum_parts` adds up. With SwiGLU gate and up rows lie side by side in a half, so that
+one thread has the sums of both.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.experts_few import _activate
+from kernels.hopper.quantized_steps import _boxes
+from kernels.hopper.quantized_tiles import _is_hopper
+from kernels.hopper.scaled_experts import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
+from kernels.quantized_weight import QuantizedWeight
+from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.parts import sum_parts
+
+
+@gluon.jit
+def _bring(
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, token, row, first, steps,
+    N: gl.constexpr, PIECES: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Ask for each step's codes once its stage is empty: those of the weight for the first steps before x is there."""
+    for step in gl.static_range(STAGES):
+        if step < steps:
+            _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, first + step, N, PIECES, WARPGROUPS)
+    if PDL:
+        wait_for_inputs()
+    for step in range(steps):
+        stage = step % STAGES
+        if step >= STAGES:
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            _ask_weight(x_desc, codes_desc, codes_smem, full, stage, row, first + step, N, PIECES, WARPGROUPS)
+        for i in gl.static_range(WARPGROUPS):
+            tma.async_copy_global_to_shared(
+                x_desc, [token + i * 64, (first + step) * 128], full.index(stage), x_smem.index(stage * WARPGROUPS + i)
+            )
+
+
+@gluon.jit
+def _ask_weight(
+    x_desc, codes_desc, codes_smem, full, stage, row, step,
+    N: gl.constexpr, PIECES: gl.constexpr, WARPGROUPS: gl.constexpr,
+):  # fmt: skip
+    """Expect the bytes of a step, and ask for the weight's: with two pieces gate rows and up rows."""
+    ROWS: gl.constexpr = codes_desc.block_shape[0]
+    mbarrier.expect(
+        full.index(stage), 2 * PIECES * codes_desc.block_type.nbytes + WARPGROUPS * x_desc.block_type.nbytes
+    )
+    for i in gl.static_range(2 * PIECES):
+        tma.async_copy_global_to_shared(
+            codes_desc, [row + i // PIECES * ROWS + i % PIECES * N, step * 128], full.index(stage),
+            codes_smem.index(stage * 2 * PIECES + i),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(
+    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUPED: gl.constexpr, SWIGLU: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's 64 tokens. See `_scaled_dense_kernel`."""
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    tokens = token + WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, QUARTER))
+    inside = gl.minimum(tokens, num_tokens - 1)
+    if PDL:
+        wait_for_inputs()
+    if GROUPED:
+        GROUPS: gl.constexpr = K // 128
+        of_rows = scale + n // 128 * GROUPS + first
+        q0, q1, q2, q3 = _sums_of_groups(
+            of_rows, of_rows + (N // 128 if SWIGLU else 1) * GROUPS, x_scale + inside.to(gl.int64) * GROUPS + first,
+            x_smem, codes_smem, full, empty, steps, WARPGROUP, SWIGLU, BLOCK_M, STAGES,
+        )  # fmt: skip
+    else:
+        of_tokens = gl.load(x_scale + inside)[:, None]
+        s0 = gl.load(scale + n + columns)[None, :]
+        s1 = gl.load(scale + n + (N if SWIGLU else 64) + columns)[None, :]
+        s2 = gl.load(scale + n + (64 if SWIGLU else 128) + columns)[None, :]
+        s3 = gl.load(scale + n + (N + 64 if SWIGLU else 192) + columns)[None, :]
+        low, high = _sums(x_smem, codes_smem, full, empty, steps, WARPGROUP, BLOCK_M, STAGES)
+        q0, q1 = _quarters(low)
+        q2, q3 = _quarters(high)
+        q0 = q0 * of_tokens * s0
+        q1 = q1 * of_tokens * s1
+        q2 = q2 * of_tokens * s2
+        q3 = q3 * of_tokens * s3
+    mask = (tokens < num_tokens)[:, None]
+    at = out + tokens.to(gl.int64)[:, None] * N + n + columns[None, :]
+    if SWIGLU:
+        gl.store(at, _activate(q0, q1, "silu").to(out.dtype.element_ty), mask=mask)
+        gl.store(at + 64, _activate(q2, q3, "silu").to(out.dtype.element_ty), mask=mask)
+    else:
+        gl.store(at, q0.to(out.dtype.element_ty), mask=mask)
+        gl.store(at + 64, q1.to(out.dtype.element_ty), mask=mask)
+        gl.store(at + 128, q2.to(out.dtype.element_ty), mask=mask)
+        gl.store(at + 192, q3.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _sums(
+    x_smem, codes_smem, full, empty, steps, WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """[64, 128] of each half of the rows, without scales."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    low = gl.zeros([64, 128], gl.float32, ACC)
+    high = gl.zeros([64, 128], gl.float32, ACC)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
+        low = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), low, is_async=True)
+        high = warpgroup_mma(x, codes_smem.index(stage * 2 + 1).permute((1, 0)), high, is_async=True)
+        low, high = warpgroup_mma_wait(0, deps=[low, high])
+        mbarrier.arrive(empty.index(stage))
+    return low, high
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "part"])
+def _scaled_dense_kernel(
+    x_desc, codes_desc, scale, x_scale, out, num_tokens, part,
+    N: gl.constexpr, K: gl.constexpr, GROUPED: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A part of out [parts, M, N], of so many steps, from codes x [M, K] and their scales [M, 1], or [M, K / 128] with GROUPED.
+
+    The weight has N rows, or 2N with SWIGLU, and scales [rows, 1], or [rows / 128, K / 128].
+    """
+    PIECES: gl.constexpr = 2 if SWIGLU else 1
+    OWN: gl.constexpr = 256 // PIECES  # rows of out
+    WARPGROUPS: gl.constexpr = BLOCK_M // 64
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    columns = (num_tokens + BLOCK_M - 1) // BLOCK_M
+    token = gl.program_id(0) % columns * BLOCK_M
+    n = gl.program_id(0) // columns * OWN
+    first = gl.program_id(1) * part
+    steps = gl.minimum(part, K // 128 - first)
+    out += gl.program_id(1).to(gl.int64) * num_tokens * N
+    if PDL:
+        launch_dependents()
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
+    codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
+    codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    fence_async_shared()
+    if WARPGROUPS == 1:  # written out twice: Gluon cannot join tuples of constants
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                    gl.constexpr(0), N, K, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
+                )),
+                (_bring, (
+                    x_desc, codes_desc, x_smem, codes_boxes, full, empty, token, n, first, steps,
+                    N, PIECES, WARPGROUPS, STAGES, PDL,
+                )),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                    gl.constexpr(0), N, K, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
+                )),
+                (_multiply, (
+                    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                    gl.constexpr(1), N, K, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
+                )),
+                (_bring, (
+                    x_desc, codes_desc, x_smem, codes_boxes, full, empty, token, n, first, steps,
+                    N, PIECES, WARPGROUPS, STAGES, PDL,
+                )),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+
+
+class Config(NamedTuple):
+    """How a product is cut up; see `_scaled_dense_kernel`."""
+
+    block_m: int
+    part: int  # steps of a program
+    stages: int
+
+
+MAX_TOKENS = 256
+MIN_TILES = 66  # that SwiGLU is part of: their channels are not divided
+MAX_PARTS = 5  # more take longer to add up
+
+
+@functools.cache
+def _choose(num_tokens: int, n: int, k: int, swiglu: bool) -> Config | None:
+    """At most one program for each of some 132 multiprocessors; None where cuBLAS is faster, as measured.
+
+    Its tiles of 128 x 128 are too few for so many multiprocessors where the weight has few rows.
+    """
+    rows, steps = n // 256, k // 128
+    if swiglu:
+        block_m, parts = (64 if num_tokens <= 64 else 128), 1
+        if rows * cdiv(num_tokens, block_m) < MIN_TILES:
+            return None
+    elif num_tokens <= 64:
+        block_m, parts = 64, 72 // rows
+    elif num_tokens <= 128 and (rows <= 16 or steps >= 64):
+        block_m, parts = 64, 66 // rows
+    elif rows <= 33 and steps >= 64:
+        block_m, parts = 128, 66 // rows
+    else:
+        return None
+    parts = max(min(parts, steps // 4, MAX_PARTS), 1)
+    return Config(block_m, cdiv(steps, parts), SHARED_BYTES // ((256 + block_m) * 128))
+
+
+def config(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Config | None:
+    """How to multiply tokens like x, rounded, by the weight; None where this kernel does not apply."""
+    n, k = len(weight), weight.num_channels
+    if (
+        len(x) <= MAX_TOKENS
+        and not (swiglu and bias is not None)
+        and weight.kind == "e4m3"
+        and (weight.group == weight.rows == GROUP or (weight.scale.shape[1] == weight.rows == 1))
+        and weight.scale.dtype == torch.float32
+        and weight.scale.is_contiguous()
+        and n % 256 == k % 128 == 0
+        and x.dtype == torch.bfloat16
+        and _is_hopper(x.device)
+    ):
+        return _choose(len(x), n, k, swiglu)
+    return None
+
+
+def multiply(
+    codes: Tensor,
+    x_scale: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    config: Config,
+    dtype: torch.dtype,
+    *,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Codes x [M, K] and their scales, times the weight, plus bias, or SwiGLU of that; in `residual`, added to it."""
+    num_tokens, n = len(codes), len(weight) // (2 if swiglu else 1)
+    steps = weight.num_channels // 128
+    assert codes.is_contiguous()
+    assert x_scale.is_contiguous()
+    assert not (swiglu and (bias is not None or config.part < steps))
+    parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=dtype, device=codes.device)
+    _scaled_dense_kernel[(cdiv(num_tokens, config.block_m) * (len(weight) // 256), len(parts))](
+        _boxes(codes, 64, 128, 128), _boxes(weight.codes, 64 if swiglu else 128, 128, 128), weight.scale, x_scale,
+        parts, num_tokens, config.part, N=n, K=weight.num_channels, GROUPED=weight.rows == GROUP, SWIGLU=swiglu,
+        BLOCK_M=config.block_m, STAGES=config.stages, num_warps=4, **pdl_options(codes.device),
+    )  # fmt: skip
+    if len(parts) == 1 and bias is None and residual is None:
+        return parts[0]
+    return sum_parts(parts, torch.empty_like(parts[0]) if residual is None else residual, bias=bias, residual=residual)

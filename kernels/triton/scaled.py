@@ -1,0 +1,218 @@
+"""Products of x, rounded to codes, with matrices of the same codes, e4m3 or int8: the matrix unit multiplies codes by codes.
+
+x gets a scale for each token, or for each group of channels if the weight has them. Where they apply,
+`kernels.hopper.scaled_dense` or cuBLAS multiplies, else the kernel here.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.quantized_weight import QuantizedWeight
+from kernels.triton.activation import gate_and_mul
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import scaled_dense as dense
+else:
+    dense = None  # type: ignore[assignment]
+
+LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(127.0)}
+
+
+@triton.jit
+def _quantize_kernel(
+    x, norm_weight, order, codes, scale, eps, stride_x, stride_row, stride_group,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr,
+    CHOSEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """codes [M, K] and scale [M, ceil(K / GROUP)], of any strides, of x [M, K], or of its norm: one program for a row.
+
+    With CHOSEN: x has a row for each token, `order` [M] is of pairs, of which each token has so many. GROUP is a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
+    channels = group * GROUP + k
+    inside = channels < K
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    if CHOSEN:
+        source = tl.load(order + row).to(tl.int64) // CHOSEN
+    else:
+        source = row
+    values = tl.load(x + source * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        g = tl.load(norm_weight + channels, mask=inside, other=0.0).to(tl.float32)
+        values = values * tl.rsqrt(tl.sum(tl.sum(values * values, 1), 0) / K + eps)
+        values = values.to(x.dtype.element_ty).to(tl.float32) * g
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), 1e-12) / LARGEST  # [GROUPS, 1]
+    rounded = values / largest
+    if codes.dtype.element_ty == tl.int8:
+        rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
+    tl.store(codes + row * K + channels, rounded.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scale + row * stride_row + group * stride_group, largest, mask=group * GROUP < K)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _scaled_kernel(
+    x, codes, x_scale, scale, bias, out, num_tokens,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr,
+    BIAS: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] from codes x [M, K], scaled by x_scale [M, K / GROUP], and codes [N, K], scaled by scale [N / ROWS, K / GROUP].
+
+    Sums of a group are scaled before they are added up. TILES rows of tiles are done side by side, so that their x and
+    weight are still in L2.
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    num_m, num_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    first = pid // (TILES * num_n) * TILES
+    height = tl.minimum(num_m - first, TILES)
+    m = (first + pid % (TILES * num_n) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid % (TILES * num_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tokens, rows = tl.minimum(m, num_tokens - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
+    x_pointers = x + tokens[:, None] * K + k[None, :]
+    w_pointers = codes + rows[None, :] * K + k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], SUMS)
+    for at in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            xk, wk = tl.load(x_pointers + at), tl.load(w_pointers + at)
+        else:
+            xk = tl.load(x_pointers + at, mask=(at + k < K)[None, :], other=0.0)
+            wk = tl.load(w_pointers + at, mask=(at + k < K)[:, None], other=0.0)
+        if GROUP < K:
+            group = at // GROUP
+            both = tl.load(x_scale + tokens * GROUPS + group)[:, None]
+            both *= tl.load(scale + rows // ROWS * BY_ROW + group * BY_GROUP).to(tl.float32)[None, :]
+            acc += tl.dot(xk, wk).to(tl.float32) * both
+        else:
+            total = tl.dot(xk, wk, total, out_dtype=SUMS)
+    if GROUP >= K:
+        acc = total.to(tl.float32) * tl.load(x_scale + tokens)[:, None]
+        acc *= tl.load(scale + rows // ROWS).to(tl.float32)[None, :]
+    if BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[None, :]
+    mask = (m < num_tokens)[:, None] & (n < N)[None, :]
+    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+def quantize_rows(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    group: int = 0,
+    by_group: bool = False,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    order: Tensor | None = None,
+    chosen: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
+
+    `by_group`: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4. Nothing
+    is written to the last ones. `order` [pairs] int32: a row for each pair, that of its token; each token has `chosen`.
+    """
+    assert (order is None) == (chosen == 0)
+    k = x.shape[1]
+    num_rows = len(x) if order is None else len(order)
+    block = next_power_of_2(k)
+    width = group or block
+    num_codes = cdiv(num_rows, 4) * 4 if by_group else num_rows
+    codes = torch.empty(num_codes, k, dtype=dtype, device=x.device)
+    shape = (num_codes, cdiv(k, width))
+    strides = (1, num_codes) if by_group else (shape[1], 1)
+    scale = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+    assert x.stride(1) == 1
+    if num_rows:
+        _quantize_kernel[(num_rows,)](
+            x, x if norm_weight is None else norm_weight, x if order is None else order, codes, scale, eps, x.stride(0),
+            *strides, K=k, GROUP=width, GROUPS=block // width, LARGEST=LARGEST[dtype], NORM=norm_weight is not None,
+            CHOSEN=chosen, num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
+        )  # fmt: skip
+    return codes, scale
+
+
+@functools.cache
+def multiplies_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def multiply(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x [M, K], or its norm, rounded to codes, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it."""
+    group = 0 if weight.scale.shape[1] == 1 else weight.group
+    config = dense.config(x, weight, bias, swiglu) if dense is not None else None
+    cublas = config is None and _by_cublas(x, weight)
+    codes, scale = quantize_rows(
+        x, weight.codes.dtype, group=group, by_group=cublas and group > 0, norm_weight=norm_weight, eps=eps
+    )
+    if config is not None:
+        return dense.multiply(codes, scale, weight, bias, config, x.dtype, swiglu=swiglu, residual=residual)
+    product = _cublas if cublas else _triton
+    out = product(codes, scale, weight, bias, x.dtype)[: len(x)]
+    if swiglu:
+        out = gate_and_mul(out, "silu")
+    return out if residual is None else residual.add_(out)
+
+
+def _triton(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    num_tokens, n = len(codes), len(weight)
+    out = torch.empty(num_tokens, n, dtype=dtype, device=codes.device)
+    block_m = 64 if num_tokens <= 64 else 128
+    grid = (cdiv(num_tokens, block_m) * cdiv(n, 128),)
+    _scaled_kernel[grid](
+        codes, weight.codes, x_scale, weight.scale, out if bias is None else bias, out, num_tokens, N=n, K=weight.num_channels,
+        GROUP=weight.group, ROWS=weight.rows, BY_ROW=weight.scale.stride(0), BY_GROUP=weight.scale.stride(1),
+        BIAS=bias is not None, TILES=8, SUMS=tl.int32 if weight.kind == "int8" else tl.float32, BLOCK_M=block_m, BLOCK_N=128,
+        BLOCK_K=128, num_warps=4 if block_m == 64 else 8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _cublas(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    by_row = weight.scale.shape[1] == 1
+    out = torch._scaled_mm(
+        codes, weight.codes.t(), x_scale, weight.scale.float().t(), bias if by_row else None, out_dtype=dtype,
+        use_fast_accum=by_row,
+    )  # fmt: skip
+    return out if bias is None or by_row else out.add_(bias)
+
+
+def _by_cublas(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether cuBLAS multiplies these codes: e4m3, scaled by row, or on Hopper by block of 128 × 128."""
+    n, k = len(weight), weight.num_channels
+    by_row = weight.scale.shape == (n, 1)
+    by_block = weight.group == weight.rows == 128 and n % 128 == k % 128 == 0 and _is_hopper(x.device)
+    return (
+        x.is_cuda
+        and weight.kind == "e4m3"
+        and (by_row or by_block)
+        and x.dtype == torch.bfloat16
+        and n % 16 == k % 16 == 0
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
