@@ -42,6 +42,12 @@ class CheckpointTensor:
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(span.start, span.stop, span.step) for span in self.spans)
 
+    def is_stored_so(self, dtype: torch.dtype) -> bool:
+        """Whether a stored tensor of this dtype has the same bytes as the memory."""
+        is_whole = self.shape == list(self.memory.shape) and all(span.step == 1 for span in self.spans)
+        is_same = is_whole and self.memory.dtype == dtype and self.memory.is_contiguous()
+        return is_same and self.take is None and not self.others
+
     def fill(self, value: Tensor) -> None:
         """Fill the memory from the stored tensor."""
         part = value.reshape(self.shape)[self.index]

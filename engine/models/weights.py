@@ -34,6 +34,7 @@ from engine.models.layers import (
     Scope,
 )
 from engine.models.progress import Progress, silent
+from engine.models.reading import DTYPES, is_readable, read_tensors, tensor_ranges
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 from kernels import QuantizedWeight
@@ -85,7 +86,7 @@ def load_model(
             if load_format == "dummy":
                 _fill_randomly(model, scope.device, seed)
             else:
-                _fill(model, folder, stored, progress)
+                _fill(model, folder, stored, progress, scope.device if _reads_whole(scope) else None)
     except torch.OutOfMemoryError as error:
         need = sum(bytes_of_parts(_without_memory(spec, scope, folder)).values())
         raise ModelError(f"{folder}: {need / 2**30:.1f} GiB of weights do not fit on {device}") from error
@@ -267,28 +268,63 @@ def _renamed(name: str, spec: ModelSpec) -> str:
     return name
 
 
-def _fill(model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress) -> None:
-    """Copy every stored tensor to its memory. Raises `ModelError`, which names a mismatch."""
+def _fill(
+    model: Decoder, folder: Path, stored: dict[str, _Stored], progress: Progress, device: torch.device | None
+) -> None:
+    """Copy every stored tensor to its memory. Raises `ModelError`, which names a mismatch.
+
+    `device`: read whole tensors to it first; None: copy slices of mapped files.
+    """
     declared, stored, extras, optional = _matched(model, stored, folder)
     stored = {name: tensor for name, tensor in stored.items() if not declared[name].memory.is_meta}
     tied = model.spec.tie_word_embeddings
     twice = stored.pop(LM_HEAD) if tied and EMBEDDING in stored and LM_HEAD in stored else None
     total = sum(tensor.num_bytes for tensor in stored.values())
-    done, by_file = 0, defaultdict[Path, list[str]](list)
-    for name, tensor in (stored | extras).items():
-        by_file[tensor.file].append(name)
-    for file, names in by_file.items():
+    done, by_file = 0, defaultdict[Path, dict[str, CheckpointTensor]](dict)
+    num_bytes = {(tensor.file, tensor.name): tensor.num_bytes for tensor in stored.values()}
+    for name, tensor in stored.items():
+        by_file[tensor.file][tensor.name] = declared[name]
+    for file in {tensor.file for tensor in extras.values()}:
         with _open(file) as opened:
-            for name in names:
-                if name in extras:
-                    _take(name, opened.get_tensor(name), optional[name], file)
-                    continue
-                progress("loading", done, total)
-                declared[name].fill(opened.get_tensor(stored[name].name))
-                done += stored[name].num_bytes
+            for name, tensor in extras.items():
+                if tensor.file == file:
+                    _take(name, opened.get_tensor(tensor.name), optional[name], file)
+    for file, tensors in by_file.items():
+        for name, value in _values(file, tensors, device):
+            progress("loading", done, total)
+            if value is not None:
+                tensors[name].fill(value)
+            done += num_bytes[file, name]
     progress("loading", done, total)
     if twice is not None:
         _check_tied(declared[LM_HEAD], twice.file)
+
+
+def _reads_whole(scope: Scope) -> bool:
+    """Whether tensors are read whole, by threads; a rank of several reads its slices."""
+    return scope.device.type == "cuda" and scope.shard.size == 1
+
+
+def _values(
+    file: Path, tensors: dict[str, CheckpointTensor], device: torch.device | None
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Return the name and the value of each of a file's tensors; None for one that is in its memory already."""
+    if device is not None:
+        ranges = {name: each for name, each in tensor_ranges(file).items() if name in tensors}
+        into = {
+            name: tensors[name].memory
+            for name, each in ranges.items()
+            if not is_readable(each) and each.dtype in DTYPES and tensors[name].is_stored_so(DTYPES[each.dtype])
+        }
+        together = [each for name, each in ranges.items() if name in into or is_readable(each)]
+        for name, value in read_tensors(file, together, device, into):
+            yield name, None if name in into else value
+        read = {each.name for each in together}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in read}
+    if tensors:
+        with _open(file) as opened:
+            for name in tensors:
+                yield name, opened.get_tensor(name)
 
 
 def _by_declared_names(declared: dict[str, CheckpointTensor], stored: dict[str, _Stored]) -> dict[str, _Stored]:
