@@ -12,6 +12,7 @@ import queue
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,26 +138,31 @@ class _Threads:
         )
 
     def _read(self, start: int, out: Tensor, free: torch.cuda.Event | None) -> None:
-        """Fill `out` with bytes from `start` on. Raises `EOFError`."""
+        """Fill `out` with bytes from `start` on, after `free`. Raises `EOFError`."""
         buffer = self._buffers.get()
-        try:
-            if len(buffer) < len(out):
-                buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=free is not None)
-            part = buffer[: len(out)]
-            view: Any = part.numpy()
-            done = 0
-            while done < len(view):
-                count = os.preadv(self.descriptor, [view[done:]], start + done)
-                if not count:
-                    raise EOFError
-                done += count
-            if free is None:
-                out.copy_(part)
-            else:
-                stream = torch.cuda.Stream(self.device)
-                with torch.cuda.stream(stream):
-                    stream.wait_event(free)
-                    out.copy_(part, non_blocking=True)
-                stream.synchronize()
-        finally:
-            self._buffers.put(buffer)
+        # Else pinned memory would belong to the first GPU, also in a process that uses another.
+        with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+            try:
+                if len(buffer) < len(out):
+                    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=out.is_cuda)
+                part = buffer[: len(out)]
+                self._read_into(part.numpy(), start)
+                if free is None:
+                    out.copy_(part)
+                else:
+                    stream = torch.cuda.Stream()
+                    with torch.cuda.stream(stream):
+                        stream.wait_event(free)
+                        out.copy_(part, non_blocking=True)
+                    stream.synchronize()
+            finally:
+                self._buffers.put(buffer)
+
+    def _read_into(self, memory: Any, start: int) -> None:
+        """Fill a NumPy array of bytes. Raises `EOFError`."""
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self.descriptor, [memory[done:]], start + done)
+            if not count:
+                raise EOFError
+            done += count

@@ -1,8 +1,8 @@
 """Loads safetensors checkpoints into decoders.
 
-A decoder's modules declare their tensors. Each tensor is copied from the file directly to its memory on the device, with a
-cast if needed; a rank reads only its own part. Before that, the names and shapes in all files are compared with the
-declarations: every tensor is used exactly once, and none is missing.
+A decoder's modules declare their tensors. Each tensor is copied from the file to its memory on the device, with a cast if
+needed. One GPU reads whole tensors, see `reading`; a rank of several reads only its own part. Before that, the names and
+shapes in all files are compared with the declarations: every tensor is used exactly once, and none is missing.
 """
 
 from __future__ import annotations
