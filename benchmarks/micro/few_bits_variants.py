@@ -1,10 +1,10 @@
-"""Times ways to cut up products with int4 weights, beside what the package chose before, on a GPU.
+"""Times ways to cut up products with int4 weights on a GPU.
 
     python -m benchmarks.micro.few_bits_variants --tokens 16 32 64 128 256
 
-Each product of a layer of Llama-3.1-8B in CUDA graphs, with more copies of its weight than L2 holds: by the kernel before
-("before"), by cuBLAS with bfloat16 weights, and by `kernels.hopper.quantized_dense` for each way to cut it up, with and
-without bringing x into its order. A result that is not that of "before" is marked.
+Each product of a layer of Llama-3.1-8B in CUDA graphs, with more copies of its weight than L2 holds: by
+`kernels.hopper.quantized_dense` for each way to cut it up, with and without bringing x into its order, by what other GPUs
+use ("portable"), and by cuBLAS with bfloat16 weights. A result that is not that of "portable" is marked.
 """
 
 # mypy: disable-error-code="assignment"
@@ -75,7 +75,7 @@ def _variants(name: str, tokens: int) -> Iterator[tuple[str, Callable[[Any], Cal
     norm = torch.ones(k, dtype=torch.bfloat16, device="cuda") if normed else None
     residual = None if normed else x.new_zeros(tokens, n)
 
-    def before(weight: QuantizedWeight) -> Call:
+    def portable(weight: QuantizedWeight) -> Call:
         added = None if residual is None else torch.zeros_like(residual)  # the first call's sum; others add to it
 
         def call() -> Tensor:
@@ -88,22 +88,22 @@ def _variants(name: str, tokens: int) -> Iterator[tuple[str, Callable[[Any], Cal
 
         return call
 
-    yield "before", before
+    yield "portable", portable
     yield "cuBLAS", lambda weight: lambda: None
-    largest = max(1 << (tokens - 1).bit_length(), 16)
-    for block_m in (16, 32, 64, 128, 256):
-        if block_m > largest or (tokens > 4 * max(block_m, 128 if swiglu else 0) and block_m < 256):
+    largest = max(1 << (tokens - 1).bit_length(), 32)
+    for block_m in (32, 64, 128, 192, 256):
+        if block_m > largest or (tokens > 4 * block_m and block_m < 192):
             continue
-        tiles = cdiv(tokens, block_m) * cdiv(n // 2 if swiglu else n, dense._own_rows(block_m, swiglu))
+        tiles = cdiv(tokens, block_m) * cdiv(n // 2 if swiglu else n, dense._own_rows(swiglu))
         for parts in (
             (1,) if swiglu else sorted({max(min(full // tiles, 16, k // 512), 1) for full in (70, 100, 132, 264)})
         ):
-            stages = dense._stages(block_m, 2)
-            config = dense.Config(block_m, stages, parts)
-            label = f"{block_m} tokens, {parts} parts, {stages} stages"
-            yield label, functools.partial(_call, x, norm, residual, config, swiglu, True)
-            if block_m >= 128:
-                yield f"{label}, x in order", functools.partial(_call, x, norm, residual, config, swiglu, False)
+            for programs, registers in ((1, ()), (2, (104, 80))) if block_m <= 64 else ((1, ()),):
+                config = dense.Config(block_m, dense._stages(block_m, 2, programs), parts, *registers)
+                label = f"{block_m} tokens, {parts} parts, {config.stages} stages"
+                yield label, functools.partial(_call, x, norm, residual, config, swiglu, True)
+                if block_m >= 128:
+                    yield f"{label}, x in order", functools.partial(_call, x, norm, residual, config, swiglu, False)
 
 
 def _call(

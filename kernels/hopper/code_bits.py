@@ -21,10 +21,7 @@ from kernels.triton.codes import (
     ptx,
 )
 
-PAIR = "w, {$, $}"  # an operand of 16 bits
-E4M3_PAIRS, E4M3_WORDS = ptx(E4M3, "a", PAIR), ptx(E4M3, "ab")
-INT8_PAIRS, INT8_WORDS = ptx(INT8, "a", PAIR), ptx(INT8, "ab")
-INT4_PAIRS, INT4_WORDS = ptx(INT4, "ac", PAIR), ptx(INT4, "abcd")
+E4M3_WORDS, INT8_WORDS, INT4_WORDS = ptx(E4M3, "ab"), ptx(INT8, "ab"), ptx(INT4, "abcd")
 
 
 def _scaled(body: str, results: str, zero: str) -> gl.constexpr:
@@ -86,24 +83,6 @@ def decode_small(codes):
     Those are subnormal or nearly so.
     """
     return gl.inline_asm_elementwise(E2M1_SMALL_BYTES, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
-
-
-@gluon.jit
-def decode_pairs(pairs, KIND: gl.constexpr, LAYOUT: gl.constexpr):
-    """int16 pairs of bytes [rows, pairs] → bfloat16 [rows, 2 · pairs] of the low (or only) codes, and of the high ones.
-
-    Not of e2m1, whose bits four bytes share.
-    """
-    SHAPE: gl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
-    if KIND == "e4m3" or KIND == "int8":
-        TEXT: gl.constexpr = E4M3_PAIRS if KIND == "e4m3" else INT8_PAIRS
-        a, b = gl.inline_asm_elementwise(TEXT, "=h,=h,h", [pairs], dtype=TWO, is_pure=True, pack=1)
-        low = gl.convert_layout(gl.join(a, b).reshape(SHAPE), LAYOUT)
-        return low, low
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(INT4_PAIRS, "=h,=h,=h,=h,h", [pairs], dtype=FOUR, is_pure=True, pack=1)
-        low = gl.convert_layout(gl.join(a, b).reshape(SHAPE), LAYOUT)
-        return low, gl.convert_layout(gl.join(c, d).reshape(SHAPE), LAYOUT)
 
 
 @gluon.jit

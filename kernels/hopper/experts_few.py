@@ -403,6 +403,9 @@ class Config(NamedTuple):
 @functools.cache
 def _choose(kind: str, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int) -> Config | None:
     """For rows of codes: loads into some 100 registers of each thread in flight; a step within one group."""
+    blocks = kind == "e4m3" and group < row
+    if blocks and num_tokens == 1 and row % 128 == 0:  # there is little to read: many threads at once
+        return Config(16, 8, 64, 1) if experts == 1 else Config(16, 16, 128, 1, 16)
     size = 2 if kind == "float" else 1
     whole = group if group < row * halves else row
     sizes = [128] if experts == halves == 1 and row % 512 == 0 else []  # only where all warps have such chunks
@@ -415,7 +418,6 @@ def _choose(kind: str, row: int, halves: int, group: int, streams: int, experts:
     columns = max(next_power_of_2(num_tokens), 8)
     registers = chunk * size * streams // 8 + chunk * halves * columns // 64  # of a thread for one step
     ahead = max(min(100 // registers, chunks // warps, 3 if small else 6), 1)
-    blocks = kind == "e4m3" and group < row
     return Config(16, warps, chunk, ahead, 16 if blocks and chunk >= 64 and num_tokens > 1 else 8, staged)
 
 

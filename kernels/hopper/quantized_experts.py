@@ -32,6 +32,7 @@ from kernels.hopper.code_bits import decode_half_scaled, decode_words_in_order, 
 from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import (
     _boxes,
+    _is_hopper,
     _layout,
     _operand,
     _scaled,
@@ -43,7 +44,6 @@ from kernels.hopper.quantized_steps import (
     width,
     words_of_halves,
 )
-from kernels.hopper.quantized_tiles import _is_hopper
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 

@@ -10,6 +10,9 @@ channels apart, in each of its four steps: so x lies in the order of `place_of`.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,7 +122,7 @@ def _weights(words, scales, zeros, KIND: gl.constexpr, GROUPED: gl.constexpr, ZE
 
 @gluon.jit
 def _load_scales(
-    pointers, zero_pointers, step, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    pointers, zero_pointers, step, row_bytes, GROUP: gl.constexpr, num_groups, HALVES: gl.constexpr,
     ZERO: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Of the groups of each quarter of a step's channels, [rows, 4] for each half; beyond the last group, its own."""
@@ -127,7 +130,7 @@ def _load_scales(
     scales = ()
     zeros = ()
     for half in gl.static_range(HALVES):
-        at = gl.minimum((half * BYTES + step * 64 + quarter * 16) // GROUP, GROUPS - 1)
+        at = gl.minimum((half * row_bytes + step * 64 + quarter * 16) // GROUP, num_groups - 1)
         scales = scales + (gl.load(pointers + at),)
         if ZERO:
             zeros = zeros + (gl.load(zero_pointers + at),)
@@ -172,6 +175,11 @@ def _scaled(
     if BIAS:
         acc += gl.load(bias + rows).to(gl.float32)[:, None]
     return acc
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:

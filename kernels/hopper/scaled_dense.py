@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes
-from kernels.hopper.quantized_tiles import _is_hopper
+from kernels.hopper.quantized_steps import _boxes, _is_hopper
 from kernels.hopper.scaled_experts import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs

@@ -22,8 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes
-from kernels.hopper.quantized_tiles import _is_hopper
+from kernels.hopper.quantized_steps import _boxes, _is_hopper
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import importlib
 import inspect
 import io
 import os
 import pickle
-import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,7 +38,9 @@ class CompileProcesses:
 
     def __init__(self, num: int) -> None:
         self.num = num
-        self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()  # None: a process that has died
+        self._free: list[socket.socket | None] = []  # None: a process that has died
+        self._waiting: list[tuple[int, int]] = []  # a heap of those that wait for one
+        self._changed = threading.Condition()
         pairs = [socket.socketpair() for _ in range(num)]
         self._sockets = [own for own, _ in pairs]
         theirs = [str(their.fileno()) for _, their in pairs]
@@ -52,7 +55,7 @@ class CompileProcesses:
         )
         for own, their in pairs:
             their.close()
-            self._free.put(own)
+            self._free.append(own)
 
     def __enter__(self) -> CompileProcesses:
         return self
@@ -60,6 +63,9 @@ class CompileProcesses:
     def __exit__(self, *_: object) -> None:
         for own in self._sockets:
             own.close()
+        threading.Thread(target=self._reap, name="quire-compile-processes").start()
+
+    def _reap(self) -> None:
         try:
             self._process.wait(timeout=1)  # it has reaped the others then, which a container's first process may not
         except subprocess.TimeoutExpired:  # imports or compilations that are no longer waited for
@@ -67,12 +73,15 @@ class CompileProcesses:
             self._process.wait()
 
     def compile(self, source: Any, target: Any, options: dict[str, Any]) -> None:
-        """Have a kernel compiled as `triton.compile` would. What goes wrong is left to the caller's own compilation."""
+        """Have a kernel compiled as `triton.compile` would: of those that wait for a process the one that takes longest first.
+
+        What goes wrong is left to the caller's own compilation.
+        """
         try:
-            message = _pickled((source, target, options))
+            message, size = _pickled((source, target, options)), _size(source.fn)
         except Exception:  # what pickle raises depends on what it meets
             return
-        process = self._free.get()
+        process = self._take(size)
         if process is not None:
             try:
                 process.sendall(len(message).to_bytes(8, "little") + message)
@@ -80,7 +89,24 @@ class CompileProcesses:
                     process = None
             except OSError:
                 process = None
-        self._free.put(process)
+        with self._changed:
+            self._free.append(process)
+            self._changed.notify_all()
+
+    def _take(self, size: int) -> socket.socket | None:
+        """A process that is free, once no kernel of a larger size waits for one."""
+        with self._changed:
+            ticket = (-size, threading.get_ident())
+            heapq.heappush(self._waiting, ticket)
+            self._changed.wait_for(lambda: self._free and self._waiting[0] == ticket)
+            heapq.heappop(self._waiting)
+            self._changed.notify_all()
+            return self._free.pop()
+
+
+def _size(kernel: Any) -> int:
+    """Of the file that a jitted function is from: those of long ones take longest."""
+    return len(inspect.getsource(sys.modules[kernel.fn.__module__]))
 
 
 class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
@@ -89,6 +115,8 @@ class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
     def __init__(self, threads: ThreadPoolExecutor, processes: CompileProcesses | None) -> None:
         super().__init__(threads, ignore_errors=True)
         self.processes = processes
+        self._signatures: set[str] = set()  # whose launchers are built
+        self._lock = threading.Lock()
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         processes = self.processes
@@ -98,9 +126,21 @@ class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
             known = {"src", "target", "options"} <= found.keys()
             if processes is not None and known and not _is_cached(key, found["src"].name):
                 processes.compile(found["src"], found["target"], vars(found["options"]))
-            return compile_fn()
+            kernel = compile_fn()
+            self._build_launcher(kernel)
+            return kernel
 
         return super().submit(key, compile_elsewhere, finalize_fn)
+
+    def _build_launcher(self, kernel: Any) -> None:
+        """Triton 3.6 builds one in C for each signature, when the first such kernel is launched, unless it finds it built."""
+        signature = str(kernel.src.signature.values())
+        with self._lock:
+            if signature in self._signatures:
+                return
+            self._signatures.add(signature)
+        with contextlib.suppress(Exception):  # the launch will raise it again
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _is_cached(key: str, name: str) -> bool:

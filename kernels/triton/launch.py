@@ -29,6 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_COMPILE_THREADS = 16
+MAX_WAITING_THREADS = 128
 
 
 def cdiv(a: int, b: int) -> int:
@@ -39,11 +40,6 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n >= 1."""
     return 1 << (n - 1).bit_length()
-
-
-def _build_launcher(kernel: Any) -> None:
-    """Triton 3.6 builds one in C for each signature, when the first such kernel is launched, unless it finds it built."""
-    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @contextlib.contextmanager
@@ -61,14 +57,11 @@ def compiling_only(processes: CompileProcesses | None = None) -> Iterator[None]:
         return run(kernel, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only
-    num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS) if processes is None else processes.num
+    # With processes, threads only wait for them and build launchers.
+    num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS) if processes is None else MAX_WAITING_THREADS
     try:
-        with ThreadPoolExecutor(num_threads) as threads:
-            with CompileMode(threads, processes) as compiled:
-                yield
-            kernels = [each.kernel for each in compiled.future_kernels.values() if each.kernel is not None]
-            by_signature = {str(kernel.src.signature.values()): kernel for kernel in kernels}
-            threads.map(_build_launcher, by_signature.values())
+        with ThreadPoolExecutor(num_threads) as threads, CompileMode(threads, processes):
+            yield
     finally:
         JITFunction.run = run
 

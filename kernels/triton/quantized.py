@@ -29,9 +29,8 @@ from kernels.triton.norm import rms_norm
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import quantized_dense as dense
     from kernels.hopper import quantized_few as few
-    from kernels.hopper import quantized_tiles as tiles
 else:
-    dense = few = tiles = None  # type: ignore[assignment]
+    dense = few = None  # type: ignore[assignment]
 
 MAX_FEW = 16  # tokens up to which x stays as it is: one tile of the matrix unit
 MAX_WEIGHT_ONLY = 64  # tokens up to which the kernel here does better than cuBLAS with the matrix written out
@@ -229,11 +228,6 @@ def _multiply(
         return into
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    config = tiles.config(x, weight, swiglu) if tiles is not None else None
-    if config is not None:
-        into = _empty(x, weight, swiglu) if into is None else into
-        tiles.launch(x, weight, bias, into, config, swiglu=swiglu, residual=residual)
-        return into
     if len(x) > MAX_WEIGHT_ONLY:
         result = F.linear(x, dequantize(weight.codes, weight, x.dtype), bias)
     else:

@@ -336,8 +336,9 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     pieces = next_power_of_2(num_pieces)
     few, many = (min(max(n // pieces, 1), PIECE) for n in (FEW_ASIDE, MANY_ASIDE))
     shift, pdl = _dropped_bits(logits.dtype), pdl_options(device)
-    floats = torch.empty(3, batch, dtype=torch.float32, device=device)
-    peaks, bounds, thresholds = floats.unbind()
+    # Each begins at a multiple of 16 bytes whatever the batch: kernels are compiled for each alignment of their arguments.
+    floats = torch.empty(3, cdiv(batch, 4) * 4, dtype=torch.float32, device=device)
+    peaks, bounds, thresholds = floats[:, :batch].unbind()
     tops = torch.empty(batch, num_pieces, PIECE // GROUP, dtype=logits.dtype, device=device)
     sums = torch.empty(batch, num_pieces, dtype=torch.float32, device=device)
     aside = torch.empty(batch, pieces, many, dtype=logits.dtype, device=device)

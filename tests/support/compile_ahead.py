@@ -216,11 +216,11 @@ def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> No
 
 def parts_of_channels() -> None:
     """A product whose channels are divided among programs, and the sum of these parts."""
-    from kernels.hopper import quantized_tiles as tiles
+    from kernels.hopper import quantized_dense as dense
 
     weight = QuantizedWeight("int4", tensor(512, 512, dtype=torch.uint8), tensor(512, 8, dtype=F16), 128)
     x, out = tensor(60, 1024), tensor(60, 512)
-    tiles.launch(x, weight, None, out, tiles.Config(64, 64, 2, 2), residual=out)
+    dense.launch(x, weight, None, out, dense.Config(64, 4, 2), residual=out)
 
 
 def parts() -> None:
@@ -314,8 +314,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 ]
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
-    "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "quantized_tiles", "scaled_experts",
-    "scaled_dense",
+    "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "scaled_experts", "scaled_dense",
 )  # fmt: skip
 HOPPER = tuple(f"kernels.hopper.{name}" for name in HOPPER_FILES)
 
