@@ -50,11 +50,17 @@ class AttentionMetadata:
     decode_lens: Tensor | None = None
     # How latent attention computes the sequences that do not decode; None: over latents.
     expansion: LatentExpansion | None = None
+    # [N] integer: the tokens whose hidden states the last layer returns, which stores all keys and values; None: all.
+    wanted: Tensor | None = None
 
     @property
     def first_prefill(self) -> int:
         """Index of the first sequence that may have prefill tiles."""
         return self.num_decodes if self.decode_lens is None else 0
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return the wanted tokens' rows of x [T, ...]."""
+        return x if self.wanted is None else x[self.wanted]
 
 
 class Attention(CheckpointModule):
@@ -110,7 +116,9 @@ class Attention(CheckpointModule):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add the attention of x [T, hidden] to hidden [T, hidden] in place. Stores keys and values in `kv`."""
+        """Add the attention of x [T, hidden] to hidden [T, hidden] in place, or to the wanted rows of it, which are returned.
+        Stores keys and values in `kv`.
+        """
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
         qkv, q_norm, k_norm = residual.project(self.qkv, x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
@@ -138,7 +146,7 @@ class Attention(CheckpointModule):
             interleaved=spec.rope is not None and spec.rope.interleaved,
         )  # [T, H, D]
         out = attend(query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
-        return residual.add(self.o, hidden, out.flatten(1))
+        return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
         """Normalise the queries of all ranks together, and their keys, in place."""

@@ -48,7 +48,9 @@ class LatentAttention(nn.Module):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add the attention of x [T, hidden] to hidden [T, hidden] in place. Stores the latents in `kv`."""
+        """Add the attention of x [T, hidden] to hidden [T, hidden] in place, or to the wanted rows of it, which are returned.
+        Stores the latents in `kv`.
+        """
         spec, cache = self.spec, kv[0]
         short = residual.project(self.short, x)  # [T, query_rank + L + R]
         query_input, latent = short.split((spec.query_rank, spec.head_dim), 1)
@@ -74,7 +76,7 @@ class LatentAttention(nn.Module):
         else:
             kernels.rotate_and_store(query, *stored)
             out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
-        return residual.add(self.o, hidden, out.flatten(1))
+        return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
 
 class HeadProjections(Linear):

@@ -273,7 +273,8 @@ class ModelRunner:
             return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
         load = self._expert_load if n < num_seqs else None
         is_watched = load is not None and load.begin()
-        hidden, to_device = self._hidden(packed, None if is_watched else shape), self.device.upload
+        whole = bool(scored or pooled or is_watched)
+        hidden, to_device = self._hidden(packed, None if is_watched else shape, whole), self.device.upload
         if load is not None and is_watched:
             handle.expert_counts = load.end()
         if not self.model.stage.is_last:
@@ -288,13 +289,13 @@ class ModelRunner:
             handle.embeddings = self._pooler.pool(packed, pooled, hidden)
             if len(pooled) == num_seqs:  # nothing to sample
                 return hidden[:0], torch.full((num_seqs,), -1, device=self.device.torch_device)
-        if batch.total_num_tokens > num_seqs:
+        if len(hidden) > num_seqs:
             hidden = hidden[self._step.last_index[:num_seqs]]
         logits = self.model.logits(hidden)
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
 
-    def _hidden(self, packed: PackedStep, shape: PrefillShape | None) -> Tensor:
-        """Return the hidden states of the step's tokens, without padding."""
+    def _hidden(self, packed: PackedStep, shape: PrefillShape | None, whole: bool) -> Tensor:
+        """Return the hidden states of the step's tokens, without padding, or unless `whole` of each sequence's last one."""
         batch, context_lens = packed.members.batch, packed.context_lens.tolist()
         n, num_tokens = batch.num_decodes, batch.total_num_tokens
         if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
@@ -311,7 +312,9 @@ class ModelRunner:
         groups = self._prepare(on_device, packed.segment, packed.num_seqs, packed.num_tokens, packed.num_decodes, tiles)
         if expander is not None:
             groups = [expander.prepared(group, *prefill_lens) for group in groups]
-        return self._forward(packed.num_tokens, groups)[:num_tokens]
+        last = self.model.stage.is_last and not whole and num_tokens > len(batch)
+        wanted = self._step.last_index[: len(batch)] if last else None
+        return self._forward(packed.num_tokens, groups, wanted)[:num_tokens]
 
     @property
     def _all_tile_queries(self) -> set[int]:
@@ -406,11 +409,12 @@ class ModelRunner:
             )
         return groups
 
-    def _forward(self, num_tokens: int, groups: list[AttentionMetadata]) -> Tensor:
+    def _forward(self, num_tokens: int, groups: list[AttentionMetadata], wanted: Tensor | None = None) -> Tensor:
         step, layout = self._step, self.kv_layout
         attention = [groups[layout.group_of[layer]] for layer in layout.own_layers]
         hidden = None if self._link is None else self._link.receive(num_tokens)
-        return self.model(step.input_ids[:num_tokens], step.positions[:num_tokens], self.kv_cache, attention, hidden)
+        ids, positions = step.input_ids[:num_tokens], step.positions[:num_tokens]
+        return self.model(ids, positions, self.kv_cache, attention, hidden, wanted)
 
     @torch.inference_mode()
     def _finish(

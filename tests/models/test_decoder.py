@@ -38,6 +38,29 @@ def logits(model: Any) -> Tensor:
     return torch.cat([decoded.logits for decoded in decode(model, make_prompts(), 1)])
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3-window", "gemma3", "cohere2", "glm4_moe", "glm4_moe_lite", "gemma4_moe", "gemma4_small"]
+)
+def test_hidden_states_of_wanted_tokens_only(name: Any, tmp_path: Path) -> None:
+    """Norms after sublayers, attention beside the MLP, experts, latents, embeddings of each layer."""
+    make_checkpoint(name, tmp_path)
+    model = load(tmp_path)
+    forward, num_compared = model.forward, 0
+
+    def both(ids: Tensor, *args: Any) -> Tensor:
+        nonlocal num_compared
+        hidden, wanted = forward(ids, *args), torch.arange(len(ids) - 1, -1, -2)
+        part = forward(ids, *args, wanted=wanted)
+        assert part.shape == (len(wanted), hidden.shape[1])
+        torch.testing.assert_close(part, hidden[wanted], rtol=1e-5, atol=1e-5)
+        num_compared += 1
+        return hidden
+
+    model.forward = both
+    logits(model)
+    assert num_compared
+
+
 def test_shards_equal_one_file(tmp_path: Path) -> None:
     make_checkpoint("qwen3-window", tmp_path / "one")
     make_checkpoint("qwen3-window", tmp_path / "shards", max_shard_size="200KB")
