@@ -44,6 +44,6 @@ def read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
             raise ValueError(f"'prompt_token_ids' must be a list of integers, got {type(token_ids).__name__}")
         token_ids = list(token_ids)
-        if not all(type(i) is int for i in token_ids):
+        if not set(map(type, token_ids)) <= {int}:
             raise ValueError("'prompt_token_ids' must be a list of integers")
     return text, token_ids, cache_salt
