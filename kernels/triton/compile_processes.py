@@ -149,15 +149,20 @@ def _is_cached(key: str, name: str) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a jitted function as the name by which its module has it."""
+    """Writes a jitted function as the name by which its module has it, and its key in Triton's cache.
+
+    A key counts the globals of the functions that a function calls only where their own keys are known already. So it depends
+    on the order in which a process has met them, and the processes must take it from here.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, JITFunction):
             return NotImplemented
         module, name = value.fn.__module__, value.fn.__name__
+        key: Any = value.cache_key
         if getattr(sys.modules[module], name, None) is not value:
             raise pickle.PicklingError(f"{module} does not have this {name}")
-        return _jitted, (module, name)
+        return _jitted, (module, name, key)
 
 
 def _pickled(value: Any) -> bytes:
@@ -166,8 +171,10 @@ def _pickled(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _jitted(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _jitted(module: str, name: str, key: str) -> Any:
+    function = getattr(importlib.import_module(module), name)
+    function.hash = key
+    return function
 
 
 def serve() -> None:

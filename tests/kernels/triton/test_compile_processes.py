@@ -30,6 +30,7 @@ with kernels.compile_processes(2) as processes:
         processes._process.wait()
     with kernels.compiling_only(processes):
         compile_ahead.norm(torch.bfloat16)
+        compile_ahead.sampling(torch.float32) if "sampling" in sys.argv else None
         compile_ahead.parts_of_channels() if "gluon" in sys.argv else None
 [thread.join() for thread in threading.enumerate() if thread.name == "quire-compile-processes"]
 try:
@@ -53,6 +54,12 @@ def test_processes_fill_the_cache(tmp_path: Path) -> None:
     assert compiled_here(tmp_path) == "0 compiled here"
     assert len(list(tmp_path.rglob("_rms_norm_kernel.cubin"))) == 2
     assert compiled_here(tmp_path, "killed") == "0 compiled here"  # it is all in the cache
+
+
+@pytest.mark.timeout(600)
+def test_keys_do_not_depend_on_what_a_process_has_compiled_before(tmp_path: Path) -> None:
+    """Kernels that share functions with others, whose globals Triton counts or not."""
+    assert compiled_here(tmp_path, "sampling") == "0 compiled here"
 
 
 @pytest.mark.timeout(600)
