@@ -295,7 +295,9 @@ class ModelRunner:
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
 
     def _hidden(self, packed: PackedStep, shape: PrefillShape | None, whole: bool) -> Tensor:
-        """Return the hidden states of the step's tokens, without padding, or unless `whole` of each sequence's last one."""
+        """Return the hidden states of the step's tokens, without padding; without `whole` perhaps of each sequence's last
+        token only.
+        """
         batch, context_lens = packed.members.batch, packed.context_lens.tolist()
         n, num_tokens = batch.num_decodes, batch.total_num_tokens
         if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
