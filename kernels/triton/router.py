@@ -20,7 +20,6 @@ from kernels.triton.norm import rms_norm
 MAX_FEW = 64  # tokens whose logits are not worth a tile of the matrix unit
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 MAX_PARTS = 8  # of logits: each is written and read again
-MAX_SHORT = 512  # tokens up to which cuBLAS, which interrupts the chain of dependent launches, is slower
 
 
 @triton.jit
@@ -221,7 +220,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_tokens, hidden = x.shape
     count = len(weight)
     wide = torch.float32 in (x.dtype, weight.dtype)
-    if x.is_cuda and not wide and num_tokens > MAX_SHORT:
+    if x.is_cuda and not wide:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return (logits if bias is None else logits.add_(bias)).unsqueeze(0)
     split = x.dtype == torch.bfloat16 and weight.dtype == torch.float32
