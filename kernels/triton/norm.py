@@ -12,7 +12,6 @@ from torch import Tensor
 from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_HIDDEN = 16384  # a row must fit in one program's registers
-MANY_ROWS = 1024  # which keep all multiprocessors busy with fewer warps for each
 
 
 @triton.jit
@@ -71,8 +70,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         block = next_power_of_2(hidden)
         _rms_norm_kernel[(len(x),)](
             x, added, weight, out, total, x.stride(0), added.stride(0), eps,
-            HIDDEN=hidden, BLOCK=block, ADD=residual is not None,
-            num_warps=min(max(block // (1024 if len(x) > MANY_ROWS else 512), 1), 16), **pdl_options(x.device),
+            HIDDEN=hidden, BLOCK=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 16),
+            **pdl_options(x.device),
         )  # fmt: skip
     return out, total
 
@@ -98,7 +97,6 @@ def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, factor
         block = next_power_of_2(hidden)
         _rms_norm_add_kernel[(len(rows),)](
             total, rows, weight, total.stride(0), rows.stride(0), eps, factor,
-            HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // (1024 if len(rows) > MANY_ROWS else 256), 1), 16),
-            **pdl_options(x.device),
+            HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
     return residual
