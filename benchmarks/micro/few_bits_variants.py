@@ -98,9 +98,9 @@ def _variants(name: str, tokens: int) -> Iterator[tuple[str, Callable[[Any], Cal
         for parts in (
             (1,) if swiglu else sorted({max(min(full // tiles, 16, k // 512), 1) for full in (70, 100, 132, 264)})
         ):
-            for programs, registers in ((1, ()), (2, (104, 80))) if block_m <= 64 else ((1, ()),):
-                config = dense.Config(block_m, dense._stages(block_m, 2, programs), parts, *registers)
-                label = f"{block_m} tokens, {parts} parts, {config.stages} stages"
+            for programs in (1, 2) if block_m <= 64 else (1,):
+                config = dense.Config(block_m, dense._stages(block_m, 2, programs), parts, programs)
+                label = f"{block_m} tokens, {parts} parts, {programs} programs, {config.stages} stages"
                 yield label, functools.partial(_call, x, norm, residual, config, swiglu, True)
                 if block_m >= 128:
                     yield f"{label}, x in order", functools.partial(_call, x, norm, residual, config, swiglu, False)

@@ -50,8 +50,9 @@ class AttentionMetadata:
     decode_lens: Tensor | None = None
     # How latent attention computes the sequences that do not decode; None: over latents.
     expansion: LatentExpansion | None = None
-    # [N] integer: the tokens whose hidden states the last layer returns, which stores all keys and values; None: all.
-    wanted: Tensor | None = None
+    # Of the last layer, [N] integer: the tokens whose hidden states it computes. It stores the keys and values of all tokens.
+    # None: all tokens.
+    logits_indices: Tensor | None = None
 
     @property
     def first_prefill(self) -> int:
@@ -59,8 +60,8 @@ class AttentionMetadata:
         return self.num_decodes if self.decode_lens is None else 0
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the wanted tokens' rows of x [T, ...]."""
-        return x if self.wanted is None else x[self.wanted]
+        """Return the rows of x [T, ...] at `logits_indices`: [N, ...]."""
+        return x if self.logits_indices is None else x[self.logits_indices]
 
 
 class Attention(CheckpointModule):
@@ -116,8 +117,8 @@ class Attention(CheckpointModule):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add the attention of x [T, hidden] to hidden [T, hidden] in place, or to the wanted rows of it, which are returned.
-        Stores keys and values in `kv`.
+        """Store the keys and values of x [T, hidden] in `kv`, add the attention to hidden [T, hidden] in place, and return it.
+        With `metadata.logits_indices`, the result has only these rows, [N, hidden].
         """
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None

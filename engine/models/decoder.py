@@ -96,11 +96,11 @@ class Decoder(nn.Module):
         kv_cache: Sequence[Tensor],
         attention: Sequence[AttentionMetadata],
         hidden: Tensor | None = None,
-        wanted: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Tensor:
         """Run the layers: input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm. Later pipeline
-        stages start from the previous stage's `hidden` [T, hidden]. `wanted` [N] integer: return the hidden states of these
-        tokens only, [N, hidden]; the last layer computes no others.
+        stages start from the previous stage's `hidden` [T, hidden]. `logits_indices` [N] integer: the last layer
+        computes the hidden states of these tokens only, and [N, hidden] is returned.
 
         For each layer of this stage: kv_cache [2, num_blocks, Hkv, block_size, D], or [1, num_blocks, 1, block_size, L + R]
         for latents, to which the step's keys and values are added (a strided view if the kernels accept one); and
@@ -111,7 +111,8 @@ class Decoder(nn.Module):
             if self._embedding_multiplier != 1:
                 hidden = kernels.scale(hidden, self._embedding_multiplier)
         vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
-        attention = [*attention[:-1], replace(attention[-1], wanted=wanted)]
+        if logits_indices is not None:
+            attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
         for layer, kv, metadata, vector in zip(self._here, kv_cache, attention, vectors, strict=True):
             hidden = layer(hidden, positions, kv, metadata, vector)
         return hidden
@@ -164,7 +165,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
     ) -> Tensor:
-        """`vector` [T, P]: the tokens' per-layer embeddings, if the model has them. Returns the wanted tokens' rows of hidden."""
+        """Return hidden [T, hidden], or its rows at `metadata.logits_indices`. `vector` [T, P]: the tokens' per-layer
+        embeddings, if the model has them.
+        """
         x = hidden if self.shared_norm is None else self.shared_norm(hidden)
         hidden = self.attention(x, hidden, self.around_attention, positions, kv, metadata)
         x = hidden if self.shared_norm is None else metadata.select(x)
@@ -172,7 +175,8 @@ class DecoderLayer(nn.Module):
             hidden = self.mlp(x, hidden, self.around_mlp)
         else:
             hidden = self.mlp(x, hidden, self.around_mlp, metadata.select(metadata.slot_mapping))
-        if self.per_layer is not None and vector is not None:
+        if self.per_layer is not None:
+            assert vector is not None
             hidden = self.per_layer(hidden, metadata.select(vector))
         return hidden if self.output_scale is None else self.output_scale(hidden)
 

@@ -48,8 +48,8 @@ class LatentAttention(nn.Module):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add the attention of x [T, hidden] to hidden [T, hidden] in place, or to the wanted rows of it, which are returned.
-        Stores the latents in `kv`.
+        """Store the latents of x [T, hidden] in `kv`, add the attention to hidden [T, hidden] in place, and return it.
+        With `metadata.logits_indices`, the result has only these rows, [N, hidden].
         """
         spec, cache = self.spec, kv[0]
         short = residual.project(self.short, x)  # [T, query_rank + L + R]

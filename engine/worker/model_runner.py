@@ -273,8 +273,8 @@ class ModelRunner:
             return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
         load = self._expert_load if n < num_seqs else None
         is_watched = load is not None and load.begin()
-        whole = bool(scored or pooled or is_watched)
-        hidden, to_device = self._hidden(packed, None if is_watched else shape, whole), self.device.upload
+        every_token, to_device = bool(scored or pooled or is_watched), self.device.upload
+        hidden = self._hidden(packed, None if is_watched else shape, every_token)
         if load is not None and is_watched:
             handle.expert_counts = load.end()
         if not self.model.stage.is_last:
@@ -294,15 +294,17 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
 
-    def _hidden(self, packed: PackedStep, shape: PrefillShape | None, whole: bool) -> Tensor:
-        """Return the hidden states of the step's tokens, without padding; without `whole` perhaps of each sequence's last
-        token only.
+    def _hidden(self, packed: PackedStep, shape: PrefillShape | None, every_token: bool) -> Tensor:
+        """Return the hidden states of every token of the step, without padding. The last stage of a pipeline returns those of
+        each sequence's last token, unless it is to return every token's.
         """
         batch, context_lens = packed.members.batch, packed.context_lens.tolist()
         n, num_tokens = batch.num_decodes, batch.total_num_tokens
+        every_token = every_token or num_tokens == len(batch) or not self.model.stage.is_last
+        indices = None if every_token else self._step.last_index[: len(batch)]  # which the step's first kernel writes
         if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
             hidden = self.prefill_graphs.run(shape, packed.packed, n, batch.num_tokens, context_lens)
-            return hidden[:num_tokens]
+            return hidden[:num_tokens] if indices is None else hidden[indices]
         on_device = packed.packed.to(self.device.torch_device, non_blocking=True)
         prefill_lens = batch.num_tokens[n:], context_lens[n:]
         expander = self.expander if self.expander is not None and self.expander.expands(*prefill_lens) else None
@@ -314,9 +316,7 @@ class ModelRunner:
         groups = self._prepare(on_device, packed.segment, packed.num_seqs, packed.num_tokens, packed.num_decodes, tiles)
         if expander is not None:
             groups = [expander.prepared(group, *prefill_lens) for group in groups]
-        last = self.model.stage.is_last and not whole and num_tokens > len(batch)
-        wanted = self._step.last_index[: len(batch)] if last else None
-        return self._forward(packed.num_tokens, groups, wanted)[:num_tokens]
+        return self._forward(packed.num_tokens, groups, indices)[:num_tokens]
 
     @property
     def _all_tile_queries(self) -> set[int]:
@@ -411,12 +411,12 @@ class ModelRunner:
             )
         return groups
 
-    def _forward(self, num_tokens: int, groups: list[AttentionMetadata], wanted: Tensor | None = None) -> Tensor:
+    def _forward(self, num_tokens: int, groups: list[AttentionMetadata], indices: Tensor | None = None) -> Tensor:
         step, layout = self._step, self.kv_layout
         attention = [groups[layout.group_of[layer]] for layer in layout.own_layers]
         hidden = None if self._link is None else self._link.receive(num_tokens)
         ids, positions = step.input_ids[:num_tokens], step.positions[:num_tokens]
-        return self.model(ids, positions, self.kv_cache, attention, hidden, wanted)
+        return self.model(ids, positions, self.kv_cache, attention, hidden, indices)
 
     @torch.inference_mode()
     def _finish(

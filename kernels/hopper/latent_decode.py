@@ -11,8 +11,6 @@ multiplies, the other's tile is on its way.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.plan import DecodePlan
-from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 TILE = 64
 LOG2E = 1.4426950408889634
@@ -234,15 +232,10 @@ def _join_pieces_kernel(
         tl.store(target, (acc / total).to(out.dtype.element_ty))
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def applies(query: Tensor, cache: Tensor, out: Tensor) -> bool:
     """Whether this kernel computes the call: a Hopper GPU, 16-bit latents of 512 + 64 channels."""
     return (
-        _is_hopper(query.device)
+        is_hopper(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and cache.dtype == query.dtype
         and (out.shape[-1], cache.shape[-1]) == (512, 576)

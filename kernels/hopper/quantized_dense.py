@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.quantized_steps import (
     _boxes,
     _finished,
-    _is_hopper,
     _layout,
     _load_scales,
     _weights,
@@ -42,7 +41,7 @@ from kernels.hopper.quantized_steps import (
     words_of_halves,
 )
 from kernels.quantized_weight import QuantizedWeight
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.parts import sum_parts
 
 
@@ -294,7 +293,7 @@ def _dense_quantized_kernel(
     num_groups = (num_channels + GROUP - 1) // GROUP
     all_steps = (row_bytes + 127) // 128 * 2
     if SHARED:
-        row_bytes = row_bytes // 128 * 128  # the same, but the compiler knows
+        row_bytes = row_bytes // 128 * 128  # no other number, but now the compiler knows that it is a multiple
     num_n: gl.constexpr = (N + OWN - 1) // OWN
     first_m = gl.program_id(0) // (BAND * num_n) * BAND
     height = gl.minimum(gl.cdiv(num_tokens, TOKENS) - first_m, BAND)
@@ -330,13 +329,12 @@ def _dense_quantized_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_dense_quantized_kernel`. max_registers: of a thread at the start; None: all."""
+    """How a product is cut up; see `_dense_quantized_kernel`. programs: on a multiprocessor, one or two."""
 
     block_m: int
     stages: int
     parts: int = 1
-    registers: int = 240
-    max_registers: int | None = None
+    programs: int = 1
 
 
 SHARED_BYTES = 230_000  # of a multiprocessor
@@ -354,10 +352,10 @@ def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) 
         block_m = min(256, 192, key=lambda height: cdiv(num_tokens, height) * height)
     else:
         block_m = max(next_power_of_2(num_tokens), 32)
-    programs = 2 if swiglu and block_m <= 64 else 1  # on a multiprocessor
+    programs = 2 if swiglu and block_m <= 64 else 1
     tiles = cdiv(num_tokens, block_m) * cdiv(n, _own_rows(swiglu))
     parts = 1 if swiglu else max(min(132 // tiles, 8, row_bytes // 256), 1)
-    return Config(block_m, _stages(block_m, halves, programs), parts, *((104, 80) if programs == 2 else ()))
+    return Config(block_m, _stages(block_m, halves, programs), parts, programs)
 
 
 def _stages(block_m: int, halves: int, programs: int = 1) -> int:
@@ -380,7 +378,7 @@ def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config |
         and (weight.scale.shape[1] == 1 or weight.group % 16 == 0)
         and weight.scale.is_contiguous()
         and (weight.zero is None or weight.zero.is_contiguous())
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     ):
         return _choose(len(x), len(weight) // (2 if swiglu else 1), row, weight.num_channels // row, swiglu)
     return None
@@ -413,6 +411,8 @@ def launch(
     more = config.block_m % 128 if config.block_m > 128 else 0  # a tile of other than 2^i tokens is computed as two
     block_m = config.block_m - more
     x_boxes = _boxes(x, block_m, 64, 128)
+    # Of a warpgroup's thread; and of each thread before they are divided, where two programs need room.
+    registers, max_registers = (240, None) if config.programs == 1 else (104, 80)
     shared = weight.group % 128 == 0 and (row % 128 == 0 or row == k)  # scales, by both steps of a pair
     _dense_quantized_kernel[grid](
         x_boxes, _boxes(x, more, 64, 128) if more else x_boxes, _boxes(codes, own // (2 if swiglu else 4), 16, 64), scale,
@@ -421,8 +421,8 @@ def launch(
         N=n, KIND=weight.kind, GROUP=weight.group, GROUPED=weight.scale.shape[1] > 1 or weight.zero is not None,
         SHARED=shared, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
         BIAS=bias is not None and not split, RESIDUAL=residual is not None and not split, SWIGLU=swiglu, BLOCK_M=block_m,
-        MORE=more, STAGES=config.stages, BAND=BAND, REGISTERS=config.registers, num_warps=4,
-        maxnreg=config.max_registers, **pdl_options(x.device),
+        MORE=more, STAGES=config.stages, BAND=BAND, REGISTERS=registers, num_warps=4, maxnreg=max_registers,
+        **pdl_options(x.device),
     )  # fmt: skip
     if split:
         sum_parts(sums, out, bias=bias, residual=residual)

@@ -32,7 +32,6 @@ from kernels.hopper.code_bits import decode_half_scaled, decode_words_in_order, 
 from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import (
     _boxes,
-    _is_hopper,
     _layout,
     _operand,
     _scaled,
@@ -45,7 +44,7 @@ from kernels.hopper.quantized_steps import (
     words_of_halves,
 )
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -434,7 +433,7 @@ def applies(x: Tensor, weight: Weight) -> bool:
         and x.dtype == torch.bfloat16
         and weight.codes.shape[2] % 16 == 0
         and (weight.scale.shape[-1] == 1 or weight.group % 16 == 0)
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     )
 
 

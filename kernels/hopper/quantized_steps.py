@@ -10,9 +10,6 @@ channels apart, in each of its four steps: so x lies in the order of `place_of`.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -175,11 +172,6 @@ def _scaled(
     if BIAS:
         acc += gl.load(bias + rows).to(gl.float32)[:, None]
     return acc
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:

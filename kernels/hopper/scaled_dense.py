@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes, _is_hopper
+from kernels.hopper.quantized_steps import _boxes
 from kernels.hopper.scaled_experts import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
 from kernels.quantized_weight import QuantizedWeight
-from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, is_hopper, launch_dependents, pdl_options, wait_for_inputs
 from kernels.triton.parts import sum_parts
 
 
@@ -250,7 +250,7 @@ def config(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool
         and weight.scale.is_contiguous()
         and n % 256 == k % 128 == 0
         and x.dtype == torch.bfloat16
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     ):
         return _choose(len(x), n, k, swiglu)
     return None

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes, _is_hopper
+from kernels.hopper.quantized_steps import _boxes
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import is_hopper, launch_dependents, pdl_options, wait_for_inputs
 
 GROUP = 128  # channels that one scale is for, and rows of a weight
 SHARED_BYTES = 224_000  # of a multiprocessor
@@ -278,7 +278,7 @@ def applies(x: Tensor, weight: Weight) -> bool:
         and weight.zero is weight.factor is weight.order is None
         and weight.codes.shape[1] % 256 == weight.num_channels % 128 == 0
         and x.dtype == torch.bfloat16
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     )
 
 

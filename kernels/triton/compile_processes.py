@@ -73,9 +73,9 @@ class CompileProcesses:
             self._process.wait()
 
     def compile(self, source: Any, target: Any, options: dict[str, Any]) -> None:
-        """Have a kernel compiled as `triton.compile` would: of those that wait for a process the one that takes longest first.
+        """Have a process compile a kernel as `triton.compile` would. Of the kernels that wait, large ones come first.
 
-        What goes wrong is left to the caller's own compilation.
+        Errors are left to the caller's own compilation.
         """
         try:
             message, size = _pickled((source, target, options)), _size(source.fn)
@@ -94,7 +94,7 @@ class CompileProcesses:
             self._changed.notify_all()
 
     def _take(self, size: int) -> socket.socket | None:
-        """A process that is free, once no kernel of a larger size waits for one."""
+        """Wait until a process is free and no larger kernel waits. Return the process, or None for one that has died."""
         with self._changed:
             ticket = (-size, threading.get_ident())
             heapq.heappush(self._waiting, ticket)
@@ -105,7 +105,7 @@ class CompileProcesses:
 
 
 def _size(kernel: Any) -> int:
-    """Of the file that a jitted function is from: those of long ones take longest."""
+    """Return the length of the kernel's source file: kernels of long files take longest to compile."""
     return len(inspect.getsource(sys.modules[kernel.fn.__module__]))
 
 
@@ -139,7 +139,7 @@ class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
             if signature in self._signatures:
                 return
             self._signatures.add(signature)
-        with contextlib.suppress(Exception):  # the launch will raise it again
+        with contextlib.suppress(Exception):  # the kernel's first launch raises it again
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
@@ -151,8 +151,9 @@ def _is_cached(key: str, name: str) -> bool:
 class _Pickler(pickle.Pickler):
     """Writes a jitted function as the name by which its module has it, and its key in Triton's cache.
 
-    A key counts the globals of the functions that a function calls only where their own keys are known already. So it depends
-    on the order in which a process has met them, and the processes must take it from here.
+    Triton (`DependenciesFinder._update_hash`) includes the globals of a called function in the caller's key only if the called
+    function's key was computed before. So keys depend on the order of their computation, and a process that compiles must use
+    the key of the process that loads.
     """
 
     def reducer_override(self, value: Any) -> Any:

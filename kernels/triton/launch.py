@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from kernels.triton.compile_processes import CompileMode, CompileProcesses
 
 __all__ = [
-    "cdiv", "compiling_only", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch", "wait_for_inputs",
+    "cdiv", "compiling_only", "is_hopper", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch", "wait_for_inputs",
 ]  # fmt: skip
 
 MAX_COMPILE_THREADS = 16
@@ -64,6 +64,11 @@ def compiling_only(processes: CompileProcesses | None = None) -> Iterator[None]:
             yield
     finally:
         JITFunction.run = run
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import scaled_dense as dense
@@ -203,7 +203,7 @@ def _by_cublas(x: Tensor, weight: QuantizedWeight) -> bool:
     """Whether cuBLAS multiplies these codes: e4m3, scaled by row, or on Hopper by block of 128 × 128."""
     n, k = len(weight), weight.num_channels
     by_row = weight.scale.shape == (n, 1)
-    by_block = weight.group == weight.rows == 128 and n % 128 == k % 128 == 0 and _is_hopper(x.device)
+    by_block = weight.group == weight.rows == 128 and n % 128 == k % 128 == 0 and is_hopper(x.device)
     return (
         x.is_cuda
         and weight.kind == "e4m3"
@@ -211,8 +211,3 @@ def _by_cublas(x: Tensor, weight: QuantizedWeight) -> bool:
         and x.dtype == torch.bfloat16
         and n % 16 == k % 16 == 0
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -33,9 +33,9 @@ KINDS = [
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ModelRunner._forward
 
-    def with_nan(self: ModelRunner, num_tokens: int, groups: Any, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        hidden, ids = forward(self, num_tokens, groups, wanted), self._step.input_ids[:num_tokens]
-        return hidden.masked_fill(((ids if wanted is None else ids[wanted]) == POISON).unsqueeze(1), float("nan"))
+    def with_nan(self: ModelRunner, num_tokens: int, groups: Any, indices: torch.Tensor | None = None) -> torch.Tensor:
+        hidden, ids = forward(self, num_tokens, groups, indices), self._step.input_ids[:num_tokens]
+        return hidden.masked_fill(((ids if indices is None else ids[indices]) == POISON).unsqueeze(1), float("nan"))
 
     monkeypatch.setattr(ModelRunner, "_forward", with_nan)
 

@@ -41,7 +41,7 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize(
     "name", ["qwen3-window", "gemma3", "cohere2", "glm4_moe", "glm4_moe_lite", "gemma4_moe", "gemma4_small"]
 )
-def test_hidden_states_of_wanted_tokens_only(name: Any, tmp_path: Path) -> None:
+def test_hidden_states_at_logits_indices(name: Any, tmp_path: Path) -> None:
     """Norms after sublayers, attention beside the MLP, experts, latents, embeddings of each layer."""
     make_checkpoint(name, tmp_path)
     model = load(tmp_path)
@@ -49,10 +49,10 @@ def test_hidden_states_of_wanted_tokens_only(name: Any, tmp_path: Path) -> None:
 
     def both(ids: Tensor, *args: Any) -> Tensor:
         nonlocal num_compared
-        hidden, wanted = forward(ids, *args), torch.arange(len(ids) - 1, -1, -2)
-        part = forward(ids, *args, wanted=wanted)
-        assert part.shape == (len(wanted), hidden.shape[1])
-        torch.testing.assert_close(part, hidden[wanted], rtol=1e-5, atol=1e-5)
+        hidden, indices = forward(ids, *args), torch.arange(len(ids) - 1, -1, -2)
+        part = forward(ids, *args, logits_indices=indices)
+        assert part.shape == (len(indices), hidden.shape[1])
+        torch.testing.assert_close(part, hidden[indices], rtol=1e-5, atol=1e-5)
         num_compared += 1
         return hidden
 

@@ -366,8 +366,8 @@ def main(capability: int) -> int:
             module.multiplies_e4m3 = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "_has_matrix_unit"):
             module._has_matrix_unit = lambda device: True  # type: ignore[attr-defined]
-        if hasattr(module, "_is_hopper"):
-            module._is_hopper = lambda device: capability == 90  # type: ignore[attr-defined]
+        if hasattr(module, "is_hopper"):
+            module.is_hopper = lambda device: capability == 90  # type: ignore[attr-defined]
         if hasattr(module, "_num_multiprocessors") and (hopper or module.__name__ not in HOPPER):
             module._num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     torch.cuda.is_available = lambda: True

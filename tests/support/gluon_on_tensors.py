@@ -264,7 +264,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
         "warpgroup_mma": product,
         "warpgroup_mma_init": lambda total: total,
         "warpgroup_mma_wait": lambda outstanding, deps: tuple(deps) if deps[1:] else deps[0],
-        "_is_hopper": lambda device: True,
+        "is_hopper": lambda device: True,
     }
     for module, (name, value) in itertools.product(modules, replacements.items()):
         if hasattr(module, name):

@@ -58,7 +58,7 @@ def test_processes_fill_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_keys_do_not_depend_on_what_a_process_has_compiled_before(tmp_path: Path) -> None:
-    """Kernels that share functions with others, whose globals Triton counts or not."""
+    """Kernels that call the same functions: Triton's keys depend on which of these it has met before."""
     assert compiled_here(tmp_path, "sampling") == "0 compiled here"
 
 
