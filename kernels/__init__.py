@@ -58,6 +58,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
             "latent_attention_prefill",
             "rotate_and_store",
         ),
+        "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.moe": ("experts",),
         "kernels.triton.router": ("route", "norm_route"),

@@ -1,6 +1,7 @@
-"""Times sums over the GPUs of a host inside CUDA graphs, with the residual sum: `python -m benchmarks.micro.all_reduce --gpus 2`.
+"""Times sums and gathers over the GPUs of a host: `python -m benchmarks.micro.all_reduce --gpus 2`.
 
-Beside NCCL and the one-shot sum of PyTorch's symmetric memory, and against the exact sum. Rows of 4,096 bfloat16.
+Sums with the residual sum inside CUDA graphs, by each kernel that can do it, beside NCCL and PyTorch's symmetric memory. Then
+gathers of logits, and products of many tokens with their sums, which no graph holds. Rows of 4,096 bfloat16.
 """
 
 from __future__ import annotations
@@ -16,79 +17,87 @@ import torch.multiprocessing
 from torch import Tensor
 
 from benchmarks.gpu import need_gpus
-from engine.worker.communicator import SMALL_BYTES, GroupCommunicator
-from kernels.triton import all_reduce
+from engine.worker.communicator import GroupCommunicator
+from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
 
-WIDTH, CALLS, REPLAYS = 4096, 50, 20
+WIDTH, VOCAB, CALLS, REPLAYS = 4096, 128256, 20, 20
+MIDDLE_BYTES = 4 << 20  # up to this size, the kernel of small tensors and the one-shot sum are timed
 PORT = "29533"
-
-
-class PushCommunicator(GroupCommunicator):
-    """Few tokens are summed by `kernels.triton.all_reduce`: what `GpuCommunicator` may become once it is measured on GPUs."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Of every rank at the same time: the peers' memory is made known to each other."""
-        import torch.distributed._symmetric_memory as symmetric  # needs a GPU
-
-        self._kernel = all_reduce
-        self._rank, size, self._capacity = dist.get_rank(), dist.get_world_size(), SMALL_BYTES // 4
-        self._memory = symmetric.empty(2 * size * self._capacity, dtype=torch.int64, device=device).zero_()
-        handle = symmetric.rendezvous(self._memory, dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        self._buffers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self._calls = torch.zeros(self._capacity // all_reduce.BLOCK, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)
-        dist.barrier()  # before any rank writes into memory that its owner has still to zero
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._sum(x, None) if self._is_small(x) else super().all_reduce(x)
-
-    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self._sum(x, residual) if self._is_small(x) else super().add_sum(residual, x)
-
-    def _is_small(self, x: Tensor) -> bool:
-        return 0 < self._kernel.num_words(x) <= self._capacity
-
-    def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return self._kernel.all_reduce(x, self._buffers, self._calls, self._rank, self._capacity, residual)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--products", type=int, nargs="+", default=[2048, 16384], help="tokens of products")
     args = parser.parse_args(argv)
     need_gpus("benchmarks.micro.all_reduce", args.gpus)
-    torch.multiprocessing.spawn(_rank, (args.gpus, args.rows), nprocs=args.gpus)  # type: ignore[attr-defined, no-untyped-call]
+    torch.multiprocessing.spawn(_rank, (args.gpus, args.rows, args.products), nprocs=args.gpus)  # type: ignore[attr-defined, no-untyped-call]
     return 0
 
 
-def _rank(rank: int, size: int, rows: list[int]) -> None:
+def _rank(rank: int, size: int, rows: list[int], products: list[int]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
-    ours, nccl = PushCommunicator(device), GroupCommunicator(device)
-    for count in rows:
-        inputs = [
-            torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(i)).bfloat16().to(device)
-            for i in range(size)
-        ]
-        x, residual = inputs[rank], torch.ones(count, WIDTH, dtype=torch.bfloat16, device=device)
-        want = sum(each.double() for each in inputs) + 1
-        error = 0.0
-        for _ in range(100):
-            error = max(error, float((ours.add_sum(residual.clone(), x).double() - want).abs().max()))
-        times = {
-            "this": _microseconds(lambda x=x, r=residual: ours.add_sum(r, x)),  # type: ignore[misc]
-            "NCCL": _microseconds(lambda x=x, r=residual: nccl.add_sum(r, x)),  # type: ignore[misc]
-            "one-shot": _microseconds(_one_shot(x, residual)),
-        }
-        if rank == 0:
-            shown = "  ".join(f"{name} {us:6.2f} us" for name, us in times.items())
-            print(
-                f"{count:4} rows, {x.nbytes >> 10:4} KiB on {size} GPUs: {shown}  largest error {error:.1e}", flush=True
-            )
+    with torch.inference_mode():
+        ours, nccl = GpuCommunicator(device), GroupCommunicator(device)
+        for count in rows:
+            x = torch.randn(count, WIDTH, dtype=torch.bfloat16, device=device)
+            _print(f"sum of {count:5} rows, {x.nbytes >> 10:6} KiB", _sums(ours, nccl, x))
+        for count in rows:
+            _print(f"gather of {count:5} rows of {VOCAB} logits", _gathers(ours, nccl, count, size, device))
+        for count in products:
+            for inner in (4096 // size, 14336 // size):
+                _print(f"product of {count:5} rows, {inner} channels", _products(ours, nccl, count, inner, device))
     dist.destroy_process_group()
+
+
+def _sums(ours: GpuCommunicator, nccl: GroupCommunicator, x: Tensor) -> dict[str, float]:
+    residual, kernels = torch.zeros_like(x), ours._kernels
+    calls: dict[str, Callable[[], object]] = {"chosen": lambda: ours.add_sum(residual, x)}
+    if x.nbytes <= SMALL_BYTES:
+        calls["tags"] = lambda: kernels.all_reduce_small(x, ours._small, residual)
+    if x.nbytes <= LARGE_BYTES:
+        calls["flags"] = lambda: kernels.all_reduce(x, ours._large, residual)
+    if x.nbytes <= MIDDLE_BYTES:
+        calls["one-shot"] = _one_shot(x, residual)
+    calls["NCCL"] = lambda: nccl.add_sum(residual, x)
+    return {name: _microseconds(call) for name, call in calls.items()}
+
+
+def _gathers(
+    ours: GpuCommunicator, nccl: GroupCommunicator, count: int, size: int, device: torch.device
+) -> dict[str, float]:
+    x = torch.randn(count, VOCAB // size, dtype=torch.bfloat16, device=device)
+    out = x.new_empty(count, VOCAB)
+    return {
+        "this": _microseconds(lambda: ours.all_gather(x, out)),
+        "NCCL": _microseconds(lambda: nccl.all_gather(x, out)),
+    }
+
+
+def _products(
+    ours: GpuCommunicator, nccl: GroupCommunicator, count: int, inner: int, device: torch.device
+) -> dict[str, float]:
+    x = torch.randn(count, inner, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(WIDTH, inner, dtype=torch.bfloat16, device=device) * 0.02
+    residual = torch.zeros(count, WIDTH, dtype=torch.bfloat16, device=device)
+
+    def product(rows: Tensor) -> Tensor:
+        return torch.nn.functional.linear(rows, weight)
+
+    return {
+        "without sum": _microseconds(lambda: product(x), graph=False),
+        "this": _microseconds(lambda: ours.add_product(residual, x, product), graph=False),
+        "NCCL": _microseconds(lambda: nccl.add_product(residual, x, product), graph=False),
+    }
+
+
+def _print(what: str, times: dict[str, float]) -> None:
+    if dist.get_rank() == 0:
+        print(what + ": " + "  ".join(f"{name} {us:7.2f} us" for name, us in times.items()), flush=True)
 
 
 def _one_shot(x: Tensor, residual: Tensor) -> Callable[[], Tensor]:
@@ -105,25 +114,32 @@ def _one_shot(x: Tensor, residual: Tensor) -> Callable[[], Tensor]:
     return call
 
 
-def _microseconds(call: Callable[[], object]) -> float:
-    """Of one call in a graph of many."""
+def _microseconds(call: Callable[[], object], graph: bool = True) -> float:
+    """Of one of several calls in a row."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def calls() -> None:
         for _ in range(CALLS):
             call()
+
+    run = calls
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            calls()
+        run = captured.replay
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(REPLAYS if graph else 3):
         dist.barrier()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        run()
         end.record()
         torch.cuda.synchronize()
         times.append(1e3 * start.elapsed_time(end) / CALLS)
-    return float(sorted(times)[REPLAYS // 2])
+    return float(sorted(times)[len(times) // 2])
 
 
 if __name__ == "__main__":

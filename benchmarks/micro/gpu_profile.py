@@ -169,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="shape with random weights (benchmarks.model_shapes)")
     parser.add_argument("--work", default="nano,decode", help="named workloads, comma-separated")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs; the first one's time is shown")
     parser.add_argument("--output-json", type=Path, help="where to save the results")
     parser.add_argument("--trace", type=Path, metavar="FILE.json.gz", help="where to save five steps of each workload")
     args = parser.parse_args(argv)
@@ -180,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         llm = LLM(
             model=str(model_folder(args.model, Path(folder))), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
             dtype="bfloat16", gpu_memory_utilization=0.85, enable_prefix_caching=False,
+            tensor_parallel_size=args.tensor_parallel_size,
         )  # fmt: skip
         results: dict[str, Any] = {"environment": environment(), "model": args.model}
         results["startup_seconds"] = round(time.perf_counter() - start, 2)
@@ -199,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         save(results, args.output_json)
     if args.trace:
         save_trace(chrome_trace(steps), args.trace)
+    llm.close()
     return 0
 
 

@@ -290,7 +290,7 @@ class Linear(Matrix):
         """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
         if norm is None and multiplier == 1:
             if self.is_partial:
-                return self.communicator.add_sum(residual, self(x))
+                return self.communicator.add_product(residual, x, self)
             return kernels.linear_add(residual, x, self.weight, self.bias)
         out = self(x)
         if self.is_partial:
@@ -317,8 +317,10 @@ class LMHead(Linear):
     def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
         if self.shard.size == 1:
             return super().after_norm(x, norm, out)
-        logits = self.communicator.all_gather(super().after_norm(x, norm))[:, : self.vocab_size]
-        return logits.contiguous() if out is None else out.copy_(logits)
+        own = super().after_norm(x, norm)
+        if out is None:
+            out = own.new_empty(len(own), self.vocab_size)
+        return self.communicator.all_gather(own, out)
 
 
 class Embedding(CheckpointModule):
@@ -331,11 +333,8 @@ class Embedding(CheckpointModule):
         self.weight = scope.empty(num_rows, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        if self.shard.size == 1:
-            return kernels.embedding(self.weight, input_ids)
-        elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
-        own = F.embedding((input_ids - self.rows.start).masked_fill(elsewhere, 0), self.weight)
-        return self.communicator.all_reduce(own.masked_fill(elsewhere.unsqueeze(1), 0))
+        own = kernels.embedding(self.weight, input_ids, self.rows.start)
+        return own if self.shard.size == 1 else self.communicator.all_reduce(own)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         columns = Span.whole(self.weight.shape[1])

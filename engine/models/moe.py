@@ -60,7 +60,9 @@ class MoE(nn.Module):
             total = kernels.linear_add(total, inner, self.shared.down.weight, self.shared.down.bias)
         if in_place:
             return total
-        return residual.add_output(hidden, self.communicator.all_reduce(total) if self.num_ranks > 1 else total)
+        if residual.is_sum:
+            return self.communicator.add_sum(hidden, total)
+        return residual.add_output(hidden, self.communicator.all_reduce(total))
 
 
 class DenseAndExperts(nn.Module):

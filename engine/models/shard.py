@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,10 +96,13 @@ class Communicator(Protocol):
         """Return the sum of all ranks' x, all of the same shape; may overwrite x."""
 
     def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Add the sum of all ranks' x to residual in place."""
+        """Add the sum of all ranks' x to residual in place; may overwrite x."""
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Gather x [T, n] of all ranks: [T, size · n], in the order of ranks."""
+    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the sum of all ranks' product(x) to residual in place. May compute it for some rows of x after the others."""
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
+        """Gather the columns x [T, n] of all ranks in out [T, W], in the order of ranks: the first W of them."""
 
     def least(self, number: int) -> int:
         """Return the minimum of all ranks' numbers."""
@@ -113,8 +117,11 @@ class SingleRank:
     def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual.add_(x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
+    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.add_sum(residual, product(x))
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(x[:, : out.shape[1]])
 
     def least(self, number: int) -> int:
         return number

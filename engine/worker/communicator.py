@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SMALL_BYTES = 256 << 10  # up to this size, one kernel that reads all ranks' memory is faster than NCCL
 # Newer versions of PyTorch have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -24,12 +25,16 @@ class GroupCommunicator:
     def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual.add_(self.all_reduce(x))
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.add_sum(residual, product(x))
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         size = dist.get_world_size(self._ranks)
         num_tokens, width = x.shape
         gathered = x.new_empty((size * num_tokens, width))
         _all_gather(gathered, x.contiguous(), group=self._ranks)
-        return gathered.view(size, num_tokens, width).movedim(0, 1).reshape(num_tokens, -1)
+        columns = gathered.view(size, num_tokens, width).movedim(0, 1).reshape(num_tokens, -1)
+        return out.copy_(columns[:, : out.shape[1]])
 
     def least(self, number: int) -> int:
         """Return the minimum over all ranks of all stages."""
@@ -64,27 +69,3 @@ class StageLink:
             self._sent[0].wait()
         hidden = hidden.contiguous()
         self._sent = dist.isend(hidden, self._after), hidden
-
-
-class GpuCommunicator(GroupCommunicator):
-    """Collectives between the GPUs of one host. Sums few tokens with a kernel that reads the peers' memory.
-
-    Does not use NVLink multicast.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        """Create it on all ranks at the same time: they exchange the addresses of their buffers."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        super().__init__(device)
-        self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._buffer = symmetric.empty(SMALL_BYTES, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, self._group)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if x.nbytes > SMALL_BYTES or x.nbytes % 16 or x.dtype not in (torch.bfloat16, torch.float32):
-            return super().all_reduce(x)
-        own = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        own.copy_(x)  # safe: the previous sum finished only after all ranks had read their peers' buffers
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._group)
-        return total

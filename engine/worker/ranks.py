@@ -29,15 +29,17 @@ from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
 from engine.core.cache_groups import CacheGroup
 from engine.models.errors import ModelError
 from engine.models.progress import Progress, silent
-from engine.models.shard import Communicator, Shard, Stage
+from engine.models.shard import Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_file import BlockFile, BlockFileOptions
-from engine.worker.communicator import GpuCommunicator, GroupCommunicator, StageLink
+from engine.worker.communicator import GroupCommunicator, StageLink
 from engine.worker.device import CudaDevice
+from engine.worker.gpu_communicator import GpuCommunicator
 from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
 from engine.worker.model_runner import ModelRunner, StepHandle
 from engine.worker.options import RunnerOptions
 from engine.worker.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
+from engine.worker.startup import Membership
 from engine.worker.startup import build_runner as build_single
 
 LOSS_SECONDS = 5  # time within which the exit of a follower is noticed
@@ -109,15 +111,6 @@ def build_runner(
     if num_ranks == 1:
         return build_single(folder, spec, options, progress=progress)
     return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), lost, progress=progress)
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """A rank's connections to the other ranks, and the options for its device."""
-
-    options: RunnerOptions
-    communicator: Communicator
-    link: StageLink | None
 
 
 def join(build: Build) -> Membership:
@@ -437,10 +430,9 @@ def _beat(leader: Leader) -> None:
 
 def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:
     """Connect to the other ranks, and build this rank's runner."""
-    member = join(build)
     return build_single(
-        folder, build.spec, member.options, progress=progress, shard=build.shard, stage=build.stage,
-        communicator=member.communicator, link=member.link,
+        folder, build.spec, build.options, progress=progress, shard=build.shard, stage=build.stage,
+        connect=partial(join, build),
     )  # fmt: skip
 
 

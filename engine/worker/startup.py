@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +36,15 @@ CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's connections to the other ranks, and the options for its device."""
+
+    options: RunnerOptions
+    communicator: Communicator  # connects the ranks of a stage
+    link: StageLink | None  # connects the stages
+
+
 def build_runner(
     folder: Path,
     spec: ModelSpec,
@@ -44,25 +53,26 @@ def build_runner(
     progress: Progress = silent,
     shard: Shard = SINGLE,
     stage: Stage = WHOLE,
-    communicator: Communicator | None = None,
-    link: StageLink | None = None,
+    connect: Callable[[], Membership] | None = None,
 ) -> ModelRunner:
     """Build a runner, ready to step, for the part `shard` of `stage` of the model in `folder`.
 
-    `communicator`: connects the ranks of a stage. `link`: connects the stages.
+    `connect`: connects this rank to the others; None: it is the only one.
 
     Raises `ModelError` for unsuitable files, and `KVCacheTooSmallError` for a context that does not fit.
     """
     if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
-    with _compile_processes(options) as processes:  # get ready while weights load
+    with _compile_processes(options) as processes:  # get ready while ranks connect and weights load
+        member = Membership(options, SingleRank(), None) if connect is None else connect()
+        options = member.options
         model = load_model(
             folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format,
             seed=options.seed, progress=progress, max_model_len=options.max_model_len, shard=shard, stage=stage,
-            communicator=communicator,
+            communicator=member.communicator,
         )  # fmt: skip
         model.pack_weights()
-        runner = ModelRunner(model, spec, options, link)
+        runner = ModelRunner(model, spec, options, member.link)
         if runner.device.is_accelerator:
             progress("compiling", 0, 0)
             compile_kernels(runner, processes)
@@ -70,7 +80,7 @@ def build_runner(
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)
     num_blocks, runner.cache_bound = count_blocks(runner)
-    runner.num_blocks = (communicator or SingleRank()).least(num_blocks)
+    runner.num_blocks = member.communicator.least(num_blocks)
     runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
     if runner.device.is_accelerator:
@@ -149,8 +159,7 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])
     runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
-    # Graphs of steps with prefill have not been run with several ranks on GPUs yet.
-    if runner.options.num_ranks_per_stage == 1 and (shapes := runner.prefill_shapes()):
+    if shapes := runner.prefill_shapes():
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
         runner.prefill_graphs = PrefillGraphs(runner.device, runner.run_prefill, buffer, shapes, progress)
 

@@ -44,8 +44,7 @@ class _Embedding(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "table", "out")),
-        ("tokens", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("tokens", "row_bytes", "first", "rows")),
     )
 
 
@@ -80,13 +79,13 @@ def prepare_step(
     native.call("quire_prepare_step", struct, tensors)
 
 
-def embedding(table: Tensor, ids: Tensor) -> Tensor:
+def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:
     """See `kernels.reference.embedding`."""
     native = library()
     if native is None or not table.is_contiguous() or ids.dtype != torch.int64:
-        return reference.embedding(table, ids)
+        return reference.embedding(table, ids, first)
     out, size = table.new_empty(ids.shape[0], table.shape[1]), table.shape[1] * table.itemsize
-    struct = _Embedding(ids.data_ptr(), table.data_ptr(), out.data_ptr(), ids.shape[0], size)
+    struct = _Embedding(ids.data_ptr(), table.data_ptr(), out.data_ptr(), ids.shape[0], size, first, len(table))
     native.call("quire_embedding", struct, (ids, table, out))
     return out
 

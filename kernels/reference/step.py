@@ -54,9 +54,14 @@ def prepare_step(
     out.seed[:num_seqs] = state.seed[rows]
 
 
-def embedding(table: Tensor, ids: Tensor) -> Tensor:
-    """table [V, n], ids [T] int64 -> rows of the table [T, n]."""
-    return F.embedding(ids, table)
+def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:
+    """table [V, n], ids [T] int64 -> rows of the table [T, n].
+
+    The table has the rows of the ids [first, first + V); other ids give zeros.
+    """
+    rows = ids - first
+    elsewhere = (rows < 0) | (rows >= len(table))
+    return F.embedding(rows.masked_fill_(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:

@@ -25,6 +25,7 @@ from engine.machine import environment
 from tests.gpu.attention import check_attention, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
+from tests.gpu.collectives import check_collectives
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
 from tests.gpu.formats import check_formats
@@ -52,6 +53,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "windows": (check_windows,),
     "graphs": (check_graphs,),
     "story": (check_story,),
+    "collectives": (check_collectives,),
     "ranks": (check_ranks,),
     "plan": (check_plan,),
 }

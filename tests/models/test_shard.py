@@ -52,8 +52,11 @@ class ThreadCommunicator:
     def add_sum(self, residual: Any, x: Any) -> Any:
         return residual.add_(self.all_reduce(x))
 
-    def all_gather(self, x: Any) -> Tensor:
-        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+    def add_product(self, residual: Any, x: Any, product: Any) -> Any:
+        return self.add_sum(residual, product(x))
+
+    def all_gather(self, x: Any, out: Any) -> Any:
+        return out.copy_(torch.cat(self.meeting.exchange(self.rank, x), dim=-1)[:, : out.shape[1]])
 
     def least(self, number: int) -> int:
         return number

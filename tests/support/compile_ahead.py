@@ -223,6 +223,12 @@ def parts_of_channels() -> None:
     dense.launch(x, weight, None, out, dense.Config(64, 4, 2), residual=out)
 
 
+def embedding() -> None:
+    from kernels.triton.embedding import embedding
+
+    embedding(tensor(99, 1000), tensor(3, dtype=I64), 5)
+
+
 def parts() -> None:
     from kernels.triton.parts import sum_parts
 
@@ -231,12 +237,19 @@ def parts() -> None:
     sum_parts(tensor(3, 60, 512, dtype=F32), out, bias=bias, residual=out)
 
 
-def all_reduce(dtype: torch.dtype) -> None:
-    from kernels.triton.all_reduce import all_reduce
+def collectives(dtype: torch.dtype) -> None:
+    from kernels.triton import collectives
 
-    x, buffers, calls = tensor(3, 1024, dtype=dtype), tensor(2, dtype=I64), tensor(16, dtype=I32)
-    all_reduce(x, buffers, calls, 0, 1 << 13)
-    all_reduce(x, buffers, calls, 0, 1 << 13, residual=x)
+    x, addresses, out = tensor(3, 1024, dtype=dtype), tensor(2, dtype=I64), tensor(3, 2048, dtype=dtype)
+    if dtype != F16:
+        small = collectives.Channel(0, 1 << 13, addresses, tensor(16, dtype=I32))
+        collectives.all_reduce_small(x, small)
+        collectives.all_reduce_small(x, small, residual=x)
+    channel = collectives.Channel(0, 1 << 16, addresses, tensor(collectives.PROGRAMS, dtype=I32), addresses)
+    collectives.all_reduce(x, channel)
+    collectives.all_reduce(x, channel, residual=x)
+    collectives.all_gather(x, channel, out)
+    collectives.add_arrived(x, x, x, tensor(1, dtype=I32), 7)
 
 
 def prepare() -> None:
@@ -269,8 +282,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 3, "e2m1", 16, e4m3_scales=True),
     functools.partial(quantized, 60, "int4", 128),
     functools.partial(quantized, 300, "int8", rounds=True),
-    functools.partial(all_reduce, BF16),
-    functools.partial(all_reduce, F32),
+    *(functools.partial(collectives, dtype) for dtype in (BF16, F32, F16)),
     functools.partial(router, 1, BF16, renormalise=True),
     functools.partial(router, 300, F32, scoring="sigmoid", num_groups=8, num_chosen_groups=4, group_score="top2"),
     functools.partial(experts, 1, "mxfp4", activation="clamped_swiglu"),
@@ -280,6 +292,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(experts, 4096, "int4"),
     prepare,
     parts,
+    embedding,
 ]
 
 

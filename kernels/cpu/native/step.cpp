@@ -57,14 +57,18 @@ struct Embedding {
     const int64_t* ids;
     const char* table;
     char* out;
-    int64_t tokens, row_bytes;
+    int64_t tokens, row_bytes, first, rows;  // the table has the ids [first, first + rows); others give zeros
 };
 
 extern "C" void quire_embedding(const Embedding* e) {
     constexpr int64_t PIECE = 64;
     pool.run((e->tokens + PIECE - 1) / PIECE, [&](int64_t piece) {
-        for (int64_t t = piece * PIECE; t < e->tokens && t < (piece + 1) * PIECE; ++t)
-            std::memcpy(e->out + t * e->row_bytes, e->table + e->ids[t] * e->row_bytes, e->row_bytes);
+        for (int64_t t = piece * PIECE; t < e->tokens && t < (piece + 1) * PIECE; ++t) {
+            const int64_t row = e->ids[t] - e->first;
+            char* out = e->out + t * e->row_bytes;
+            if (row >= 0 && row < e->rows) std::memcpy(out, e->table + row * e->row_bytes, e->row_bytes);
+            else std::memset(out, 0, e->row_bytes);
+        }
     });
 }
 

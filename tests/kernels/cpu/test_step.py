@@ -14,7 +14,14 @@ from tests.support.unwritten import unwritten_is_unknown
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_embedding(backend: str, dtype: torch.dtype) -> None:
     table, ids = torch.randn(50, 24).to(dtype), torch.randint(0, 50, (70,))
-    assert torch.equal(step.embedding(table, ids), reference.embedding(table, ids))
+    assert torch.equal(step.embedding(table, ids), table[ids])
+
+
+def test_embedding_of_ids_of_other_ranks(backend: str) -> None:
+    table, ids = torch.randn(50, 24), torch.randint(0, 200, (70,))
+    want = torch.where(((ids >= 60) & (ids < 110))[:, None], table[(ids - 60).clamp(0, 49)], 0)
+    assert torch.equal(step.embedding(table, ids, 60), want)
+    assert torch.equal(reference.embedding(table, ids, 60), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

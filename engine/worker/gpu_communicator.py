@@ -1,0 +1,210 @@
+"""Communication between the GPUs of one host, through memory of the peers that symmetric memory maps; else by NCCL.
+
+Does not use NVLink multicast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from engine.worker.communicator import GroupCommunicator
+
+SMALL_BYTES = 256 << 10  # up to this size, sums send 32 bits at a time, each with its own tag
+LARGE_BYTES = 8 << 20  # beyond this size, copy engines and NCCL are faster than kernels that write into peers' memory
+CHUNK_BYTES = 16 << 20  # of a large sum, computed while the chunk before is on its way
+NUM_SLOTS = 4  # a chunk's slot is free again when the peer has sent the chunk after the next two
+NUMBERS = 1 << 12  # chunks are numbered modulo this
+START_SECONDS = 600  # time for the ranks to connect
+
+
+class RenumberedStore(Store):
+    """A store for PyTorch's symmetric memory, whose ranks may be older or newer processes.
+
+    Its keys, `…/NUMBER/RANK`, count the exchanges of the whole process. Here the first one has the number 0, so that a process
+    that already had other peers finds the new ones.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        name, number, rank = key.rsplit("/", 2)
+        if self._first is None:
+            self._first = int(number)
+        return f"{name}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(self._key(key)))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=START_SECONDS)) -> None:
+        self._store.wait([self._key(key) for key in keys], timeout)
+
+
+class PeerMemory:
+    """Sections of symmetric memory: the same on each rank, and mapped by all ranks."""
+
+    def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
+        """sizes: bytes of each section. Create it on all ranks at the same time: they exchange addresses."""
+        from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
+
+        self._offsets, total = {}, 0
+        for name, size in sizes.items():
+            self._offsets[name], total = total, total + -(-size // 1024) * 1024
+        self._memory = Symmetric.empty_strided_p2p((total,), (1,), torch.uint8, device).zero_()
+        # PyTorch keeps what it knows of a group under its name until the process ends: so each time another name.
+        self._store, group = RenumberedStore(dist.distributed_c10d._get_default_store()), f"quire-{uuid4().hex}"
+        Symmetric.set_group_info(group, dist.get_rank(), dist.get_world_size(), self._store)
+        self._handle: Any = Symmetric.rendezvous(self._memory, group)
+        torch.cuda.synchronize(device)
+        dist.barrier()  # before any rank writes into memory that its owner has still to zero
+
+    def of(self, rank: int, name: str, length: int, dtype: torch.dtype) -> Tensor:
+        """Return the section of a rank, as a tensor [length] on this device."""
+        section: Tensor = self._handle.get_buffer(rank, (length,), dtype, self._offsets[name] // dtype.itemsize)
+        return section
+
+    def addresses(self, name: str) -> Tensor:
+        """Return the addresses of all ranks' sections, [size] int64 on this device."""
+        size = self._handle.world_size
+        pointers = [self.of(rank, name, 1, torch.uint8).data_ptr() for rank in range(size)]
+        return torch.tensor(pointers, dtype=torch.int64, device=self._memory.device)
+
+
+class GpuCommunicator(GroupCommunicator):
+    """Collectives between the GPUs of one host. Every rank makes the same calls in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Create it on all ranks at the same time."""
+        from kernels.triton import collectives  # needs Triton
+
+        super().__init__(device)
+        self._kernels: ModuleType = collectives
+        rank, size, programs = dist.get_rank(), dist.get_world_size(), collectives.PROGRAMS
+        words = SMALL_BYTES // 4
+        sizes = {"small": 2 * size * 8 * words, "large": 2 * size * LARGE_BYTES, "flags": 4 * size * programs}
+        if size == 2:
+            sizes |= OverlappedSum.sizes
+        memory = PeerMemory(device, sizes)
+
+        def calls(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self._small = collectives.Channel(rank, words, memory.addresses("small"), calls(words // collectives.WORDS))
+        buffers, flags = memory.addresses("large"), memory.addresses("flags")
+        self._large = collectives.Channel(rank, LARGE_BYTES, buffers, calls(programs), flags)
+        self._overlapped = OverlappedSum(device, memory, rank, collectives.add_arrived) if size == 2 else None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return super().all_reduce(x) if self._is_large(x) else self._sum(x, None)
+
+    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        if not self._is_large(x):
+            return self._sum(x, residual)
+        if self._overlaps(residual):
+            return self.add_product(residual, x, lambda rows: rows)
+        return super().add_sum(residual, x)
+
+    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._overlapped is not None and self._overlaps(residual):
+            return self._overlapped.add_product(residual, x, product)
+        return super().add_product(residual, x, product)
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
+        fits = x.is_contiguous() and out.is_contiguous() and x[:1].nbytes <= LARGE_BYTES
+        gathered: Tensor = self._kernels.all_gather(x, self._large, out) if fits else super().all_gather(x, out)
+        return gathered
+
+    def _is_large(self, x: Tensor) -> bool:
+        return x.nbytes > LARGE_BYTES or not x.is_contiguous() or not x.numel()
+
+    def _overlaps(self, residual: Tensor) -> bool:
+        """Whether a sum of this size goes through `OverlappedSum`, which cannot be captured in a graph."""
+        fits = residual.nbytes > LARGE_BYTES and residual.is_contiguous() and residual.dim() == 2
+        return fits and self._overlapped is not None and not torch.cuda.is_current_stream_capturing()
+
+    def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        is_small = 0 < self._kernels.num_words(x) <= self._small.capacity
+        total: Tensor = (
+            self._kernels.all_reduce_small(x, self._small, residual)
+            if is_small
+            else self._kernels.all_reduce(x, self._large, residual)
+        )
+        return total
+
+
+class OverlappedSum:
+    """Sums of two ranks' products of many tokens. While copy engines send one chunk of tokens, the next is computed.
+
+    The copy of a chunk is followed by the copy of its number into the slot's flag, for which the receiver waits. A slot is
+    written again after `NUM_SLOTS` chunks. By then it has been read: this rank computes a chunk only when it has received
+    the chunk before the last one, and the peer sent that one after it had added the one before the last to its residual.
+    """
+
+    sizes = {"slots": NUM_SLOTS * CHUNK_BYTES, "arrived": 4 * NUM_SLOTS}  # noqa: RUF012 - constants
+
+    def __init__(self, device: torch.device, memory: PeerMemory, rank: int, add_arrived: Callable[..., None]) -> None:
+        """add_arrived: see `kernels.triton.collectives`."""
+        self._add_arrived, self._memory, self._peer, self._rank = add_arrived, memory, 1 - rank, rank
+        self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
+        self._arrived = memory.of(rank, "arrived", NUM_SLOTS, torch.int32)
+        self._arrived_there = memory.of(1 - rank, "arrived", NUM_SLOTS, torch.int32)
+        self._arrived.fill_(-1)
+        torch.cuda.synchronize(device)
+        dist.barrier()
+        self._copies = torch.cuda.Stream(device)
+        self._num_chunks = 0
+
+    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the sum of both ranks' product(x) to residual [T, n] in place."""
+        num_rows = max(CHUNK_BYTES // residual[:1].nbytes, 1)
+        num_chunks = -(-len(x) // num_rows)
+        num_rows = min(-(-len(x) // num_chunks // 128) * 128, num_rows)
+        before: tuple[Tensor, Tensor, int] | None = None
+        for first in range(0, len(x), num_rows):
+            rows = slice(first, first + num_rows)
+            part = product(x[rows])
+            number = self._send(part)
+            if before is not None:
+                self._receive(*before)
+            before = residual[rows], part, number
+        if before is not None:
+            self._receive(*before)
+        return residual
+
+    def _send(self, part: Tensor) -> int:
+        """Copy a chunk into its slot on the peer, once it is computed. Returns its number."""
+        number = self._num_chunks % NUMBERS
+        slot = self._num_chunks % NUM_SLOTS
+        self._num_chunks += 1
+        there = self._slot(self._peer, slot, part)
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            there.copy_(part)
+            self._arrived_there[slot : slot + 1].copy_(self._numbers[number : number + 1])
+        part.record_stream(self._copies)
+        return number
+
+    def _receive(self, residual: Tensor, part: Tensor, number: int) -> None:
+        slot = number % NUM_SLOTS
+        arrived = self._slot(self._rank, slot, part)
+        self._add_arrived(residual, part, arrived, self._arrived[slot : slot + 1], number)
+
+    def _slot(self, rank: int, slot: int, part: Tensor) -> Tensor:
+        """Return a rank's slot, as a tensor like `part`."""
+        per_slot = CHUNK_BYTES // part.itemsize
+        slots = self._memory.of(rank, "slots", NUM_SLOTS * per_slot, part.dtype)
+        return slots[slot * per_slot :][: part.numel()].view(part.shape)
