@@ -36,13 +36,11 @@ class RenumberedStore(Store):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
-        self._first: int | None = None
+        self._first: dict[str, int] = {}  # name → number of the first exchange here
 
     def _key(self, key: str) -> str:
         name, number, rank = key.rsplit("/", 2)
-        if self._first is None:
-            self._first = int(number)
-        return f"{name}/{int(number) - self._first}/{rank}"
+        return f"{name}/{int(number) - self._first.setdefault(name, int(number))}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)
@@ -59,16 +57,19 @@ class PeerMemory:
 
     def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
         """sizes: bytes of each section. Create it on all ranks at the same time: they exchange addresses."""
+        from torch._C._distributed_c10d import ProcessGroup, _register_process_group
         from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
 
         self._offsets, total = {}, 0
         for name, size in sizes.items():
             self._offsets[name], total = total, total + -(-size // 1024) * 1024
         self._memory = Symmetric.empty_strided_p2p((total,), (1,), torch.uint8, device).zero_()
-        # PyTorch keeps what it knows of a group under its name until the process ends: so each time another name.
-        self._store, group = RenumberedStore(dist.distributed_c10d._get_default_store()), f"quire-{uuid4().hex}"
-        Symmetric.set_group_info(group, dist.get_rank(), dist.get_world_size(), self._store)
-        self._handle: Any = Symmetric.rendezvous(self._memory, group)
+        # A group of its own, of which PyTorch uses the store alone.
+        self._store = RenumberedStore(dist.distributed_c10d._get_default_store())
+        self._group = ProcessGroup(self._store, dist.get_rank(), dist.get_world_size())
+        name = f"quire-{uuid4().hex}"
+        _register_process_group(name, self._group)
+        self._handle: Any = Symmetric.rendezvous(self._memory, name)
         torch.cuda.synchronize(device)
         dist.barrier()  # before any rank writes into memory that its owner has still to zero
 
