@@ -68,7 +68,7 @@ class PeerMemory:
         self._store = RenumberedStore(dist.distributed_c10d._get_default_store())
         self._group = ProcessGroup(self._store, dist.get_rank(), dist.get_world_size())
         name = f"quire-{uuid4().hex}"
-        _register_process_group(name, self._group)
+        _register_process_group(name, self._group)  # type: ignore[arg-type]
         self._handle: Any = Symmetric.rendezvous(self._memory, name)
         torch.cuda.synchronize(device)
         dist.barrier()  # before any rank writes into memory that its owner has still to zero
