@@ -3,7 +3,7 @@
     python -m benchmarks.micro.large_steps [--tokens 16384] [--layer]
 
 Beside the time of moving each kernel's bytes at the speed of a copy. "apart": the residual sum, then the next norm, in two
-kernels. `--layer`: also a whole layer but for its attention, both ways in turn.
+kernels. `--layer`: also a whole layer but for its attention, both ways, alternately.
 """
 
 from __future__ import annotations
