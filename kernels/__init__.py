@@ -41,9 +41,17 @@ R = TypeVar("R")
 
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
-        "kernels.cpu.elementwise": ("add_scaled", "gate_and_mul", "rms_norm_add", "scale"),
+        "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale"),
         "kernels.cpu.moe": ("experts",),
-        "kernels.cpu.matmul": ("pack_weight", "linear", "linear_add", "norm_gated", "norm_linear"),
+        "kernels.cpu.matmul": (
+            "pack_weight",
+            "linear",
+            "linear_add",
+            "linear_gated",
+            "norm_gated",
+            "norm_linear",
+            "norms_apart",
+        ),
         "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
         "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
         "kernels.cpu.step": ("embedding", "likeliest", "prepare_step"),
@@ -61,8 +69,8 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.moe": ("experts",),
-        "kernels.triton.router": ("route", "norm_route"),
-        "kernels.triton.matmul": ("linear", "linear_add", "norm_gated", "norm_linear"),
+        "kernels.triton.router": ("route", "norm_route", "route_norms_apart"),
+        "kernels.triton.matmul": ("linear", "linear_add", "linear_gated", "norm_gated", "norm_linear", "norms_apart"),
         "kernels.triton.quantized": ("dequantize",),
         "kernels.triton.scaled": ("quantize_rows",),
         "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
@@ -122,10 +130,13 @@ quantize_groups = _dispatched(reference.quantize_groups)
 quantize_rows = _dispatched(reference.quantize_rows)
 linear = _dispatched(reference.linear)
 linear_add = _dispatched(reference.linear_add)
+linear_gated = _dispatched(reference.linear_gated)
 norm_linear = _dispatched(reference.norm_linear)
 norm_gated = _dispatched(reference.norm_gated)
+norms_apart = _dispatched(reference.norms_apart)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
+route_norms_apart = _dispatched(reference.route_norms_apart)
 experts = _dispatched(reference.experts)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)

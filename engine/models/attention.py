@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.expansion import LatentExpansion
-from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, empty
+from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, Stream, empty
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 
@@ -110,13 +110,13 @@ class Attention(CheckpointModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: Stream,
         hidden: Tensor,
         residual: Residual,
         positions: Tensor,
         kv: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Stream:
         """Store the keys and values of x [T, hidden] in `kv`, add the attention to hidden [T, hidden] in place, and return it.
         With `metadata.logits_indices`, the result has only these rows, [N, hidden].
         """
@@ -148,6 +148,10 @@ class Attention(CheckpointModule):
         )  # [T, H, D]
         out = attend(query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
+
+    def norms_apart(self, hidden: Tensor) -> bool:
+        """See `Residual.precede`."""
+        return self.qkv.norms_apart(hidden)
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
         """Normalise the queries of all ranks together, and their keys, in place."""

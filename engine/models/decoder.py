@@ -5,6 +5,7 @@ Shapes: T tokens of the step, H query heads, Hkv key heads, D head_dim.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -17,7 +18,7 @@ from engine.models.attention import Attention, AttentionMetadata, MakeNorm
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
 from engine.models.latent import LatentAttention
-from engine.models.layers import Embedding, LayerNorm, LMHead, Matrix, Norm, Residual, RMSNorm, Scope
+from engine.models.layers import Embedding, LayerNorm, LMHead, Matrix, Norm, Residual, RMSNorm, Scope, Stream
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
@@ -78,7 +79,9 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._here = list(self.layers)[self.own_layers.start : self.own_layers.stop]
+        self._here = cast(list[DecoderLayer], list(self.layers)[self.own_layers.start : self.own_layers.stop])
+        for here, following in itertools.pairwise(self._here):
+            here.precede(following)
         # In the dtype of the weights, as the models were trained.
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
@@ -113,9 +116,10 @@ class Decoder(nn.Module):
         vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
+        stream = Stream(hidden)
         for layer, kv, metadata, vector in zip(self._here, kv_cache, attention, vectors, strict=True):
-            hidden = layer(hidden, positions, kv, metadata, vector)
-        return hidden
+            stream = layer(stream, positions, kv, metadata, vector)
+        return stream.hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, in `out` if given."""
@@ -161,24 +165,34 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
         self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
         self.output_scale = OutputScale(scope) if layer.output_scale else None
+        self.around_attention.precede(before_mlp, self.mlp.norms_apart)
+
+    def precede(self, following: DecoderLayer) -> None:
+        """Compute the norm with which the layer `following` begins, too, where it is faster; see `Residual.precede`."""
+        if self.output_scale is None:
+            last = self.around_mlp if self.per_layer is None else self.per_layer.around
+            last.precede(following.shared_norm or following.around_attention.before, following.attention.norms_apart)
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
-    ) -> Tensor:
-        """Return hidden [T, hidden], or its rows at `metadata.logits_indices`. `vector` [T, P]: the tokens' per-layer
-        embeddings, if the model has them.
+        self, x: Stream, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
+    ) -> Stream:
+        """Return the stream after this layer, or its rows at `metadata.logits_indices`. `vector` [T, P]: the tokens'
+        per-layer embeddings, if the model has them.
         """
-        x = hidden if self.shared_norm is None else self.shared_norm(hidden)
-        hidden = self.attention(x, hidden, self.around_attention, positions, kv, metadata)
-        x = hidden if self.shared_norm is None else metadata.select(x)
+        if self.shared_norm is not None and x.normed is None:
+            x = Stream(x.hidden, self.shared_norm(x.hidden))
+        out = self.attention(x, x.hidden, self.around_attention, positions, kv, metadata)
+        if self.shared_norm is not None:
+            assert x.normed is not None
+            out = Stream(out.hidden, metadata.select(x.normed))
         if isinstance(self.mlp, MLP):
-            hidden = self.mlp(x, hidden, self.around_mlp)
+            out = self.mlp(out, out.hidden, self.around_mlp)
         else:
-            hidden = self.mlp(x, hidden, self.around_mlp, metadata.select(metadata.slot_mapping))
+            out = self.mlp(out, out.hidden, self.around_mlp, metadata.select(metadata.slot_mapping))
         if self.per_layer is not None:
             assert vector is not None
-            hidden = self.per_layer(hidden, metadata.select(vector))
-        return hidden if self.output_scale is None else self.output_scale(hidden)
+            out = self.per_layer(out.hidden, metadata.select(vector))
+        return out if self.output_scale is None else Stream(self.output_scale(out.hidden))
 
 
 class OutputScale(Norm):

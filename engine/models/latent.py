@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import kernels
 from engine.models.attention import AttentionMetadata
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import Linear, Residual, RMSNorm, Scope
+from engine.models.layers import Linear, Residual, RMSNorm, Scope, Stream
 from engine.models.spec import LatentSpec
 
 
@@ -41,13 +41,13 @@ class LatentAttention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Stream,
         hidden: Tensor,
         residual: Residual,
         positions: Tensor,
         kv: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Stream:
         """Store the latents of x [T, hidden] in `kv`, add the attention to hidden [T, hidden] in place, and return it.
         With `metadata.logits_indices`, the result has only these rows, [N, hidden].
         """
@@ -77,6 +77,10 @@ class LatentAttention(nn.Module):
             kernels.rotate_and_store(query, *stored)
             out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
+
+    def norms_apart(self, hidden: Tensor) -> bool:
+        """See `Residual.precede`."""
+        return self.short.norms_apart(hidden)
 
 
 class HeadProjections(Linear):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -283,7 +283,7 @@ class Linear(Matrix):
     def gated_after_norm(self, x: Tensor, norm: Norm | None, gate: kernels.Gate) -> Tensor:
         """Return the activated gate · up for the two stacked projections of the normalised x."""
         if not isinstance(norm, RMSNorm):
-            return kernels.gate_and_mul(self.after_norm(x, norm), gate)
+            return kernels.linear_gated(x if norm is None else norm(x), self.weight, self.bias, gate)
         return kernels.norm_gated(x, norm.weight, norm.eps, self.weight, self.bias, gate)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
@@ -292,10 +292,18 @@ class Linear(Matrix):
             if self.is_partial:
                 return self.communicator.add_product(residual, x, self)
             return kernels.linear_add(residual, x, self.weight, self.bias)
+        return add_normed(residual, self.summed(x), norm, multiplier)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Project x. With "row", x has this rank's channels, and the result is the sum over ranks."""
         out = self(x)
         if self.is_partial:
             out = self.communicator.all_reduce(out)
-        return add_normed(residual, out, norm, multiplier)
+        return out
+
+    def norms_apart(self, x: Tensor, gate: kernels.Gate | None = None) -> bool:
+        """Whether `after_norm`, or `gated_after_norm`, has a kernel for the norm of x [T, in] alone."""
+        return kernels.norms_apart(x, self.weight, gate)
 
 
 def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
@@ -392,26 +400,63 @@ class LayerNorm(Norm):
             yield CheckpointTensor(self._bias_name, (self._span,), self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream [T, hidden] between sublayers, and its norm for the next one if that is computed already."""
+
+    hidden: Tensor
+    normed: Tensor | None = None
+
+
 class Residual(nn.Module):
     """How a sublayer reads the residual stream and adds to it: with a norm before, after or both, times a factor."""
 
     def __init__(self, before: Norm | None, after: Norm | None, multiplier: float) -> None:
         super().__init__()
         self.before, self.after, self.multiplier = before, after, multiplier
+        self._next: tuple[RMSNorm, Callable[[Tensor], bool]] | None = None  # in a tuple: it is no submodule
 
-    def project(self, linear: Linear, x: Tensor) -> Tensor:
-        return linear.after_norm(x, self.before)
+    def precede(self, norm: Norm | None, norms_apart: Callable[[Tensor], bool]) -> None:
+        """Compute the norm with which the next sublayer reads the sum, too, where that sublayer `norms_apart`."""
+        if isinstance(norm, RMSNorm):
+            self._next = norm, norms_apart
 
-    def gated(self, linear: Linear, x: Tensor, gate: kernels.Gate) -> Tensor:
-        return linear.gated_after_norm(x, self.before, gate)
+    def read(self, x: Stream) -> Tensor:
+        """Return what the sublayer reads of x, normalised."""
+        if x.normed is not None:
+            return x.normed
+        return x.hidden if self.before is None else cast(Tensor, self.before(x.hidden))
 
-    def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Tensor:
+    def project(self, linear: Linear, x: Stream) -> Tensor:
+        return linear.after_norm(x.hidden, self.before) if x.normed is None else linear(x.normed)
+
+    def gated(self, linear: Linear, x: Stream, gate: kernels.Gate) -> Tensor:
+        if x.normed is None:
+            return linear.gated_after_norm(x.hidden, self.before, gate)
+        return linear.gated_after_norm(x.normed, None, gate)
+
+    def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
-        return linear.add_to(hidden, x, self.after, self.multiplier)
+        if self.is_sum or self._norm_to_compute(hidden) is None:
+            return Stream(linear.add_to(hidden, x, self.after, self.multiplier))
+        return self.add_output(hidden, linear.summed(x))
 
-    def add_output(self, hidden: Tensor, output: Tensor) -> Tensor:
+    def add_output(self, hidden: Tensor, output: Tensor) -> Stream:
         """Add a sublayer's finished output [T, hidden] to hidden [T, hidden] in place."""
-        return add_normed(hidden, output, self.after, self.multiplier)
+        norm, after = self._norm_to_compute(hidden), self.after
+        if norm is None:
+            return Stream(add_normed(hidden, output, after, self.multiplier))
+        assert after is None or isinstance(after, RMSNorm), "a model has norms of one kind"
+        weight, eps = (None, 0.0) if after is None else (after.weight, after.eps)
+        normed = kernels.add_rms_norm(hidden, output, norm.weight, norm.eps, weight, eps, self.multiplier)
+        return Stream(hidden, normed)
+
+    def _norm_to_compute(self, hidden: Tensor) -> RMSNorm | None:
+        """Return the next sublayer's norm if it is to be computed with the sum."""
+        if self._next is None:
+            return None
+        norm, norms_apart = self._next
+        return norm if norms_apart(hidden) else None
 
     @property
     def is_sum(self) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.models.layers import Linear, Residual, Scope
+import kernels
+from engine.models.layers import Linear, Residual, Scope, Stream
 from engine.models.spec import DenseSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gate
@@ -24,16 +25,23 @@ class MLP(nn.Module):
     def __init__(self, spec: DenseSpec, hidden_size: int, scope: Scope) -> None:
         super().__init__()
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
+        self._gate: kernels.Gate | None = None
+        if spec.gated:
+            self._gate = "silu" if spec.activation == "silu" else "gelu_tanh"
         parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
         self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=spec.fused)
         self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row")
 
-    def forward(self, x: Tensor, hidden: Tensor, residual: Residual) -> Tensor:
+    def forward(self, x: Stream, hidden: Tensor, residual: Residual) -> Stream:
         """Add the MLP of x [T, hidden] to hidden [T, hidden] in place."""
         return residual.add(self.down, hidden, self.activate(x, residual))
 
-    def activate(self, x: Tensor, residual: Residual) -> Tensor:
+    def activate(self, x: Stream, residual: Residual) -> Tensor:
         """Return the input of `down`: [T, intermediate_size]."""
-        if self.spec.gated:
-            return residual.gated(self.gate_up, x, "silu" if self.spec.activation == "silu" else "gelu_tanh")
+        if self._gate is not None:
+            return residual.gated(self.gate_up, x, self._gate)
         return ACTIVATIONS[self.spec.activation](residual.project(self.gate_up, x))
+
+    def norms_apart(self, hidden: Tensor) -> bool:
+        """See `Residual.precede`."""
+        return self.gate_up.norms_apart(hidden, self._gate)

@@ -19,6 +19,7 @@ from engine.models.layers import (
     Residual,
     RMSNorm,
     Scope,
+    Stream,
     empty,
 )
 from engine.models.mlp import MLP
@@ -45,24 +46,29 @@ class MoE(nn.Module):
         self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared) if spec.shared else None
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
 
-    def forward(self, x: Tensor, hidden: Tensor, residual: Residual, slots: Tensor) -> Tensor:
+    def forward(self, x: Stream, hidden: Tensor, residual: Residual, slots: Tensor) -> Stream:
         """Add the experts' output for x [T, hidden] to hidden [T, hidden] in place. slots [T] int64: -1 marks padding."""
         normed, ids, weights = self.router(x, residual, slots)
-        inner = None if self.shared is None else self.shared.activate(x, residual)  # before the sum overwrites x
+        shared = self.shared  # reads x before the sum overwrites it
+        inner = None if shared is None else shared.activate(Stream(x.hidden, normed), residual)
         in_place = self.num_ranks == 1 and residual.is_sum
         total = kernels.experts(
             normed, ids, weights, self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias,
             self.spec.activation, add_to=hidden if in_place else None, first=self.first,
         )  # fmt: skip
-        if self.shared is not None and inner is not None:
+        if shared is not None and inner is not None:
             if self.shared_gate is not None:
                 inner *= self.shared_gate(normed)
-            total = kernels.linear_add(total, inner, self.shared.down.weight, self.shared.down.bias)
+            total = kernels.linear_add(total, inner, shared.down.weight, shared.down.bias)
         if in_place:
-            return total
+            return Stream(total)
         if residual.is_sum:
-            return self.communicator.add_sum(hidden, total)
+            return Stream(self.communicator.add_sum(hidden, total))
         return residual.add_output(hidden, self.communicator.all_reduce(total))
+
+    def norms_apart(self, hidden: Tensor) -> bool:
+        """See `Residual.precede`."""
+        return kernels.route_norms_apart(hidden)
 
 
 class DenseAndExperts(nn.Module):
@@ -82,10 +88,14 @@ class DenseAndExperts(nn.Module):
         self.experts = MoE(replace(spec, shared=None, apart=None), hidden_size, scope)
         self.around_shared, self.around_experts = Residual(before_shared, after[0], 1), Residual(before, after[1], 1)
 
-    def forward(self, x: Tensor, hidden: Tensor, residual: Residual, slots: Tensor) -> Tensor:
+    def forward(self, x: Stream, hidden: Tensor, residual: Residual, slots: Tensor) -> Stream:
         """As `MoE.forward`; `residual` normalises the sum of both."""
-        total = self.shared(x, torch.zeros_like(x), self.around_shared)
-        return residual.add_output(hidden, self.experts(x, total, self.around_experts, slots))
+        total = self.shared(x, torch.zeros_like(x.hidden), self.around_shared).hidden
+        return residual.add_output(hidden, self.experts(x, total, self.around_experts, slots).hidden)
+
+    def norms_apart(self, hidden: Tensor) -> bool:
+        """See `Residual.precede`. Each part has its own norm."""
+        return False
 
 
 def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
@@ -134,18 +144,18 @@ class Router(CheckpointModule):
         # [1 + E] int64: counts of padding and of each expert's tokens; None: not counted.
         self.counts: Tensor | None = None
 
-    def forward(self, x: Tensor, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Stream, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route x [T, hidden]. Returns the normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
-        norm = self.norm or residual.before
+        norm = self.norm or (residual.before if x.normed is None else None)
         if isinstance(norm, RMSNorm):
             normed, ids, weights = kernels.norm_route(
-                x, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots
+                x.hidden, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots
             )
         else:
-            normed = x if norm is None else norm(x)
+            normed = residual.read(x)
             ids, weights = kernels.route(normed, self.weight, self.bias, self.correction, self.rule, slots)
         if self.norm is not None:
-            normed = x if residual.before is None else residual.before(x)
+            normed = residual.read(x)
         if self.expert_scale is not None:
             # While kernels are only compiled, nothing writes the ids, and they may be out of range.
             weights = weights * self.expert_scale[ids.clamp(0, len(self.expert_scale) - 1)]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.attention import MakeNorm
-from engine.models.layers import Embedding, Linear, Residual, Scope
+from engine.models.layers import Embedding, Linear, Residual, Scope, Stream
 from engine.models.spec import PerLayerSpec
 
 
@@ -48,7 +48,7 @@ class PerLayerInput(nn.Module):
         self.projection = Linear(scope, spec.size, {"per_layer_projection": hidden_size})
         self.around = Residual(None, make_norm(scope / "post_per_layer_input_norm", hidden_size), 1)
 
-    def forward(self, hidden: Tensor, vector: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, vector: Tensor) -> Stream:
         """Add the projection of vector [T, P] to hidden [T, hidden] in place."""
         gated = F.gelu(self.gate(hidden), approximate="tanh") * vector
         return self.around.add(self.projection, hidden, gated)

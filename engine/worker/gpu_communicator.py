@@ -5,7 +5,7 @@ Does not use NVLink multicast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -147,6 +147,19 @@ class GpuCommunicator(GroupCommunicator):
         return total
 
 
+def chunks(num_rows: int, most: int) -> Iterator[slice]:
+    """Divide rows into chunks of at most `most`. The last two are halves, since nothing hides the last one's way."""
+    count = -(-num_rows // most)
+    each, start = min(-(-num_rows // (128 * count)) * 128, most), 0
+    while num_rows - start > each:
+        yield slice(start, start + each)
+        start += each
+    half = min(-(-(num_rows - start) // 256) * 128, num_rows - start)
+    yield slice(start, start + half)
+    if start + half < num_rows:
+        yield slice(start + half, num_rows)
+
+
 class OverlappedSum:
     """Sums of two ranks' products of many tokens. While copy engines send one chunk of tokens, the next is computed.
 
@@ -171,12 +184,8 @@ class OverlappedSum:
 
     def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """Add the sum of both ranks' product(x) to residual [T, n] in place."""
-        num_rows = max(CHUNK_BYTES // residual[:1].nbytes, 1)
-        num_chunks = -(-len(x) // num_rows)
-        num_rows = min(-(-len(x) // num_chunks // 128) * 128, num_rows)
         before: tuple[Tensor, Tensor, int] | None = None
-        for first in range(0, len(x), num_rows):
-            rows = slice(first, first + num_rows)
+        for rows in chunks(len(x), max(CHUNK_BYTES // residual[:1].nbytes, 1)):
             part = product(x[rows])
             number = self._send(part)
             if before is not None:

@@ -49,6 +49,23 @@ def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, factor
     return add_scaled(residual, rms_norm(x, weight, eps), factor)
 
 
+def add_rms_norm(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    x_weight: Tensor | None = None,
+    x_eps: float = 0.0,
+    factor: float = 1.0,
+) -> Tensor:
+    """See `kernels.reference.add_rms_norm`."""
+    if x_weight is None:
+        add_scaled(residual, x, factor)
+    else:
+        rms_norm_add(residual, x, x_weight, x_eps, factor)
+    return rms_norm(residual, weight, eps)
+
+
 def scale(x: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
     """See `kernels.reference.scale`."""
     if not _is_native(x):

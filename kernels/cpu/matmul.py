@@ -87,6 +87,18 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
     return reference.linear_add(residual, x, weight, bias)
 
 
+def linear_gated(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+    """See `kernels.reference.linear_gated`."""
+    if gate == "silu" and isinstance(weight, NativeWeight):
+        return swiglu(x, weight, bias)
+    return gate_and_mul(linear(x, weight, bias), gate)
+
+
+def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
+    """See `kernels.reference.norms_apart`."""
+    return not isinstance(weight, NativeWeight)
+
+
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:

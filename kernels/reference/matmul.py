@@ -31,6 +31,19 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
     return residual if bias is None else residual.add_(bias)
 
 
+def linear_gated(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+    """silu(g) * u [T, N], or gelu(g) by tanh; g and u are the halves of linear(x [T, K], weight [2N, K], bias [2N])."""
+    return gate_and_mul(linear(x, weight, bias), gate)
+
+
+def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
+    """Whether norm_linear(x, …, weight), or norm_gated, has a kernel for the norm alone.
+
+    Then it is faster to compute the norm with what comes before, by `add_rms_norm`, and to multiply that.
+    """
+    return True
+
+
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:

@@ -72,6 +72,11 @@ def norm_route(
     return normed, *route(normed, weight, bias, correction, rule, slots)
 
 
+def route_norms_apart(x: Tensor) -> bool:
+    """Whether norm_route(x, …) has a kernel for the norm alone, see `norms_apart`."""
+    return True
+
+
 def experts(
     x: Tensor,
     ids: Tensor,

@@ -1,4 +1,4 @@
-"""RMSNorm, alone, of a residual sum, and before one."""
+"""RMSNorm, alone and around the residual sum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual [..., n], weight [n] -> (rms_norm(residual + x), residual + x), the sum rounded to x's dtype."""
-    total = residual + x
-    return rms_norm(total, weight, eps), total
-
-
 def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
     """residual [..., n] += factor · rms_norm(x [..., n], weight [n], eps), in place; the norm is rounded, then the sum."""
     return add_scaled(residual, rms_norm(x, weight, eps), factor)
+
+
+def add_rms_norm(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    x_weight: Tensor | None = None,
+    x_eps: float = 0.0,
+    factor: float = 1.0,
+) -> Tensor:
+    """residual [..., n] += factor · x [..., n], in place -> rms_norm(residual, weight [n], eps).
+
+    With `x_weight`, what is added is factor · rms_norm(x, x_weight [n], x_eps), as by `rms_norm_add`.
+    """
+    if x_weight is None:
+        add_scaled(residual, x, factor)
+    else:
+        rms_norm_add(residual, x, x_weight, x_eps, factor)
+    return rms_norm(residual, weight, eps)

@@ -183,6 +183,22 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
     return residual if bias is None else residual.add_(bias)
 
 
+def linear_gated(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+    """See `kernels.reference.linear_gated`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.linear_gated(x, weight, bias, gate)
+    out = _fused(x, weight, bias, gate=gate)
+    return gate_and_mul(F.linear(x, weight, bias), gate) if out is None else out
+
+
+def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
+    """See `kernels.reference.norms_apart`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.norms_apart(x, weight, gate)
+    n = len(weight) if gate is None else len(weight) // 2
+    return len(x) > MAX_SMALL and (few is None or few.config(x, n, gate is not None) is None)
+
+
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:

@@ -249,6 +249,23 @@ def linear_add(residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tenso
     return _multiply(x, weight, bias, residual=residual)
 
 
+def linear_gated(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+    """See `kernels.reference.linear_gated`."""
+    if gate != "silu":
+        return gate_and_mul(_multiply(x, weight, bias), gate)
+    return _multiply(x, weight, bias, swiglu=True)
+
+
+def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) -> bool:
+    """See `kernels.reference.norms_apart`. A kernel that rounds x, or brings it into order, also computes the norm."""
+    weight, swiglu = dataclasses.replace(weight, order=None), gate == "silu"
+    return (
+        (few is None or few.config(x, weight, swiglu) is None)
+        and not _rounds(x, weight)
+        and (dense is None or dense.config(x, weight, swiglu) is None)
+    )
+
+
 def norm_linear(
     x: Tensor,
     norm_weight: Tensor,

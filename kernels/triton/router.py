@@ -269,6 +269,11 @@ def route(
     return _top_k(logits, correction, rule, slots)
 
 
+def route_norms_apart(x: Tensor) -> bool:
+    """See `kernels.reference.route_norms_apart`."""
+    return not 0 < len(x) <= MAX_FEW
+
+
 def norm_route(
     x: Tensor,
     norm_weight: Tensor,
@@ -280,7 +285,7 @@ def norm_route(
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.norm_route`. Tokens must be contiguous, their stride is free."""
-    if not 0 < len(x) <= MAX_FEW:
+    if route_norms_apart(x):
         normed = rms_norm(x, norm_weight, eps)
         return normed, *route(normed, weight, bias, correction, rule, slots)
     assert x.stride(1) == 1

@@ -14,8 +14,8 @@ from tests.gpu.checks import BF16, ELEMENTWISE_LIMITS, F16, F32, Checks, relativ
 
 def check_norms(checks: Checks) -> None:
     for rows, hidden, dtype in (
-        (1, 1024, BF16), (1, 4096, BF16), (256, 1024, BF16), (256, 4096, BF16), (8192, 4096, BF16), (64, 5120, F16),
-        (64, 16384, BF16), (64, 2880, F32),
+        (1, 1024, BF16), (1, 4096, BF16), (256, 1024, BF16), (256, 4096, BF16), (8192, 4096, BF16), (16384, 3840, BF16),
+        (64, 5120, F16), (64, 16384, BF16), (64, 2880, F32),
     ):  # fmt: skip
         x, residual = checks.random(rows, hidden, dtype=dtype), checks.random(rows, hidden, dtype=dtype)
         weight = checks.random(hidden, dtype=dtype)
@@ -23,15 +23,21 @@ def check_norms(checks: Checks) -> None:
         call = partial(kernels.rms_norm, x, weight, 1e-6)
         error = relative_error(call(), reference.rms_norm(x.double(), weight.double(), 1e-6))
         checks.add(f"rms_norm {name}", error, ELEMENTWISE_LIMITS[dtype], call, 2 * x.nbytes)
-        call_add = partial(kernels.add_rms_norm, x, residual, weight, 1e-6)
-        normed, total = call_add()
-        want = reference.rms_norm(total.double(), weight.double(), 1e-6)
-        error = max(relative_error(normed, want), relative_error(total, x.double() + residual.double()))
-        checks.add(f"add_rms_norm {name}", error, ELEMENTWISE_LIMITS[dtype], call_add, 4 * x.nbytes)
         got = kernels.rms_norm_add(residual.clone(), x, weight, 1e-6, 0.22)
         want = reference.rms_norm_add(residual.double(), x.double(), weight.double(), 1e-6, 0.22)
-        call_sum = partial(kernels.rms_norm_add, residual, x, weight, 1e-6)
+        scratch = residual.clone()  # timed calls add to it again and again
+        call_sum = partial(kernels.rms_norm_add, scratch, x, weight, 1e-6)
         checks.add(f"rms_norm_add {name}", relative_error(got, want), ELEMENTWISE_LIMITS[dtype], call_sum, 3 * x.nbytes)
+        for x_weight in (None, weight.float()):  # float32, as of families with an offset
+            got, want = residual.clone(), residual.double()
+            normed = kernels.add_rms_norm(got, x, weight, 1e-6, x_weight, 1e-5)
+            exact = None if x_weight is None else x_weight.double()
+            reference.add_rms_norm(want, x.double(), weight.double(), 1e-6, exact, 1e-5)
+            of_sum = reference.rms_norm(got.double(), weight.double(), 1e-6)
+            error = max(relative_error(got, want), relative_error(normed, of_sum))
+            call_both = partial(kernels.add_rms_norm, scratch, x, weight, 1e-6, x_weight, 1e-5)
+            what = f"add_rms_norm{' after a norm' if x_weight is not None else ''} {name}"
+            checks.add(what, error, ELEMENTWISE_LIMITS[dtype], call_both, 4 * x.nbytes)
 
 
 def check_activation(checks: Checks) -> None:

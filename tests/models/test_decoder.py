@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernels
 from engine.models.families import read_spec
 from engine.models.weights import load_model
 from tests.oracles.families import CASES, MAX_ERROR, check_family, make_checkpoint, make_prompts, passes
@@ -59,6 +61,32 @@ def test_hidden_states_at_logits_indices(name: Any, tmp_path: Path) -> None:
     model.forward = both
     logits(model)
     assert num_compared
+
+
+@pytest.mark.parametrize(
+    ("name", "has_both"),  # a norm after a sublayer and one before the next
+    [("gemma2", True), ("gemma3", True), ("qwen3-window", False), ("olmo2", False), ("cohere2", False)],
+)
+def test_norms_computed_with_the_sum_before(
+    name: str, has_both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(name, tmp_path)
+    model, together, passes = load(tmp_path), Mock(wraps=kernels.add_rms_norm), 0
+    forward = model.forward
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return cast(Tensor, forward(*args, **options))
+
+    model.forward = counted
+    monkeypatch.setattr(kernels, "add_rms_norm", together)
+    got = logits(model)
+    assert together.call_count == (passes * (2 * len(model.layers) - 1) if has_both else 0)
+    monkeypatch.setattr(kernels, "norms_apart", lambda *_: False)  # as if all products contained their norms
+    together.reset_mock()
+    assert torch.equal(got, logits(model))
+    assert not together.called
 
 
 def test_shards_equal_one_file(tmp_path: Path) -> None:

@@ -41,8 +41,9 @@ def norm(dtype: torch.dtype) -> None:
 
     x, weight = tensor(3, 1024, dtype=dtype), tensor(1024, dtype=dtype)
     rms_norm(x, weight, 1e-6)
-    add_rms_norm(x, x, weight, 1e-6)
     rms_norm_add(x, x, weight, 1e-6)
+    add_rms_norm(x, x, weight, 1e-6)
+    add_rms_norm(x, x, weight.float(), 1e-6, weight.float(), 1e-6)
 
 
 def activation(dtype: torch.dtype) -> None:

@@ -1,9 +1,10 @@
 """What connects GPUs, as far as it needs none."""
 
+import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine.worker.gpu_communicator import RenumberedStore
+from engine.worker.gpu_communicator import RenumberedStore, chunks
 
 
 def exchange(store: Store, number: int, rank: int, value: str) -> str:
@@ -22,3 +23,13 @@ def test_a_process_that_had_other_peers_finds_new_ones() -> None:
         assert exchange(old, 7 + number, 0, f"old {number}") == f"new {number}"
     for number in range(2):
         assert exchange(new, number, 1, f"new {number}") == f"old {number}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 1000, 2048, 2049, 3001, 16384, 16385, 16500])
+@pytest.mark.parametrize("most", [1, 300, 2048, 4096])
+def test_chunks_are_all_rows_in_order_and_none_is_too_large(num_rows: int, most: int) -> None:
+    found = list(chunks(num_rows, most))
+    assert [row for chunk in found for row in range(num_rows)[chunk]] == list(range(num_rows))
+    lengths = [chunk.stop - chunk.start for chunk in found]
+    assert max(lengths) <= most
+    assert len(lengths) <= -(-num_rows // most) + 2

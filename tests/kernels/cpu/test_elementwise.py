@@ -20,6 +20,8 @@ def test_each_is_what_the_reference_computes(backend: str, dtype: torch.dtype, s
         ("add_scaled", (residual, x)),
         ("rms_norm_add", (residual, x, torch.rand(shape[-1]).to(dtype), 1e-6)),
         ("rms_norm_add", (residual, x, torch.rand(shape[-1]), 1e-6, 0.22)),
+        ("add_rms_norm", (residual, x, torch.rand(shape[-1]).to(dtype), 1e-6)),
+        ("add_rms_norm", (residual, x, torch.rand(shape[-1]), 1e-6, torch.rand(shape[-1]), 1e-5, 0.22)),
         ("scale", (x, 0.4)),
         ("scale", (x, 1.0, 2.0)),
         ("scale", (x, 1.5, 30.0)),
@@ -28,7 +30,8 @@ def test_each_is_what_the_reference_computes(backend: str, dtype: torch.dtype, s
         for module in (elementwise, reference):
             own = [a.clone() if torch.is_tensor(a) else a for a in arguments]
             results.append(getattr(module, name)(*own))
-            assert (results[-1] is own[0]) == (name != "gate_and_mul")
+            assert (results[-1] is own[0]) == (name not in ("gate_and_mul", "add_rms_norm"))
+            results[-1] = torch.cat((results[-1], own[0]), -1)
         torch.testing.assert_close(*results, **TOLERANCES[dtype])
 
 

@@ -25,6 +25,7 @@ def test_products_of_packed_weights(backend: str, dtype: torch.dtype, num_tokens
         for name, arguments in (
             ("linear", (x,)),
             ("linear_add", (residual, x)),
+            ("linear_gated", (x,)),
             ("norm_linear", (x, norm, 1e-5)),
             ("norm_gated", (x, norm, 1e-5)),
         ):
@@ -33,6 +34,8 @@ def test_products_of_packed_weights(backend: str, dtype: torch.dtype, num_tokens
                 for module, w in ((matmul, packed), (reference, weight))
             )
             torch.testing.assert_close(got, want, **tolerance)
+        got = matmul.linear_gated(x, packed, b, "gelu_tanh")
+        torch.testing.assert_close(got, reference.linear_gated(x, weight, b, "gelu_tanh"), **tolerance)
         got = matmul.norm_gated(x, norm, 1e-5, packed, b, "gelu_tanh")
         torch.testing.assert_close(got, reference.norm_gated(x, norm, 1e-5, weight, b, "gelu_tanh"), **tolerance)
     into = residual.clone()

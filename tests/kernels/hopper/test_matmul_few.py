@@ -38,7 +38,7 @@ CONFIGS = [
 
 
 def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
-    """All four operations, through the package's own dispatch, on rows of a larger tensor and with a bias."""
+    """All operations, through the package's own dispatch, on rows of a larger tensor and with a bias."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -62,6 +62,11 @@ def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> N
         (
             matmul.norm_gated(x, scale.float(), 1e-6, weight, bias, "gelu_tanh"),
             reference.norm_gated(xd, scale_d, 1e-6, weight_d, bias_d, "gelu_tanh"),
+        ),
+        (matmul.linear_gated(x, weight), reference.linear_gated(xd, weight_d)),
+        (
+            matmul.linear_gated(x, weight, bias, "gelu_tanh"),
+            reference.linear_gated(xd, weight_d, bias_d, "gelu_tanh"),
         ),
         (
             matmul.linear_add(residual.clone(), x, one, bias[:n]),

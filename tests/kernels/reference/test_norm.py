@@ -20,9 +20,12 @@ def test_norms_equal_hugging_face(norm: Any, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 3, 7, 96).to(dtype)
     with torch.no_grad():
         assert reference.rms_norm(x, module.weight, 1e-5).equal(module(x))
-        normed, total = reference.add_rms_norm(x, residual, module.weight, 1e-5)
+        total, other = residual.clone(), residual.clone()
+        assert reference.add_rms_norm(total, x, module.weight, 1e-5).equal(module(residual + x))
         assert total.equal(residual + x)
-        assert normed.equal(module(residual + x))
+        normed = reference.add_rms_norm(other, x, module.weight, 1e-5, module.weight, 1e-5)
+        assert other.equal(residual + module(x))
+        assert normed.equal(module(other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

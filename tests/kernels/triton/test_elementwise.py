@@ -33,13 +33,20 @@ def close(got: Any, want: Any, roundings: Any, scale: float | None = None) -> No
 def test_norms(shape: Any, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5), 3)
-    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
-    close(total, x.double() + residual.double(), 1)
-    close(normed, reference.rms_norm(total.double(), weight.double(), 1e-5), 3)
+    x_weight = torch.rand(shape[-1])  # float32 also of other rows, as with an offset
     for factor in (1.0, 0.22):
         sums = residual.clone()
-        assert norm.rms_norm_add(sums, x, weight, 1e-5, factor) is sums
-        close(sums, reference.rms_norm_add(residual.double(), x.double(), weight.double(), 1e-5, factor), 4)
+        assert norm.rms_norm_add(sums, x, x_weight, 1e-5, factor) is sums
+        added = reference.rms_norm(x.double(), x_weight.double(), 1e-5)
+        close(sums, residual.double() + factor * added, 4)
+        totals = residual.clone()
+        normed = norm.add_rms_norm(totals, x, weight, 1e-6, x_weight, 1e-5, factor)
+        assert totals.equal(sums)
+        close(normed, reference.rms_norm(sums.double(), weight.double(), 1e-6), 3)
+        sums = residual.clone()
+        normed = norm.add_rms_norm(sums, x, weight, 1e-5, factor=factor)
+        close(sums, residual.double() + factor * x.double(), 1)
+        close(normed, reference.rms_norm(sums.double(), weight.double(), 1e-5), 3)
 
 
 def test_norm_before_a_sum_with_the_weights_of_an_offset() -> None:
@@ -53,10 +60,12 @@ def test_norm_of_rows_with_a_stride() -> None:
     packed, weight = torch.randn(5, 100), torch.randn(40)
     x, residual = packed[:, :40], packed[:, 50:90]
     close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 3)
-    close(norm.add_rms_norm(x, residual, weight, 1e-5)[0], reference.rms_norm(x + residual, weight, 1e-5), 3)
     want = packed.clone()
     reference.rms_norm_add(want[:, 50:90], want[:, :40], weight, 1e-5)
     norm.rms_norm_add(residual, x, weight, 1e-5)
+    close(packed, want, 4)
+    normed = reference.add_rms_norm(want[:, 50:90], want[:, :40], weight, 1e-5)
+    close(norm.add_rms_norm(residual, x, weight, 1e-5), normed, 4)
     close(packed, want, 4)
 
 

@@ -1,6 +1,7 @@
 """Routers and experts in Triton's interpreter, against the reference implementation in float64."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,6 +47,14 @@ def test_route(name: str, num_tokens: int, corrected: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(result, exact_one, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65])
+def test_a_norm_apart_is_one_that_a_kernel_computes_alone(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, alone = torch.randn(num_tokens, 32), Mock(wraps=reference.rms_norm)
+    monkeypatch.setattr(router, "rms_norm", alone)
+    router.norm_route(x, torch.rand(32), 1e-6, torch.randn(8, 32), None, None, ROUTERS["Qwen3"])
+    assert router.route_norms_apart(x) == alone.called
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The products with matrices of few bits, in Triton's interpreter, against the reference implementation in float64."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import QuantizedWeight, pack_e2m1, reference
+from kernels import QuantizedWeight, Weight, pack_e2m1, reference
 from kernels.triton import matmul, quantized, scaled
+from kernels.triton.norm import rms_norm
 from tests.oracles.random_weights import FORMS, random_weight
 
 F64 = torch.float64
@@ -67,6 +69,7 @@ def test_weight_only(form: str, num_tokens: int, dtype: torch.dtype, monkeypatch
 
 @pytest.mark.parametrize("form", ["fp8", "int4 asymmetric", "int4 desc_act"])
 @pytest.mark.parametrize("num_tokens", [3, 70])
+@pytest.mark.filterwarnings("ignore:overflow")  # of exp, as on a GPU, which does not warn
 def test_what_stands_around_them(form: str, num_tokens: int) -> None:
     """The norm, the residual sum and SwiGLU, for few tokens and for many."""
     weight, k = random_weight(form, 128, 256), 256
@@ -78,9 +81,30 @@ def test_what_stands_around_them(form: str, num_tokens: int) -> None:
     assert error(matmul.norm_gated(x, norm, 1e-6, weight), reference.silu_and_mul(normed @ wide.T)) < limit
     got = matmul.norm_gated(x, norm, 1e-6, weight, gate="gelu_tanh")
     assert error(got, reference.gelu_and_mul(normed @ wide.T)) < limit
+    assert error(matmul.linear_gated(x, weight), reference.silu_and_mul(wx @ wide.T)) < limit
+    assert error(matmul.linear_gated(x, weight, None, "gelu_tanh"), reference.gelu_and_mul(wx @ wide.T)) < limit
     out = torch.empty(num_tokens, 128)
     assert matmul.norm_linear(x, norm, 1e-6, weight, None, out) is out
     assert matmul.linear_add(residual, x, weight) is residual
+
+
+@pytest.mark.parametrize("form", ["float", "fp8", "int4 asymmetric", "int4 desc_act"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 70])
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_norm_apart_is_one_that_a_kernel_computes_alone(
+    form: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, exact_float8: None
+) -> None:
+    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    weight: Weight = torch.randn(128, 256) if form == "float" else random_weight(form, 128, 256)
+    x, norm, alone = torch.randn(num_tokens, 256), torch.randn(256), Mock(wraps=rms_norm)
+    for module in (matmul, quantized):
+        monkeypatch.setattr(module, "rms_norm", alone)
+    matmul.norm_linear(x, norm, 1e-6, weight)
+    assert matmul.norms_apart(x, weight) == alone.called
+    for gate in ("silu", "gelu_tanh"):
+        alone.reset_mock()
+        matmul.norm_gated(x, norm, 1e-6, weight, None, gate)  # type: ignore[arg-type]
+        assert matmul.norms_apart(x, weight, gate) == alone.called  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "fp8 rows of blocks", "int8"])
