@@ -24,6 +24,7 @@ from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for
 WORDS = 512  # words of 32 bits that a program sums
 BLOCK = 4096  # elements of a larger tensor that a program writes at once
 PROGRAMS = 128  # of a larger tensor
+NUM_WARPS = 8  # of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ def all_reduce(x: Tensor, channel: Channel, residual: Tensor | None = None) -> T
     _all_reduce_kernel[(PROGRAMS,)](
         x, out, out, channel.buffers, channel.flags, channel.calls, *_vectors(x.numel(), 8), RANK=channel.rank,
         SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize, ADD=residual is not None, BLOCK=BLOCK,
-        PROGRAMS=PROGRAMS, num_warps=8, **pdl_options(x.device),
+        PROGRAMS=PROGRAMS, num_warps=NUM_WARPS, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -282,7 +283,7 @@ def all_gather(x: Tensor, channel: Channel, out: Tensor) -> Tensor:
         _all_gather_kernel[(PROGRAMS,)](
             x[rows], out[rows], channel.buffers, channel.flags, channel.calls, len(x[rows]), N=n, WIDTH=out.shape[1],
             RANK=channel.rank, SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize, BLOCK=BLOCK,
-            PROGRAMS=PROGRAMS, num_warps=8, **pdl_options(x.device),
+            PROGRAMS=PROGRAMS, num_warps=NUM_WARPS, **pdl_options(x.device),
         )  # fmt: skip
     return out
 
