@@ -5,6 +5,7 @@ Does not use NVLink multicast.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
@@ -20,9 +21,9 @@ from engine.worker.communicator import GroupCommunicator
 
 SMALL_BYTES = 256 << 10  # up to this size, sums send 32 bits at a time, each with its own tag
 LARGE_BYTES = 8 << 20  # beyond this size, copy engines and NCCL are faster than kernels that write into peers' memory
-CHUNK_BYTES = 16 << 20  # of a large sum, computed while the chunk before is on its way
-NUM_SLOTS = 4  # a chunk's slot is free again when the peer has sent the chunk after the next two
-NUMBERS = 1 << 12  # chunks are numbered modulo this
+CHUNK_BYTES = 32 << 20  # of a large sum, computed while the chunk before is on its way
+NUM_SLOTS = 4  # for chunks on their way, see `OverlappedSum`
+NUMBERS = 16 * NUM_SLOTS  # chunks are numbered modulo this
 START_SECONDS = 600  # time for the ranks to connect
 
 
@@ -148,12 +149,11 @@ class GpuCommunicator(GroupCommunicator):
 
 
 def chunks(num_rows: int, most: int) -> Iterator[slice]:
-    """Divide rows into chunks of at most `most`. The last two are halves, since nothing hides the last one's way."""
-    count = -(-num_rows // most)
-    each, start = min(-(-num_rows // (128 * count)) * 128, most), 0
-    while num_rows - start > each:
-        yield slice(start, start + each)
-        start += each
+    """Divide rows into chunks of `most`. The rest is two halves, since nothing hides the way of the last chunk."""
+    start = 0
+    while num_rows - start > most:
+        yield slice(start, start + most)
+        start += most
     half = min(-(-(num_rows - start) // 256) * 128, num_rows - start)
     yield slice(start, start + half)
     if start + half < num_rows:
@@ -163,31 +163,35 @@ def chunks(num_rows: int, most: int) -> Iterator[slice]:
 class OverlappedSum:
     """Sums of two ranks' products of many tokens. While copy engines send one chunk of tokens, the next is computed.
 
-    The copy of a chunk is followed by the copy of its number into the slot's flag, for which the receiver waits. A slot is
-    written again after `NUM_SLOTS` chunks. By then it has been read: this rank computes a chunk only when it has received
-    the chunk before the last one, and the peer sent that one after it had added the one before the last to its residual.
+    A chunk's copy is followed by that of its number into the slot's flag, for which the receiver waits. A rank computes
+    chunk n after it has added chunk n - 2, which the peer computed after it had added chunk n - 4. So four slots suffice,
+    and the memory of a part may be used again when the fourth chunk after it is computed.
     """
 
     sizes = {"slots": NUM_SLOTS * CHUNK_BYTES, "arrived": 4 * NUM_SLOTS}  # noqa: RUF012 - constants
 
     def __init__(self, device: torch.device, memory: PeerMemory, rank: int, add_arrived: Callable[..., None]) -> None:
         """add_arrived: see `kernels.triton.collectives`."""
-        self._add_arrived, self._memory, self._peer, self._rank = add_arrived, memory, 1 - rank, rank
-        self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
-        self._arrived = memory.of(rank, "arrived", NUM_SLOTS, torch.int32)
-        self._arrived_there = memory.of(1 - rank, "arrived", NUM_SLOTS, torch.int32)
-        self._arrived.fill_(-1)
+        self._add_arrived = add_arrived
+        here, there = (memory.of(r, "slots", NUM_SLOTS * CHUNK_BYTES, torch.uint8) for r in (rank, 1 - rank))
+        self._arrived, self._slots_there = here.split(CHUNK_BYTES), there.split(CHUNK_BYTES)
+        flags = memory.of(rank, "arrived", NUM_SLOTS, torch.int32).fill_(-1)
+        self._flags, self._flags_there = flags.split(1), memory.of(1 - rank, "arrived", NUM_SLOTS, torch.int32).split(1)
+        self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device).split(1)
         torch.cuda.synchronize(device)
-        dist.barrier()
+        dist.barrier()  # before the peer writes a flag
         self._copies = torch.cuda.Stream(device)
+        self._computed = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
+        self._sent: deque[Tensor] = deque(maxlen=NUM_SLOTS)  # parts whose memory may not be used again yet
         self._num_chunks = 0
 
     def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """Add the sum of both ranks' product(x) to residual [T, n] in place."""
+        stream = torch.cuda.current_stream()
         before: tuple[Tensor, Tensor, int] | None = None
         for rows in chunks(len(x), max(CHUNK_BYTES // residual[:1].nbytes, 1)):
             part = product(x[rows])
-            number = self._send(part)
+            number = self._send(part, stream)
             if before is not None:
                 self._receive(*before)
             before = residual[rows], part, number
@@ -195,26 +199,19 @@ class OverlappedSum:
             self._receive(*before)
         return residual
 
-    def _send(self, part: Tensor) -> int:
-        """Copy a chunk into its slot on the peer, once it is computed. Returns its number."""
-        number = self._num_chunks % NUMBERS
-        slot = self._num_chunks % NUM_SLOTS
+    def _send(self, part: Tensor, stream: torch.cuda.Stream) -> int:
+        """Copy a chunk into its slot on the peer, once `stream` has computed it. Returns its number."""
+        number, slot = self._num_chunks % NUMBERS, self._num_chunks % NUM_SLOTS
         self._num_chunks += 1
-        there = self._slot(self._peer, slot, part)
-        self._copies.wait_stream(torch.cuda.current_stream())
+        self._computed[slot].record(stream)
+        self._copies.wait_event(self._computed[slot])
         with torch.cuda.stream(self._copies):
-            there.copy_(part)
-            self._arrived_there[slot : slot + 1].copy_(self._numbers[number : number + 1])
-        part.record_stream(self._copies)
+            self._slots_there[slot][: part.nbytes].copy_(part.view(-1).view(torch.uint8))
+            self._flags_there[slot].copy_(self._numbers[number])
+        self._sent.append(part)
         return number
 
     def _receive(self, residual: Tensor, part: Tensor, number: int) -> None:
         slot = number % NUM_SLOTS
-        arrived = self._slot(self._rank, slot, part)
-        self._add_arrived(residual, part, arrived, self._arrived[slot : slot + 1], number)
-
-    def _slot(self, rank: int, slot: int, part: Tensor) -> Tensor:
-        """Return a rank's slot, as a tensor like `part`."""
-        per_slot = CHUNK_BYTES // part.itemsize
-        slots = self._memory.of(rank, "slots", NUM_SLOTS * per_slot, part.dtype)
-        return slots[slot * per_slot :][: part.numel()].view(part.shape)
+        arrived = self._arrived[slot][: part.nbytes].view(part.dtype)
+        self._add_arrived(residual, part, arrived, self._flags[slot], number)

@@ -8,6 +8,7 @@ followers.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import pickle
 import threading
@@ -393,6 +394,8 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
         runner = _build_part(build, folder or build.folder, silent)
     except ModelError as error:
         raise ModelError(f"rank {build.rank}: {error}") from None
+    gc.collect()
+    gc.freeze()  # what lives as long as this process is not searched for garbage while the other ranks wait
     leader = Leader(connection)
     threading.Thread(target=_beat, args=[leader], name="signs of life", daemon=True).start()
     file: BlockFile | None = None

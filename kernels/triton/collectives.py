@@ -23,7 +23,7 @@ from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for
 
 WORDS = 512  # words of 32 bits that a program sums
 BLOCK = 4096  # elements of a larger tensor that a program writes at once
-PROGRAMS = 128  # of a larger tensor
+PROGRAMS = 256  # of a larger tensor
 NUM_WARPS = 8  # of these
 
 
