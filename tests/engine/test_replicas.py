@@ -163,9 +163,9 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
 def test_no_replica_is_left_without_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
 ) -> None:
-    for index in range(3):
-        (tmp_path / str(index)).mkdir()
-    monkeypatch.setattr("engine.replica.GPUS", tmp_path)
+    for name in ("0", "1", "2", "3", "nvidia0", "nvidia1", "nvidia2"):  # of four GPUs, three are for this container
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("engine.replica.GPUS", ((tmp_path, "[0-9]"), (tmp_path, "nvidia[0-9]*"), (tmp_path, "none")))
     show_gpus(monkeypatch, visible)
     config = EngineConfig(model="m", data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size must be at most 1 on 3 GPUs, each of 2, got 2"):

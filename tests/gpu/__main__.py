@@ -27,6 +27,7 @@ from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
+from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.latent import check_latent
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
@@ -53,6 +54,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "graphs": (check_graphs,),
     "story": (check_story,),
     "ranks": (check_ranks,),
+    "faults": (check_lost_processes,),
     "plan": (check_plan,),
 }
 
