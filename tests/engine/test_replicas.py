@@ -124,6 +124,24 @@ def test_no_replica_is_left(tiny_model: Path) -> None:
     asyncio.run(test())
 
 
+def test_a_stopped_replica_is_lost_long_before_the_watchdogs_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.supervisor.STOPPED_SECONDS", 1.0)
+
+    async def test() -> None:
+        async with replicas(tiny_model) as engine:
+            replica = engine.replicas[0]
+            assert replica.supervisor.watchdog_timeout == 120
+            os.kill(replica.pid, signal.SIGSTOP)
+            await until(lambda: engine.state.num_restarts == 1)
+            assert replica.states.state.reason == "the engine process was stopped for 1 s"
+            assert engine.state.is_ready
+            await until(lambda: replica.takes_requests)
+
+    asyncio.run(test())
+
+
 def test_a_replica_that_cannot_start_ends_the_start(make_model: Callable[[Path], Path], tmp_path: Path) -> None:
     broken = make_model(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nothing")

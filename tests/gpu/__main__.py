@@ -3,6 +3,7 @@
     python -m tests.gpu                                    everything
     python -m tests.gpu attention products                 some parts, such as fit a limit of time
     python -m tests.gpu attention --match "head_dim 128"   those checks of a part whose name contains a text
+    python -m tests.gpu faults                             processes killed and stopped, on two GPUs (--device cpu: over gloo)
     python -m tests.gpu --json gpu.json                    results as JSON, too
 
 Prints a line for each check: its error, and for many the time beside that in which the device could move the bytes that
@@ -66,7 +67,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (else all)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only checks whose name contains it")
     parser.add_argument(
-        "--device", default="cuda", help="cpu: attention, products, formats, families, experts, windows and story only"
+        "--device",
+        default="cuda",
+        help="cpu: attention, products, formats, families, experts, windows, story and faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

@@ -111,14 +111,14 @@ def test_the_table() -> None:
 
 
 def test_the_table_of_caches_and_replicas() -> None:
-    run = {"output_throughput": 9.0, "p50_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "mean_tpot_ms": 3.0}
+    run: dict[str, Any] = {"output_throughput": 9.0, "p50_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "mean_tpot_ms": 3.0}
     run |= {"client": {"cpu_share": 0.25}, "input_throughput": 1234.0}
-    cached = {"prefix_cache_hit_rate": 0.876, "busiest_engine": 1.05}
+    cached: dict[str, Any] = {"prefix_cache_hit_rate": 0.876, "busiest_engine": 1.05}
     rows = [
         {"engine": engine, "model": "m", "startup_seconds": 5.0, **run, **more}
         for engine, more in (("quire", cached), ("vllm", {}))
     ]
-    settings = {"num_prompts": 1, "max_concurrency": 1, "input_len": 1, "output_len": 1}
+    settings: dict[str, Any] = {"num_prompts": 1, "max_concurrency": 1, "input_len": 1, "output_len": 1}
     settings["client_args"] = {"dataset_name": "conversations"}
     result = {"settings": settings, "environment": {"cpu_cores": 2}, "served": rows}
     shown = servers.table({**result, "offline": [], "failures": [], "left_out": []})
