@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -37,7 +38,7 @@ LOAD_SECONDS = 2.0  # before a fault
 RESTART_SECONDS = 60.0  # most from then until the processes that replace it answer
 REFUSED_SECONDS = 60.0  # most for a command that cannot work
 NUM_CLIENTS, NUM_RUNNING = 12, 4  # of their requests, so many run at a time; the others wait
-BODY = b'{"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": true}'
+NUM_TOKENS = {"cpu": 60, "cuda": 300}  # of an answer
 LITTER = ("quire-", "symm_mem")  # what names of temporary files begin with
 LITTER_OF_OTHERS = "quire-attack-"  # the folder of the server's log
 MEMORY = 64 << 20  # bytes of a GPU that may differ: others use it, too
@@ -67,7 +68,7 @@ def _check_ranks(checks: Checks) -> None:
         ):
             name, lost = f"ranks, {number.name} of rank {rank}", target.pids()[1:]
             pid = target.follower_pids()[0] if rank else target.engine_pid()
-            loss = asyncio.run(lose(target, pid, number))
+            loss = asyncio.run(lose(target, _body(checks), pid, number))
             _check_loss(checks, name, loss, reason, NUM_RUNNING)
             phases = [phase for phase in loss.phases if phase != "ready"]
             checks.saw(f"{name}: /health is 503", loss.health[503] > 0 and bool(phases), ", ".join(phases))
@@ -85,7 +86,7 @@ def _check_replicas(checks: Checks) -> None:
         for number, how in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "was stopped for 7 s")):
             name, replica = f"replicas, {number.name} of one", target.engine_pids()[0]
             lost = descendants(replica)
-            loss = asyncio.run(lose(target, replica, number))
+            loss = asyncio.run(lose(target, _body(checks), replica, number))
             _check_loss(checks, name, loss, f"the engine process {how}", NUM_RUNNING // 2)
             checks.saw(f"{name}: /health stays 200", loss.health.keys() == {200}, f"{loss.health.total()} times")
             checks.saw(f"{name}: no process is left", not left_running(lost, END_SECONDS), f"of {len(lost)}")
@@ -93,12 +94,18 @@ def _check_replicas(checks: Checks) -> None:
             checks.took(f"{name}: both answer again", loss.restored, NAMED_SECONDS + RESTART_SECONDS)
         _check_restarts(checks, "replicas", target, 2)
         pids = target.pids()
-        seconds = asyncio.run(_kill_under_load(target, pids))
+        seconds = asyncio.run(_kill_under_load(target, _body(checks), pids))
         checks.took("replicas, SIGKILL of the API process: no process is left", seconds, END_SECONDS)
 
 
 def _flags(checks: Checks) -> list[str]:
     return ["--kv-cache-memory-bytes", "64m", *(["--device", "cpu"] if checks.device == "cpu" else [])]
+
+
+def _body(checks: Checks) -> bytes:
+    """A request whose answer takes long enough to be cut off."""
+    asked = {"prompt": "Once upon a time", "max_tokens": NUM_TOKENS[checks.device], "ignore_eos": True}
+    return json.dumps(asked).encode()
 
 
 def _check_loss(checks: Checks, name: str, loss: Loss, reason: str, num_running: int) -> None:
@@ -144,10 +151,10 @@ class Loss:
         return 0 < len(told) <= most and len(told) == len(self.failed)
 
 
-async def lose(target: Target, pid: int, number: signal.Signals) -> Loss:
+async def lose(target: Target, body: bytes, pid: int, number: signal.Signals) -> Loss:
     """Send the signal to the process under load, and watch until another process has replaced it."""
     loss = Loss()
-    async with httpx.AsyncClient(base_url=target.url, timeout=10) as http, _loaded(target) as load:
+    async with httpx.AsyncClient(base_url=target.url, timeout=10) as http, _loaded(target, body) as load:
         num_restarts = (await http.get("/readyz")).json()["num_restarts"]
         num_replicas = await _num_ready(http)
         sent = time.monotonic()
@@ -163,7 +170,7 @@ async def lose(target: Target, pid: int, number: signal.Signals) -> Loss:
                     loss.restored = time.monotonic() - sent
                 elif load.answered_since(sent + loss.restored):
                     break
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
     if load.answered_since(sent + loss.restored):
         moments = [sent, *load.answered_since(sent)]
         loss.silence = max(after - before for before, after in itertools.pairwise(moments))
@@ -177,9 +184,9 @@ async def _num_ready(http: httpx.AsyncClient) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _loaded(target: Target) -> AsyncIterator[Load]:
+async def _loaded(target: Target, body: bytes) -> AsyncIterator[Load]:
     """Clients, for some seconds before the block and until it ends."""
-    load = Load(target, BODY)
+    load = Load(target, body)
     clients = [asyncio.create_task(load.ask()) for _ in range(NUM_CLIENTS)]
     await asyncio.sleep(LOAD_SECONDS)
     yield load
@@ -187,9 +194,9 @@ async def _loaded(target: Target) -> AsyncIterator[Load]:
     await asyncio.gather(*clients)
 
 
-async def _kill_under_load(target: Target, pids: Sequence[int]) -> float:
+async def _kill_under_load(target: Target, body: bytes, pids: Sequence[int]) -> float:
     """Kill the API process. Return the seconds until all of its processes have ended; infinite: they have not."""
-    async with _loaded(target) as load:
+    async with _loaded(target, body) as load:
         load.runs = False
         begin = time.monotonic()
         target.process.kill()
