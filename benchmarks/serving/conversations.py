@@ -49,8 +49,8 @@ class Conversation:
         is_first = number < shape.num_at_once
         self.num_turns_left = 1 + number % shape.num_turns if is_first else shape.num_turns
 
-    def turn(self) -> Request:
-        """Return the next turn's request."""
+    def next_turn(self) -> Request:
+        """Return the request of the next turn."""
         ids = self._random.choices(range(self._shape.vocab_size), k=self._length(self._shape.turn_len))
         self._tokens = self._tokens + ids
         self.num_turns_left -= 1
@@ -84,7 +84,7 @@ class Conversations:
         async def converse(index: int) -> None:
             for _ in tickets:  # those of all conversations
                 conversation = self._current[index]
-                answer = await self._ask(conversation.turn())
+                answer = await self._ask(conversation.next_turn())
                 answers.append(answer)
                 answered()
                 seconds = conversation.answered(token_ids_of(answer))

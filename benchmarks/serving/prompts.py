@@ -89,7 +89,7 @@ class Prompts:
             )
         if data.dataset_name == "conversations":
             shape = self.conversations(1, seed)
-            return [Conversation(shape, number).turn() for number in range(count or 1000)]
+            return [Conversation(shape, number).next_turn() for number in range(count or 1000)]
         if data.dataset_name == "prefix_repetition":
             prefixes = min(data.prefix_repetition_num_prefixes, count or 1000)
             return workloads.prefix_repetition(

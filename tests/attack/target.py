@@ -46,7 +46,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, which has not ended: one that nobody waited for is no more than a line in a table."""
+    """Whether there is such a process and it has not ended: its parent may not have waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

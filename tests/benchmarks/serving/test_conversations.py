@@ -30,20 +30,20 @@ def answer(*token_ids: int, prompt_len: int = 0) -> Answer:
 
 def test_a_turn_repeats_all_before_it() -> None:
     conversation = Conversation(SHAPE, 5)
-    first = conversation.turn()
+    first = conversation.next_turn()
     assert isinstance(first.prompt, list)
     assert 50 + 10 <= len(first.prompt) <= 50 + 30
     assert 5 <= first.output_len <= 15
     assert conversation.answered([7, 8, 9]) == 0
-    second = conversation.turn()
+    second = conversation.next_turn()
     assert second.prompt[: len(first.prompt) + 3] == [*first.prompt, 7, 8, 9]
     assert 10 <= len(second.prompt) - len(first.prompt) - 3 <= 30
     assert conversation.num_turns_left == 2
 
 
 def test_a_number_stands_for_a_conversation() -> None:
-    prompts = [Conversation(SHAPE, number).turn().prompt for number in range(200)]
-    assert prompts == [Conversation(SHAPE, number).turn().prompt for number in range(200)]
+    prompts = [Conversation(SHAPE, number).next_turn().prompt for number in range(200)]
+    assert prompts == [Conversation(SHAPE, number).next_turn().prompt for number in range(200)]
     systems = [tuple(prompt[:50]) for prompt in prompts]
     first, second = sorted(map(systems.count, set(systems)))
     assert second > 1.5 * first, "one of the two is twice as common"
@@ -101,7 +101,7 @@ def test_a_run(stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(body["return_token_ids"] and body["ignore_eos"] for body in sent)
     prompts = [body["prompt"] for body in sent]
     longest = max(prompts, key=len)
-    assert sum(longest[: len(prompt)] == prompt for prompt in prompts) > 2, "its turns"
+    assert sum(longest[: len(prompt)] == prompt for prompt in prompts) > 2, "turns of one conversation"
     assert not any(longest[:30] == test["prompt"][:30] for _ in sent), "nothing of it is cached"
     (result,) = tmp_path.glob("*.json")
     assert json.loads(result.read_text())["settings"]["conversations_num_turns"] == 8
