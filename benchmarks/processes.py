@@ -60,8 +60,9 @@ def last_line(log_path: Path) -> str:
 
 
 def nvidia_smi(query: str) -> list[str] | None:
-    """What it says about the first GPU; None where there is none."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"]
+    """What it says about the first GPU that this process sees; None where there is none."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", first]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):

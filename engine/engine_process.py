@@ -118,6 +118,13 @@ class EngineProcess:
                     total = (total or 0) + sum(map(int, fields[11:15]))
         return total
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process; False if the system does not report it."""
+        try:
+            return (PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
     def remove_files(self) -> None:
         """Delete the files. Both processes have them open, so their names are no longer needed."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -24,7 +24,8 @@ from engine.supervisor import RestartPolicy, Supervisor
 from engine.worker.cores import num_cores
 
 DRAIN_LOOK_SECONDS = 0.05  # interval of checks for remaining requests
-GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU of this machine
+# What the driver shows for each GPU. In a container, either may be missing or show GPUs that are not for it.
+GPUS = (Path("/proc/driver/nvidia/gpus"), "*"), (Path("/dev"), "nvidia[0-9]*")
 MAX_LOSSES = 2  # a waiting request ends if more engine processes are lost: it may be the cause
 
 
@@ -146,13 +147,18 @@ def check_gpus(config: EngineConfig) -> None:
     if config.data_parallel_size == 1 or config.device == "cpu" or config.distributed_executor_backend != "mp":
         return
     visible, num_needed = _visible_gpus(), config.data_parallel_size * config.num_ranks
-    count = len(list(GPUS.glob("*")) if visible is None else visible)
+    count = _num_gpus() if visible is None else len(visible)
     if 0 < count < num_needed:
         each = f", each of {config.num_ranks}" if config.num_ranks > 1 else ""
         raise ConfigError(
             f"data_parallel_size must be at most {count // config.num_ranks} on {count} GPUs{each}, "
             f"got {config.data_parallel_size}"
         )
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs that this process can use; 0 if there is none."""
+    return min(filter(None, (len(list(folder.glob(pattern))) for folder, pattern in GPUS)), default=0)
 
 
 def _visible_gpus() -> list[str] | None:

@@ -20,6 +20,7 @@ WINDOW_SECONDS = 600.0  # restarts are counted within this time
 MAX_DELAY_SECONDS = 30.0  # before a restart
 DRAIN_SECONDS = 1.0  # time for the last messages of a dead process to arrive
 MAX_LOOK_SECONDS = 1.0  # longest interval between checks of the heartbeat
+STOPPED_SECONDS = 7.0  # silence after which a stopped process is lost: it is not working on anything that takes long
 
 
 class RestartPolicy:
@@ -225,6 +226,8 @@ class Supervisor:
             if silent >= timeout:
                 seconds = f"{timeout:.0f} s{self._moment()} (--engine-watchdog-timeout)"
                 return f"the engine process gave no sign of life for {seconds}"
+            if silent >= STOPPED_SECONDS and process.is_stopped():
+                return f"the engine process was stopped for {STOPPED_SECONDS:.0f} s{self._moment()}"
             if self._takes_commands and is_silent != (self._states.state.phase == "unresponsive"):
                 if is_silent:
                     _log.error("the engine process has given no sign of life for %.0f s", silent)

@@ -287,6 +287,13 @@ class Client:
         except ValueError:
             raise Failure("not JSON", repr(data[:200])) from None
 
+    async def metrics(self) -> str:
+        """The text of /metrics; empty where there is none."""
+        try:
+            return (await self.fetch("GET", "/metrics")).decode(errors="replace")
+        except Failure:
+            return ""
+
     async def close(self) -> None:
         for connection in self._idle:
             if connection.transport is not None:

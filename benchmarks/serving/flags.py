@@ -17,7 +17,7 @@ from benchmarks.serving.metrics import METRICS, Report
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
-RANDOM = ("random", "prefix_repetition")
+RANDOM = ("random", "prefix_repetition", "conversations")
 FILES = ("custom", "sharegpt")
 
 
@@ -94,7 +94,7 @@ class DatasetFlags:
 
     dataset_name: str = flag(
         "random",
-        f"random, prefix_repetition, custom or sharegpt (files), or one of {', '.join(workloads.NAMED)}",
+        f"random, prefix_repetition, conversations, custom or sharegpt (files), or one of {', '.join(workloads.NAMED)}",
         choices=(*RANDOM, *FILES, *workloads.NAMED),
         metavar="NAME",
     )
@@ -114,6 +114,13 @@ class DatasetFlags:
     prefix_repetition_suffix_len: int = flag(256, "tokens of each that are its own", at_least=1)
     prefix_repetition_num_prefixes: int = flag(10, "how many different prefixes", at_least=1)
     prefix_repetition_output_len: int = flag(128, "answer tokens", at_least=1)
+    conversations_num_turns: int = flag(8, "turns of each conversation; each repeats all before it", at_least=1)
+    conversations_num_system_prompts: int = flag(6, "how many different beginnings conversations have", at_least=1)
+    conversations_system_len: int = flag(2000, "tokens of each of these", at_least=1)
+    conversations_turn_len: int = flag(200, "prompt tokens that a turn adds", at_least=1)
+    conversations_output_len: int = flag(100, "answer tokens of a turn", at_least=1)
+    conversations_range_ratio: float = flag(0.8, "both lengths vary by this fraction, from 0 to below 1", at_least=0)
+    conversations_thinking_time: float = flag(0.0, "mean seconds between an answer and the next turn", at_least=0)
     custom_output_len: int = flag(256, "answer tokens of custom prompts that do not say", at_least=1)
     sharegpt_output_len: int | None = flag(None, "answer tokens (else as many as the dataset's answer)", at_least=1)
     disable_shuffle: bool = flag(False, "keep the order of a file")
@@ -131,8 +138,9 @@ class DatasetFlags:
             raise ConfigError(f"dataset_name {self.dataset_name} needs --dataset-path")
         if self.dataset_name not in FILES and self.dataset_path is not None:
             raise ConfigError(f"dataset_path is for custom and sharegpt, but dataset_name is {self.dataset_name}")
-        if self.random_range_ratio >= 1:
-            raise ConfigError(f"random_range_ratio must be below 1, got {self.random_range_ratio:g}")
+        for name in ("random_range_ratio", "conversations_range_ratio"):
+            if (ratio := getattr(self, name)) >= 1:
+                raise ConfigError(f"{name} must be below 1, got {ratio:g}")
         if self.input_len is not None and self.dataset_name != "random":
             raise ConfigError(f"input_len is for random prompts, but dataset_name is {self.dataset_name}")
         if self.output_len is not None and self.dataset_name in workloads.NAMED:

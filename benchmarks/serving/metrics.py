@@ -36,6 +36,8 @@ _COUNTS = {  # what is printed first: key → (label, format)
     "max_output_tokens_per_s": ("Peak output token throughput (tok/s):", ".2f"),
     "max_concurrent_requests": ("Peak concurrent requests:", ".2f"),
     "total_token_throughput": ("Total token throughput (tok/s):", ".2f"),
+    "prefix_cache_hit_rate": ("Prefix cache hit rate:", ".4f"),
+    "busiest_engine": ("Busiest engine over the mean:", ".3f"),
 }
 _SUMS = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "cached_input_tokens"}
 # two-sided 95 % quantiles of Student's t, for 1, 2, … degrees of freedom
@@ -95,6 +97,7 @@ def measure(answers: Sequence[Answer], duration: float, report: Report) -> dict[
         "total_output_tokens": num_output,
         "request_throughput": len(whole) / duration,
         "request_goodput": good / duration if report.goodput else None,
+        "input_throughput": num_input / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "max_output_tokens_per_s": peak_tokens,

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import workloads
 from benchmarks.serving.client import Client, Failure
+from benchmarks.serving.conversations import Conversation, ConversationShape
 from benchmarks.serving.flags import DatasetFlags, TargetFlags
 from benchmarks.serving.trace import read_trace, synthesize
 from benchmarks.workloads import Request
@@ -86,6 +87,9 @@ class Prompts:
                 vocab_size=self.vocab_size,
                 seed=seed,
             )
+        if data.dataset_name == "conversations":
+            shape = self.conversations(1, seed)
+            return [Conversation(shape, number).next_turn() for number in range(count or 1000)]
         if data.dataset_name == "prefix_repetition":
             prefixes = min(data.prefix_repetition_num_prefixes, count or 1000)
             return workloads.prefix_repetition(
@@ -99,6 +103,22 @@ class Prompts:
             )
         return workloads.repeated(workloads.named(data.dataset_name, self.vocab_size).requests, count)
 
+    def conversations(self, num_at_once: int, seed: int) -> ConversationShape:
+        """What the conversations of a dataset of that name are like."""
+        data = self._dataset
+        return ConversationShape(
+            num_at_once,
+            data.conversations_num_turns,
+            data.conversations_num_system_prompts,
+            data.conversations_system_len,
+            data.conversations_turn_len,
+            data.output_len or data.conversations_output_len,
+            data.conversations_range_ratio,
+            data.conversations_thinking_time,
+            self.vocab_size,
+            seed,
+        )
+
     async def encode(self, requests: list[Request]) -> list[tuple[bytes, int]]:
         """(bytes to send, prompt length) of each."""
         common: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
@@ -108,6 +128,8 @@ class Prompts:
         ignore_eos = self._target.ignore_eos
         if ignore_eos or (ignore_eos is None and self._dataset.is_random):
             common["ignore_eos"] = True
+        if self._dataset.dataset_name == "conversations":
+            common["return_token_ids"] = True
         common |= self._target.extra_body or {}
         if self._target.chat and self._dataset.is_random:
             requests = await self._as_texts(requests)

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ import uvloop
 from tqdm import tqdm
 
 from benchmarks import workloads
-from benchmarks.serving import metrics
+from benchmarks.serving import metrics, replicas
 from benchmarks.serving.client import UNREACHABLE, Answer, Client, Failure
+from benchmarks.serving.conversations import Conversations, token_ids_of
 from benchmarks.serving.flags import DatasetFlags, ReportFlags, Target, TargetFlags, TrafficFlags
 from benchmarks.serving.prompts import Prompts
+from benchmarks.workloads import Request
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, load
 
@@ -37,11 +39,13 @@ EPILOG = """examples:
   quire bench serve --request-rate 8 --goodput ttft:500 tpot:50 --metric-percentiles 50,90,99 --save-result
   quire bench serve --find-max-rate p99_ttft:500 p99_tpot:50 --num-prompts 300
   quire bench serve --dataset-name custom --dataset-path prompts.jsonl --endpoint /v1/chat/completions
+  quire bench serve --dataset-name conversations --max-concurrency 64 --num-prompts 2000
   quire bench serve --replay trace.jsonl               what `quire serve --record-trace trace.jsonl` saw, at its times
 
 Flags, labels and JSON keys are those of `vllm bench serve`; any OpenAI-compatible server will do. Random prompts are sent
-as token ids, so no tokenizer is needed. A custom dataset is a text file with one prompt on each line, or .jsonl with
-{"prompt": "...", "output_len": 128} (or {"messages": [...]} for chat). The exit code is 1 when any request failed.
+as token ids, so no tokenizer is needed. --max-concurrency conversations are held at the same time. A custom dataset is a
+text file with one prompt on each line, or .jsonl with {"prompt": "...", "output_len": 128} (or {"messages": [...]} for
+chat). The exit code is 1 when any request failed.
 """
 
 
@@ -70,6 +74,7 @@ class Run:
     answers: list[Answer]
     duration: float
     client: dict[str, float]  # how busy we were ourselves
+    engines: dict[str, Any]  # what the server says of its caches and engines
 
 
 class Benchmark:
@@ -79,6 +84,10 @@ class Benchmark:
         self.target, self.dataset, self.traffic, self.report = target, dataset, traffic, report
         if dataset.replay is not None and (traffic.rate != math.inf or traffic.find_max_rate):
             raise ConfigError("replay has times of its own: leave request_rate and find_max_rate out")
+        self._converses = dataset.dataset_name == "conversations"
+        if self._converses:
+            check_conversations(target, traffic)
+        self._conversations: Conversations | None = None  # once the server has been asked
         self.notes: list[str] = []
         self.clients: list[dict[str, float]] = []  # how busy we were ourselves, in each pass
         self.server: dict[str, Any] = {"url": target.url}
@@ -87,7 +96,7 @@ class Benchmark:
             headers=target.headers,
             timeout=target.request_timeout,
             insecure=target.insecure,
-            keep_events=report.save_detailed,
+            keep_events=report.save_detailed or self._converses,
         )
         self._prompts = Prompts(target, dataset, self._client)
 
@@ -109,15 +118,20 @@ class Benchmark:
             return self._result([metrics.measure([failed], 1.0, self.report.report)]) | {"duration": 0.0}
         if self.traffic.num_warmups:
             print(f"Warming up with {self.traffic.num_warmups} requests...")
-            warmups = await self._prompts.encode(
-                self._prompts.requests(seed=WARMUP_SEED, count=self.traffic.num_warmups)
-            )
-            await self._pass(warmups, [0.0] * len(warmups), "warming up")
+            await self._warm_up(self.traffic.num_warmups)
         print("Starting main benchmark run...")
         result = await (self._find_max_rate if self.traffic.find_max_rate else self._repeat)(requests)
         if not result["completed"]:
             self.notes.insert(0, f"Nothing was measured. All {result['failed']} requests failed.")
         return result
+
+    async def _warm_up(self, count: int) -> None:
+        """Send requests that do not count. Conversations go on afterwards."""
+        if self._conversations is not None:
+            await self._converse(self._conversations, count, "warming up")
+        else:
+            warmups = await self._prompts.encode(self._prompts.requests(seed=WARMUP_SEED, count=count))
+            await self._pass(warmups, [0.0] * len(warmups), "warming up")
 
     async def _repeat(self, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
         traffic = self.traffic
@@ -130,9 +144,12 @@ class Benchmark:
         print(f"Maximum request concurrency: {traffic.max_concurrency}")
         results = []
         for number in range(traffic.repeat):
+            title = f"run {number + 1}/{traffic.repeat}" if traffic.repeat > 1 else "requests"
+            if self._conversations is not None:
+                results.append(self._measure(await self._converse(self._conversations, len(self._prompts), title)))
+                continue
             if number:
                 requests = await self._prompts.encode(self._prompts.requests(self.dataset.seed + number))
-            title = f"run {number + 1}/{traffic.repeat}" if traffic.repeat > 1 else "requests"
             if arrivals is None:
                 delays = arrival_times(len(requests), traffic.rate, traffic.burstiness, self.dataset.seed + number)
             else:
@@ -195,6 +212,8 @@ class Benchmark:
                     like.prompt[-1] = self._prompts.vocab_size - 1  # the largest id that may come
                 (test,) = await self._prompts.encode([like])
                 answer = await self._client.stream(*test)
+                if self._converses:
+                    token_ids_of(answer)
                 if answer.ok:
                     break
                 raise Failure(answer.cause, answer.error.removeprefix(f"{answer.cause}: "))
@@ -208,6 +227,10 @@ class Benchmark:
         if self._prompts.vocab_size < workloads.MAX_TOKEN_ID and self.dataset.random_vocab_size is None:
             print(f"The server refuses larger token ids: random ones are below {self._prompts.vocab_size:,}.")
         print("Initial test run completed.")
+        if self._converses:
+            shape = self._prompts.conversations(self.traffic.max_concurrency or 1, self.dataset.seed)
+            self._conversations = Conversations(shape, self._ask)
+            return []
         return await self._prompts.encode(self._prompts.requests(self.dataset.seed))
 
     # Traffic
@@ -229,10 +252,8 @@ class Benchmark:
         self.server["models"] = models.get("data") if isinstance(models, dict) else None
         with contextlib.suppress(Failure):
             self.server["version"] = await self._client.json("GET", "/version")
-        with contextlib.suppress(Failure):
-            text = (await self._client.fetch("GET", "/metrics")).decode(errors="replace")
-            if found := re.search(r"^\w+:cache_config_info\{(.*)\}", text, re.MULTILINE):
-                self.server["cache_config"] = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
+        if found := re.search(r"^\w+:cache_config_info\{(.*)\}", await self._client.metrics(), re.MULTILINE):
+            self.server["cache_config"] = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
         if not self._prompts.model:
             try:
                 self._prompts.model = self.server["models"][0]["id"]
@@ -242,38 +263,58 @@ class Benchmark:
     async def _pass(self, requests: list[tuple[bytes, int]], delays: Sequence[float], title: str) -> Run:
         """Send all requests so many seconds after the start and wait for the answers."""
         limit = asyncio.Semaphore(self.traffic.max_concurrency or len(requests))
-        bar = tqdm(total=len(requests), desc=title, unit="req", disable=self.report.disable_tqdm, mininterval=0.5)
         late: list[float] = []
 
-        async def one(request: bytes, prompt_len: int) -> Answer:
+        async def one(request: bytes, prompt_len: int, answered: Callable[[], object]) -> Answer:
             arrived = time.perf_counter()
             async with limit:
                 answer = await self._client.stream(request, prompt_len)
             answer.queue_time = answer.start - arrived
-            bar.update()
+            answered()
             return answer
 
+        async def send(answered: Callable[[], object]) -> list[Answer]:
+            start, tasks = time.perf_counter(), []
+            for request, delay in zip(requests, delays, strict=True):
+                if (wait := start + delay - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                late.append(time.perf_counter() - start - delay)
+                tasks.append(asyncio.create_task(one(*request, answered)))
+            return await asyncio.gather(*tasks)
+
+        run = await self._timed(send, len(requests), title)
+        if any(delays):
+            run.client["send_lateness_p99_ms"] = float(np.percentile(late, 99)) * 1e3
+        return run
+
+    async def _converse(self, conversations: Conversations, count: int, title: str) -> Run:
+        """Go on with the conversations for so many requests."""
+        return await self._timed(lambda answered: conversations.run(count, answered), count, title)
+
+    async def _ask(self, request: Request) -> Answer:
+        ((body, prompt_len),) = await self._prompts.encode([request])
+        return await self._client.stream(body, prompt_len)
+
+    async def _timed(
+        self, send: Callable[[Callable[[], object]], Awaitable[list[Answer]]], count: int, title: str
+    ) -> Run:
+        """Measure the time of `send`, which calls its argument for each of `count` answers and returns them."""
+        bar = tqdm(total=count, desc=title, unit="req", disable=self.report.disable_tqdm, mininterval=0.5)
+        before = await self._client.metrics()
         with bar:
             async with watched() as client:
-                start, tasks = time.perf_counter(), []
-                for request, delay in zip(requests, delays, strict=True):
-                    if (wait := start + delay - time.perf_counter()) > 0:
-                        await asyncio.sleep(wait)
-                    late.append(time.perf_counter() - start - delay)
-                    tasks.append(asyncio.create_task(one(*request)))
-                answers = await asyncio.gather(*tasks)
+                start = time.perf_counter()
+                answers = await send(bar.update)
                 duration = time.perf_counter() - start
         num_events = sum(len(answer.times) for answer in answers)
         client["events_per_second"] = num_events / duration
         client["max_events_per_second"] = num_events / max(client.pop("cpu_seconds"), 1e-9)
-        if any(delays):
-            client["send_lateness_p99_ms"] = float(np.percentile(late, 99)) * 1e3
-        return Run(answers, duration, client)
+        return Run(answers, duration, client, replicas.between(before, await self._client.metrics()))
 
     def _measure(self, run: Run) -> dict[str, Any]:
         """The figures of one pass, and what is odd about it."""
         report = self.report.report
-        result = metrics.measure(run.answers, run.duration, report) | {"client": run.client}
+        result = metrics.measure(run.answers, run.duration, report) | run.engines | {"client": run.client}
         if self.report.save_detailed:
             result |= metrics.details(run.answers)
         self.clients.append(run.client)
@@ -331,6 +372,16 @@ class Benchmark:
             text = before.rstrip("\n") + "\n" + text
         path.write_text(text + "\n", encoding="utf-8")
         return path
+
+
+def check_conversations(target: TargetFlags, traffic: TrafficFlags) -> None:
+    """Raise `ConfigError` if conversations cannot be held so."""
+    if traffic.max_concurrency is None:
+        raise ConfigError("conversations need --max-concurrency, their number at the same time")
+    if traffic.rate != math.inf or traffic.find_max_rate:
+        raise ConfigError("a turn follows the answer before it: leave request_rate and find_max_rate out")
+    if target.chat:
+        raise ConfigError("conversations are token ids: they need --endpoint /v1/completions")
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

@@ -73,6 +73,9 @@ class ServersFlags:
     engine_args: dict[str, Any] | None = flag(  # noqa: RUF009
         None, 'more settings, such as {"vllm": {"block_size": 32}}'
     )
+    client_args: dict[str, Any] | None = flag(  # noqa: RUF009
+        None, 'other options of `quire bench serve`, such as {"dataset_name": "conversations"}'
+    )
     llama_server: str | None = flag(None, "program of the engine llama.cpp, to be named in --engines", metavar="FILE")
     gguf: str | None = flag(None, "the model as llama.cpp reads it", metavar="FILE")
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
@@ -227,10 +230,10 @@ class Comparison:
             "temperature": 0.6,
             "seed": 100 * number,
             "repeat": flags.repeat,
-            "metric_percentiles": "50,99",
+            "metric_percentiles": "50,95,99",
             "result_dir": result_path.parent,
             "result_filename": result_path.name,
-        }
+        } | (flags.client_args or {})
         return [
             sys.executable,
             "-m",
@@ -289,7 +292,7 @@ def server_command(job: Job, port: int) -> list[str]:
     common = {"host": "127.0.0.1", "port": port, "served_model_name": job.model, "disable_uvicorn_access_log": True}
     options = as_options({**common, **job.settings})
     if job.engine == "vllm":
-        return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.folder), *options]
+        return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(job.folder), *options]
     return [sys.executable, "-P", "-m", "server.cli", "serve", str(job.folder), *options]
 
 
@@ -324,16 +327,23 @@ def _runs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [run for row in rows for run in row.get("runs", [row])]
 
 
+def _of_cache(runs: list[dict[str, Any]]) -> list[str]:
+    """The median hit rate of the prefix cache, and the largest load of an engine over their mean."""
+    rates = [run["prefix_cache_hit_rate"] for run in runs if "prefix_cache_hit_rate" in run]
+    loads = [run["busiest_engine"] for run in runs if "busiest_engine" in run]
+    return [f"{statistics.median(rates):.1%}" if rates else "–", f"{max(loads):.2f} x mean" if loads else "–"]
+
+
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     flags, machine = result["settings"], result["environment"]
     where = machine.get("gpu", f"{machine['cpu_cores']} CPU cores")
-    lines = [
-        f"{where} · {flags['num_prompts']} requests, {flags['max_concurrency']} at a time, "
-        f"{flags['input_len']} in, {flags['output_len']} out"
-    ]
+    work = f"{flags['num_prompts']} requests, {flags['max_concurrency']} at a time, "
+    work += f"{flags['input_len']} in, {flags['output_len']} out"
+    lines = [f"{where} · {' '.join(as_options(flags.get('client_args') or {})) or work}"]
+    has_cache = any("prefix_cache_hit_rate" in run for run in _runs(result["served"]))
     head = ["model", "server", "output tok/s", "offline tok/s", "share", "p50 TTFT ms", "p99 TTFT ms", "mean TPOT ms"]
-    head += ["ready after s", "client's core"]
+    head += ["ready after s", "client's core", *(["prompt tok/s", "hit rate", "busiest"] if has_cache else [])]
     lines += ["", "| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     found = speeds(result)
     for (model, engine), (speed, offline) in found.items():
@@ -351,6 +361,8 @@ def table(result: dict[str, Any]) -> str:
         ]
         cells += [" ".join(f"{row['startup_seconds']:.1f}" for row in rows)]
         cells += [f"{max(run['client']['cpu_share'] for run in runs):.0%}"]
+        if has_cache:
+            cells += [f"{median('input_throughput'):,.0f}", *_of_cache(runs)]
         lines.append("| " + " | ".join([model, engine, *cells]) + " |")
     ratios = [
         f"{model}: quire is **{speed / found[model, other][0]:.2f}** times as fast as {other}"

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.attack.target import Target, serving
+from tests.attack.target import Answer, Target, serving
 
 ROOM_SECONDS = 2.0
 NUM_CLIENTS = 32
@@ -60,7 +60,7 @@ def recovery(num_kills: int = 3) -> Recovery:
 async def _recovery(target: Target, num_kills: int) -> Recovery:
     found, statuses = Recovery(target.start_seconds), Counter[int]()
     for _ in range(num_kills):
-        load = _Load(target)
+        load = Load(target, BODY)
         clients = [asyncio.create_task(load.ask()) for _ in range(NUM_CLIENTS)]
         await asyncio.sleep(LOAD_SECONDS)
         killed = time.monotonic()
@@ -70,29 +70,34 @@ async def _recovery(target: Target, num_kills: int) -> Recovery:
         load.runs = False
         await asyncio.gather(*clients)
         found.seconds.append(min(load.answered_since(killed)) - killed)
-        statuses += Counter(status for begin, end, status in load.answers if begin <= killed < end)
+        statuses += Counter(answer.status for answer in load.asked_before(killed))
     found.statuses = dict(sorted(statuses.items()))
     return found
 
 
-class _Load:
+class Load:
     """Clients that ask one request after another."""
 
-    def __init__(self, target: Target) -> None:
-        self.runs, self._target = True, target
-        self.answers: list[tuple[float, float, int]] = []  # begin, end, status
+    def __init__(self, target: Target, body: bytes) -> None:
+        self.runs, self._target, self._body = True, target, body
+        self.answers: list[tuple[float, float, Answer]] = []  # begin, end
 
     async def ask(self) -> None:
+        """One client."""
         while self.runs:
             begin = time.monotonic()
-            answer = await self._target.post("/v1/completions", BODY)
-            self.answers.append((begin, time.monotonic(), answer.status))
+            answer = await self._target.post("/v1/completions", self._body)
+            self.answers.append((begin, time.monotonic(), answer))
             if answer.status != 200:
                 await asyncio.sleep(0.1)
 
     def answered_since(self, moment: float) -> list[float]:
         """When."""
-        return [end for _, end, status in self.answers if end > moment and status == 200]
+        return [end for _, end, answer in self.answers if end > moment and answer.status == 200]
+
+    def asked_before(self, moment: float) -> list[Answer]:
+        """The answers to the requests that were in the server at that moment."""
+        return [answer for begin, end, answer in self.answers if begin <= moment < end]
 
 
 def main(argv: list[str]) -> int:

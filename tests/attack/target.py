@@ -32,6 +32,27 @@ class Answer:
     seconds: float
 
 
+def descendants(pid: int) -> list[int]:
+    """The process and all that descend from it."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found = [pid]
+    for each in found:
+        found += parents.get(each, [])
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process and it has not ended: its parent may not have waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @dataclass
 class Target:
     """A running server."""
@@ -51,22 +72,30 @@ class Target:
 
     def pids(self) -> list[int]:
         """The API process and all that descend from it."""
-        parents: dict[int, list[int]] = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = path.read_text().rpartition(")")[2].split()
-                parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
-        found = [self.process.pid]
-        for pid in found:
-            found += parents.get(pid, [])
-        return found
+        return descendants(self.process.pid)
 
     def engine_pid(self) -> int:
         """Of the process that holds the model."""
+        if not (pids := self.engine_pids()):
+            raise ProcessLookupError("there is no engine process")
+        return pids[0]
+
+    def engine_pids(self) -> list[int]:
+        """Of each replica's process."""
+        return self._pids_of(b"ipc:")
+
+    def follower_pids(self) -> list[int]:
+        """Of the ranks other than 0."""
+        return self._pids_of(b"engine.worker.follower")
+
+    def _pids_of(self, word: bytes) -> list[int]:
+        """Of the processes with this in their command line."""
+        found = []
         for pid in self.pids()[1:]:
-            if b"ipc:" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise ProcessLookupError("there is no engine process")
+            with contextlib.suppress(OSError):
+                if word in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     def resident_bytes(self) -> int:
         """Of all its processes."""

@@ -124,6 +124,24 @@ def test_no_replica_is_left(tiny_model: Path) -> None:
     asyncio.run(test())
 
 
+def test_a_stopped_replica_is_lost_long_before_the_watchdogs_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.supervisor.STOPPED_SECONDS", 1.0)
+
+    async def test() -> None:
+        async with replicas(tiny_model) as engine:
+            replica = engine.replicas[0]
+            assert replica.supervisor.watchdog_timeout == 120
+            os.kill(replica.pid, signal.SIGSTOP)
+            await until(lambda: engine.state.num_restarts == 1)
+            assert replica.states.state.reason == "the engine process was stopped for 1 s"
+            assert engine.state.is_ready
+            await until(lambda: replica.takes_requests)
+
+    asyncio.run(test())
+
+
 def test_a_replica_that_cannot_start_ends_the_start(make_model: Callable[[Path], Path], tmp_path: Path) -> None:
     broken = make_model(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nothing")
@@ -163,9 +181,9 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
 def test_no_replica_is_left_without_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
 ) -> None:
-    for index in range(3):
-        (tmp_path / str(index)).mkdir()
-    monkeypatch.setattr("engine.replica.GPUS", tmp_path)
+    for name in ("0", "1", "2", "3", "nvidia0", "nvidia1", "nvidia2"):  # of four GPUs, three are for this container
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("engine.replica.GPUS", ((tmp_path, "[0-9]"), (tmp_path, "nvidia[0-9]*"), (tmp_path, "none")))
     show_gpus(monkeypatch, visible)
     config = EngineConfig(model="m", data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size must be at most 1 on 3 GPUs, each of 2, got 2"):

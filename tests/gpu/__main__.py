@@ -3,6 +3,7 @@
     python -m tests.gpu                                    everything
     python -m tests.gpu attention products                 some parts, such as fit a limit of time
     python -m tests.gpu attention --match "head_dim 128"   those checks of a part whose name contains a text
+    python -m tests.gpu faults                             processes killed and stopped, on two GPUs (--device cpu: over gloo)
     python -m tests.gpu --json gpu.json                    results as JSON, too
 
 Prints a line for each check: its error, and for many the time beside that in which the device could move the bytes that
@@ -28,6 +29,7 @@ from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
+from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.latent import check_latent
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
@@ -55,6 +57,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "story": (check_story,),
     "collectives": (check_collectives,),
     "ranks": (check_ranks,),
+    "faults": (check_lost_processes,),
     "plan": (check_plan,),
 }
 
@@ -66,7 +69,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (else all)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only checks whose name contains it")
     parser.add_argument(
-        "--device", default="cuda", help="cpu: attention, products, formats, families, experts, windows and story only"
+        "--device",
+        default="cuda",
+        help="cpu: attention, products, formats, families, experts, windows, story and faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

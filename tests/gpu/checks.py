@@ -67,5 +67,18 @@ class Checks:
             line += f" {us:9.1f} us, floor {floor:8.1f} us ({100 * floor / us:3.0f} %)"
         print(line, flush=True)
 
+    def took(self, name: str, seconds: float, limit: float) -> None:
+        """Add a duration."""
+        self._observe(Result(name, seconds, limit), f"{seconds:.2f} s, at most {limit:.0f} s")
+
+    def saw(self, name: str, holds: bool, what: str) -> None:
+        """Add something that either holds or not. `what`: what was seen."""
+        self._observe(Result(name, float(not holds), 0.0), what)
+
+    def _observe(self, result: Result, what: str) -> None:
+        if self.wants(result.name):
+            self.results.append(result)
+            print(f"{'ok  ' if result.passed else 'FAIL'} {result.name:58} {what}", flush=True)
+
     def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=self.device)

@@ -67,6 +67,23 @@ def test_the_checks_fail_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch
         assert not [name for name in failed(checks) if name.startswith("prefill")]
 
 
+@pytest.mark.slow
+def test_processes_may_be_lost() -> None:
+    assert main(["faults", "--device", "cpu"]) == 0
+
+
+def test_what_is_seen_and_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    checks = Checks("cpu", match="rank")
+    checks.took("rank: named", 3.25, 10)
+    checks.took("rank: answers again", math.inf, 60)
+    checks.saw("rank: /health", True, "503")
+    checks.saw("rank: no process is left", False, "pid 7")
+    checks.saw("start: one line", False, "two")
+    assert failed(checks) == ["rank: answers again", "rank: no process is left"]
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert " ".join(first.split()) == "ok rank: named 3.25 s, at most 10 s"
+
+
 def test_nan_is_no_small_error() -> None:
     checks = Checks("cpu")
     checks.add("a kernel", math.nan, 1.0)

@@ -176,6 +176,8 @@ def events(body: dict[str, Any]) -> list[bytes]:
         found.append(event({**common, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))
     for i in range(count):
         choice = {"index": 0, "delta": {"content": f" {i}"}} if chat else {"index": 0, "text": f" {i}"}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [i]
         found.append(event({**common, "choices": [choice | {"finish_reason": "length" if i == count - 1 else None}]}))
     usage = {"prompt_tokens": 7, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 5}}
     return [*found, event({**common, "choices": [], "usage": usage}), b"data: [DONE]\n\n"]

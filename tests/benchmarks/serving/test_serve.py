@@ -207,6 +207,7 @@ async def queued(benchmark: serve.Benchmark, requests: list[Any], delays: Sequen
         answers,
         ends[-1],
         {"cpu_share": 0.0, "loop_lag_p99_ms": 0.0, "events_per_second": 1.0, "max_events_per_second": 1.0},
+        {},
     )
 
 
@@ -290,6 +291,16 @@ def test_the_watch_sees_a_blocked_loop() -> None:
         (["--dataset-name", "prefix_repetition", "--num-prompts", "5"], "must be at least"),
         (["--dataset-name", "prefix_repetition", "--input-len", "5"], "input_len is for random prompts"),
         (["--random-range-ratio", "1"], "random_range_ratio must be below 1"),
+        (["--conversations-range-ratio", "1"], "conversations_range_ratio must be below 1"),
+        (["--dataset-name", "conversations"], "conversations need --max-concurrency"),
+        (
+            ["--dataset-name", "conversations", "--max-concurrency", "2", "--request-rate", "3"],
+            "a turn follows the answer before it: leave request_rate and find_max_rate out",
+        ),
+        (
+            ["--dataset-name", "conversations", "--max-concurrency", "2", "--endpoint", "/v1/chat/completions"],
+            "conversations are token ids: they need --endpoint /v1/completions",
+        ),
         (["--request-rate", "0"], "request_rate must be inf or a number above 0, got '0'"),
         (["--request-rate", "fast"], "request_rate must be inf or a number above 0, got 'fast'"),
         (["--burstiness", "2"], "burstiness has no effect"),

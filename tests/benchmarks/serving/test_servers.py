@@ -32,7 +32,7 @@ def flags(**more: Any) -> ServersFlags:
 
 def test_commands() -> None:
     settings = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 8, "hf_overrides": {"a": 1}}
-    for engine, module in (("quire", "server.cli"), ("vllm", "vllm.entrypoints.openai.api_server")):
+    for engine, module in (("quire", "server.cli"), ("vllm", "vllm.entrypoints.cli.main")):
         words = servers.server_command(Job(engine, "m", Path("/models/m"), settings, ()), 9000)
         assert module in words
         assert "/models/m" in words
@@ -108,6 +108,33 @@ def test_the_table() -> None:
     assert "| m | vllm | 100 | – | – | 10.0 | 20.0 | 3.0 | 5.0 | 25% |" in shown
     assert "m: quire is **1.50** times as fast as vllm" in shown
     assert "- it burnt" in shown
+
+
+def test_the_table_of_caches_and_replicas() -> None:
+    run: dict[str, Any] = {"output_throughput": 9.0, "p50_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "mean_tpot_ms": 3.0}
+    run |= {"client": {"cpu_share": 0.25}, "input_throughput": 1234.0}
+    cached: dict[str, Any] = {"prefix_cache_hit_rate": 0.876, "busiest_engine": 1.05}
+    rows = [
+        {"engine": engine, "model": "m", "startup_seconds": 5.0, **run, **more}
+        for engine, more in (("quire", cached), ("vllm", {}))
+    ]
+    settings: dict[str, Any] = {"num_prompts": 1, "max_concurrency": 1, "input_len": 1, "output_len": 1}
+    settings["client_args"] = {"dataset_name": "conversations"}
+    result = {"settings": settings, "environment": {"cpu_cores": 2}, "served": rows}
+    shown = servers.table({**result, "offline": [], "failures": [], "left_out": []})
+    assert shown.startswith("2 CPU cores · --dataset-name conversations\n")
+    assert "| 25% | 1,234 | 87.6% | 1.05 x mean |" in shown
+    assert "| 25% | 1,234 | – | – |" in shown
+
+
+def test_the_clients_options(tmp_path: Path) -> None:
+    given = flags(client_args={"dataset_name": "conversations", "num_warmups": 7})
+    comparison = Comparison(given, tmp_path / "r.json", time.time())
+    model_shapes.model_folder("llama-100m", tmp_path)
+    job = Job("quire", "m", tmp_path / "llama-100m", {}, ())
+    words = " ".join(comparison._client_command(job, 0, 9000, tmp_path / "serve.json"))
+    assert "--dataset-name conversations" in words
+    assert "--num-warmups 7" in words
 
 
 def test_a_real_server(
