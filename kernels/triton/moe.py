@@ -53,21 +53,21 @@ def _sort_kernel(
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    below = tl.zeros([BLOCK], tl.int32)
-    own = tl.zeros([BLOCK], tl.int32)
+    counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
     for at in range(0, num_pairs, BLOCK):
         local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
-        below += ((local >= 0) & (local < expert)).to(tl.int32)
-        own += (local == expert).to(tl.int32)
-    start = tl.sum(below, 0)
-    stop = start + tl.sum(own, 0)
+        counts += ((local >= 0) & (local < expert)).to(tl.int64) + ((local == expert).to(tl.int64) << 32)
+    count = tl.sum(counts, 0)
+    start = (count & 0xFFFFFFFF).to(tl.int32)
+    stop = start + (count >> 32).to(tl.int32)
     position = start
     for at in range(0, num_pairs, BLOCK):
         pair = at + offs
         local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first
         same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
         tl.store(order + position + tl.cumsum(same, 0) - same, pair, mask=same == 1)
-        position += tl.sum(same, 0)
+        if at + BLOCK < num_pairs:
+            position += tl.sum(same, 0)
     if expert == E - 1:
         for at in range(stop, num_pairs, BLOCK):
             tl.store(order + at + offs, 0, mask=at + offs < num_pairs)
