@@ -34,17 +34,17 @@ SHARED_BYTES = 224_000  # of a multiprocessor
 def _bring(
     x_desc, codes_desc, x_smem, codes_smem, full, empty, first, stop, row,
     N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes once its stage is empty: of x 32 pairs at once, those boxes that have any.
 
-    EARLY: the weight's may be asked for before x is there.
+    With PDL the weight's first codes are asked for before x is there.
     """
-    AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
+    AHEAD: gl.constexpr = min(STAGES, STEPS) if PDL else 0
     boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
     for step in gl.static_range(AHEAD):
         _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, step, boxes, N, PIECES, BLOCK_M)
-    if EARLY:
+    if PDL:
         wait_for_inputs()
     for step in range(STEPS):
         stage = step % STAGES
@@ -83,7 +83,7 @@ def _multiply(
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 pairs, if there are any. See `_scaled_experts_kernel`."""
-    if PDL and ACTIVATION == "":
+    if PDL:
         wait_for_inputs()
     first = first + WARPGROUP * 64
     if first < stop:
@@ -201,8 +201,8 @@ def _scaled_experts_kernel(
     """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
 
     `entries` are of `kernels.triton.moe._sort_kernel`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
-    and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight;
-    then the weight is asked for while the kernel before still runs.
+    and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight.
+    Its first weights are asked for while the kernel before still runs: that one must have waited for `entries` and `order`.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
@@ -212,10 +212,7 @@ def _scaled_experts_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     entry = entries + gl.program_id(0) // (N // OWN) * 3
     n = gl.program_id(0) % (N // OWN) * OWN
-    if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
-        wait_for_inputs()
-        launch_dependents()
-    elif PDL:
+    if PDL:
         launch_dependents()
     expert = gl.load(entry)
     first = gl.load(entry + 1)
@@ -242,7 +239,7 @@ def _scaled_experts_kernel(
                     )),
                     (_bring, (
                         x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
-                        N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
+                        N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
                 [1], [24],
@@ -260,7 +257,7 @@ def _scaled_experts_kernel(
                     )),
                     (_bring, (
                         x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
-                        N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
+                        N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
                 [4, 1], [240, 24],

@@ -22,7 +22,7 @@ from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
-from kernels.triton.scaled import quantize_rows
+from kernels.triton.scaled import quantize_pairs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
@@ -39,11 +39,13 @@ PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first"])
 def _sort_kernel(
-    ids, order, tiles, num_pairs, num_tiles, first,
-    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ids, order, places, tiles, num_pairs, num_tiles, first,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
-    and end in `order`; expert -1: no tile.
+    and end in `order`; expert -1: no tile. With PLACES also where each local pair is in `order`; then the next kernel, which
+    quantises x, may read what this one waits for.
 
     One program for each expert, which writes its pairs and its part of the tiles. That begins, if ONE_EACH, where its pairs
     begin, else so that there are enough up to the next expert's whatever the experts' pairs.
@@ -51,8 +53,11 @@ def _sort_kernel(
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     if PDL:
-        launch_dependents()
+        if not PLACES:
+            launch_dependents()
         wait_for_inputs()
+        if PLACES:
+            launch_dependents()
     counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
     for at in range(0, num_pairs, BLOCK):
         local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
@@ -65,7 +70,10 @@ def _sort_kernel(
         pair = at + offs
         local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first
         same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
-        tl.store(order + position + tl.cumsum(same, 0) - same, pair, mask=same == 1)
+        place = position + tl.cumsum(same, 0) - same
+        tl.store(order + place, pair, mask=same == 1)
+        if PLACES:
+            tl.store(places + pair, place, mask=same == 1)
         if at + BLOCK < num_pairs:
             position += tl.sum(same, 0)
     if expert == E - 1:
@@ -294,20 +302,23 @@ class Tiles(NamedTuple):
     order: Tensor  # [pairs] int32
     entries: Tensor  # [tiles, 3] int32
     block_m: int
+    places: Tensor | None = None  # ids' shape, int32: where a pair is in `order`; unwritten for those that are not local
 
 
-def _sort(ids: Tensor, count: int, first: int, block_m: int) -> Tiles:
+def _sort(ids: Tensor, count: int, first: int, block_m: int, with_places: bool = False) -> Tiles:
     num_pairs = ids.numel()
     by_blocks = num_pairs // block_m + count
     num_tiles = min(num_pairs, by_blocks)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     entries = torch.empty(num_tiles, 3, dtype=torch.int32, device=ids.device)
+    places = torch.empty_like(ids) if with_places else None
     block = min(max(next_power_of_2(num_pairs), 128), 8192)
     _sort_kernel[(count,)](
-        ids, order, entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m, ONE_EACH=num_tiles < by_blocks,
-        BLOCK=block, num_warps=min(block // 128, 16), **pdl_options(ids.device),
+        ids, order, _or(places, order), entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m,
+        ONE_EACH=num_tiles < by_blocks, PLACES=with_places, BLOCK=block, num_warps=min(block // 128, 16),
+        **pdl_options(ids.device),
     )  # fmt: skip
-    return Tiles(order, entries, block_m)
+    return Tiles(order, entries, block_m, places)
 
 
 def _tile_height(pairs: float, least: int = 16) -> int:
@@ -430,8 +441,8 @@ def experts(
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
     elif _multiplies_scaled(x, gate_up, down, gate_up_bias, down_bias):
-        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count))
-        _multiply_scaled(x, weights, gate_up, down, activation, parts, tiles)
+        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count), with_places=True)
+        _multiply_scaled(x, ids, weights, gate_up, down, activation, parts, tiles, first)
     elif _multiplies_quantized(x, gate_up, down):
         tiles = _sort(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
         _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles)
@@ -457,7 +468,7 @@ def _multiply_quantized(
     activation: str, parts: Tensor, tiles: Tiles,
 ) -> None:  # fmt: skip
     """Both products, into `parts`."""
-    order, entries, block_m = tiles
+    order, entries, block_m, _ = tiles
     in_order, inner = quantized_experts.gather(x, order, weights.shape[1], gate_up, down)
     quantized_experts.launch(in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, activation, down)
     quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
@@ -475,11 +486,13 @@ def _multiplies_scaled(
 
 
 def _multiply_scaled(
-    x: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles
-) -> None:
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles,
+    first: int,
+) -> None:  # fmt: skip
     """Both products of codes, into `parts`; what is between them is quantised as x is."""
-    order, entries, block_m = tiles
-    codes, scale = quantize_rows(x, gate_up.codes.dtype, group=gate_up.group, order=order, chosen=weights.shape[1])
+    order, entries, block_m, places = tiles
+    assert places is not None
+    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, places, first, len(gate_up))
     inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
     inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
     scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, activation)
