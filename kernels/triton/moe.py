@@ -243,16 +243,21 @@ def _grouped_kernel(
     """
     BYTES: tl.constexpr = K // HALVES
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    STORED: tl.constexpr = N if ACTIVATION == "" else 2 * N
+    GATED: tl.constexpr = ACTIVATION != ""
+    STORED: tl.constexpr = 2 * N if GATED else N
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     entry = tiles + tl.program_id(0) // blocks * 3
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
+        if GATED:  # in this order: the next kernel reads the entries before it waits
+            wait_for_inputs()
         launch_dependents()
-        wait_for_inputs()
     expert = tl.load(entry).to(tl.int64)
+    first, stop = tl.load(entry + 1), tl.load(entry + 2)
     if expert >= 0:
-        first, stop = tl.load(entry + 1), tl.load(entry + 2)
+        if PDL:
+            if not GATED:
+                wait_for_inputs()
         codes += expert * (STORED * BYTES // (4 if KIND == "e2m1" else 1))
         scale += expert * ((STORED + ROWS - 1) // ROWS) * GROUPS
         zero += expert * STORED * GROUPS
@@ -280,20 +285,27 @@ def _sum_kernel(
     parts, ids, add_to, out, first, stride_out,
     N: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's sum over its experts, from parts [pair, N]."""
+    """A piece of a token's sum over its experts, from parts [pair, N].
+
+    It reads all but the parts at once: the experts' first kernels waited for it before they let the next ones start.
+    """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         launch_dependents()
+    locals = ()
+    for i in tl.static_range(CHOSEN):
+        locals = locals + (tl.load(ids + token * CHOSEN + i) - first,)
+    before = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        before = tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0).to(tl.float32)
+    if PDL:
         wait_for_inputs()
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHOSEN):
-        local = tl.load(ids + token * CHOSEN + i) - first
-        mask = (n < N) & (local >= 0) & (local < E)
+        mask = (n < N) & (locals[i] >= 0) & (locals[i] < E)
         total += tl.load(parts + (token * CHOSEN + i) * N + n, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        total += tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + token * stride_out + n, total.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + token * stride_out + n, (total + before).to(out.dtype.element_ty), mask=n < N)
 
 
 class Tiles(NamedTuple):
