@@ -3,6 +3,9 @@
 A warpgroup multiplies 64 pairs, which lie side by side in memory, by 256 rows of an expert's weight, one half after the other,
 128 channels a step: as many as have one scale. A step's sums are scaled before they are added up, in float32. Another warp
 asks for codes, stages ahead. Gate and up rows lie side by side in a half, so that one thread has the sums of both.
+
+Tiles of at most 32 pairs are multiplied as 64: the others are those of the next stage, and their sums are not used. So there is
+room for a stage more.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -126,7 +129,7 @@ def _sums_of_groups(
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
+        x = _pairs(x_smem, stage, WARPGROUP, BLOCK_M)
         sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
         following = gl.minimum(step + 1, steps - 1)
         next_of_x = gl.load(x_scale + following)
@@ -146,6 +149,15 @@ def _sums_of_groups(
         of_rows = next_of_rows
         of_more = next_of_more
     return total0, total1, total2, total3
+
+
+@gluon.jit
+def _pairs(x_smem, stage, WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """[64, 128] codes of x."""
+    if BLOCK_M == 32:
+        return x_smem.index(stage)._reinterpret(x_smem.dtype, [64, 128], x_smem.layout)
+    else:
+        return x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
 
 
 @gluon.jit
@@ -208,7 +220,7 @@ def _scaled_experts_kernel(
     PIECES: gl.constexpr = 2 if GATED else 1
     STEPS: gl.constexpr = K // 128
     OWN: gl.constexpr = 256 // PIECES  # rows of out
-    WARPGROUPS: gl.constexpr = BLOCK_M // 64
+    WARPGROUPS: gl.constexpr = (BLOCK_M + 63) // 64
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     entry = entries + gl.program_id(0) // (N // OWN) * 3
     n = gl.program_id(0) % (N // OWN) * OWN
@@ -217,10 +229,13 @@ def _scaled_experts_kernel(
     expert = gl.load(entry)
     first = gl.load(entry + 1)
     stop = gl.load(entry + 2)
+    if BLOCK_M == 32:
+        stop = gl.minimum(stop, first + BLOCK_M)
     if expert >= 0:
-        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS * 2, 32, 128], TILE)
+        BOXES: gl.constexpr = STAGES * (BLOCK_M // 32) + (1 if BLOCK_M == 32 else 0)
+        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, 32, 128], TILE)
         codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
-        x_smem = x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
+        x_smem = x_boxes if BLOCK_M == 32 else x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
         codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -281,7 +296,7 @@ def applies(x: Tensor, weight: Weight) -> bool:
 
 def block_m(pairs: float) -> int:
     """How many pairs a tile has, for experts with so many on average."""
-    return 64 if pairs <= 48 else 128
+    return 32 if pairs <= 16 else 64 if pairs <= 48 else 128
 
 
 def launch(
@@ -304,10 +319,10 @@ def launch(
     assert x_scale.is_contiguous()
     assert codes.is_contiguous()
     assert weight.scale.is_contiguous()
-    programs = 2 if block_m == 64 else 1  # on a multiprocessor
-    stages = min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
+    programs = 1 if block_m == 128 else 2  # on a multiprocessor
+    stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
     _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
         out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
-        STAGES=stages, num_warps=4, maxnreg=128 if block_m == 64 else None, **pdl_options(x.device),
+        STAGES=stages, num_warps=4, maxnreg=128 if block_m < 128 else None, **pdl_options(x.device),
     )  # fmt: skip

@@ -52,6 +52,7 @@ class Pointers:
 class Shared:
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor | None = None) -> None:
         self.shape, self.dtype = shape, dtype
+        self.following: list[Shared] = []
         if value is not None:
             self.store(value)
 
@@ -72,12 +73,22 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Tensor:
         return self.value.permute(order)
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        """With the parts that follow in memory. What nothing was written to is NaN."""
+        count = shape[0] // self.shape[0]
+        assert count <= len(self.following)
+        joined = torch.cat([part.read() for part in self.following[:count]])
+        return Shared(dtype, shape, layout, joined)
+
 
 class Stages:
     """Shared memory of several parts, each written as a whole. A part that is read must have been written."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object) -> None:
         self.parts = [Shared(dtype, shape[1:], layout) for _ in range(shape[0])]
+        self.dtype, self.layout = dtype, layout
+        for i, part in enumerate(self.parts):
+            part.following = self.parts[i:]
 
     def index(self, i: int) -> Shared:
         return self.parts[int(i)]
