@@ -5,7 +5,8 @@ an expert's weight are the rows of the matrix unit's tile and its tokens the col
 kernel sums the experts of each token, in the order of its ids: no atomics, so the same input gives the same bytes.
 """
 
-# mypy: allow-incomplete-defs, allow-untyped-defs
+# ruff: noqa: RUF005 - kernels have no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first"])
 def _sort_kernel(
-    ids, order, places, tiles, num_pairs, num_tiles, first,
-    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    ids, order, positions, tiles, num_pairs, num_tiles, first,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
-    and end in `order`; expert -1: no tile. With PLACES also where each local pair is in `order`; then the next kernel, which
+    and end in `order`; expert -1: no tile. With POSITIONS also where each local pair is in `order`; then the next kernel, which
     quantises x, may read what this one waits for.
 
     One program for each expert, which writes its pairs and its part of the tiles. That begins, if ONE_EACH, where its pairs
@@ -53,10 +54,10 @@ def _sort_kernel(
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     if PDL:
-        if not PLACES:
+        if not POSITIONS:
             launch_dependents()
         wait_for_inputs()
-        if PLACES:
+        if POSITIONS:
             launch_dependents()
     counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
     for at in range(0, num_pairs, BLOCK):
@@ -70,10 +71,10 @@ def _sort_kernel(
         pair = at + offs
         local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first
         same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
-        place = position + tl.cumsum(same, 0) - same
-        tl.store(order + place, pair, mask=same == 1)
-        if PLACES:
-            tl.store(places + pair, place, mask=same == 1)
+        own = position + tl.cumsum(same, 0) - same
+        tl.store(order + own, pair, mask=same == 1)
+        if POSITIONS:
+            tl.store(positions + pair, own, mask=same == 1)
         if at + BLOCK < num_pairs:
             position += tl.sum(same, 0)
     if expert == E - 1:
@@ -255,9 +256,8 @@ def _grouped_kernel(
     expert = tl.load(entry).to(tl.int64)
     first, stop = tl.load(entry + 1), tl.load(entry + 2)
     if expert >= 0:
-        if PDL:
-            if not GATED:
-                wait_for_inputs()
+        if PDL and not GATED:
+            wait_for_inputs()
         codes += expert * (STORED * BYTES // (4 if KIND == "e2m1" else 1))
         scale += expert * ((STORED + ROWS - 1) // ROWS) * GROUPS
         zero += expert * STORED * GROUPS
@@ -293,9 +293,9 @@ def _sum_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         launch_dependents()
-    locals = ()
+    local_ids = ()
     for i in tl.static_range(CHOSEN):
-        locals = locals + (tl.load(ids + token * CHOSEN + i) - first,)
+        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i) - first,)
     before = tl.zeros([BLOCK], tl.float32)
     if ADD:
         before = tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0).to(tl.float32)
@@ -303,7 +303,7 @@ def _sum_kernel(
         wait_for_inputs()
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHOSEN):
-        mask = (n < N) & (locals[i] >= 0) & (locals[i] < E)
+        mask = (n < N) & (local_ids[i] >= 0) & (local_ids[i] < E)
         total += tl.load(parts + (token * CHOSEN + i) * N + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + token * stride_out + n, (total + before).to(out.dtype.element_ty), mask=n < N)
 
@@ -314,23 +314,25 @@ class Tiles(NamedTuple):
     order: Tensor  # [pairs] int32
     entries: Tensor  # [tiles, 3] int32
     block_m: int
-    places: Tensor | None = None  # ids' shape, int32: where a pair is in `order`; unwritten for those that are not local
+    positions: Tensor | None = (
+        None  # ids' shape, int32: where a pair is in `order`; unwritten for those that are not local
+    )
 
 
-def _sort(ids: Tensor, count: int, first: int, block_m: int, with_places: bool = False) -> Tiles:
+def _sort(ids: Tensor, count: int, first: int, block_m: int, with_positions: bool = False) -> Tiles:
     num_pairs = ids.numel()
     by_blocks = num_pairs // block_m + count
     num_tiles = min(num_pairs, by_blocks)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     entries = torch.empty(num_tiles, 3, dtype=torch.int32, device=ids.device)
-    places = torch.empty_like(ids) if with_places else None
+    positions = torch.empty_like(ids) if with_positions else None
     block = min(max(next_power_of_2(num_pairs), 128), 8192)
     _sort_kernel[(count,)](
-        ids, order, _or(places, order), entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m,
-        ONE_EACH=num_tiles < by_blocks, PLACES=with_places, BLOCK=block, num_warps=min(block // 128, 16),
+        ids, order, _or(positions, order), entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m,
+        ONE_EACH=num_tiles < by_blocks, POSITIONS=with_positions, BLOCK=block, num_warps=min(block // 128, 16),
         **pdl_options(ids.device),
     )  # fmt: skip
-    return Tiles(order, entries, block_m, places)
+    return Tiles(order, entries, block_m, positions)
 
 
 def _tile_height(pairs: float, least: int = 16) -> int:
@@ -455,7 +457,7 @@ def experts(
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
     elif _multiplies_scaled(x, gate_up, down, gate_up_bias, down_bias):
-        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count), with_places=True)
+        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
         _multiply_scaled(x, ids, weights, gate_up, down, activation, parts, tiles, first)
     elif _multiplies_quantized(x, gate_up, down):
         tiles = _sort(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
@@ -504,9 +506,9 @@ def _multiply_scaled(
     first: int,
 ) -> None:  # fmt: skip
     """Both products of codes, into `parts`; what is between them is quantised as x is."""
-    order, entries, block_m, places = tiles
-    assert places is not None
-    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, places, first, len(gate_up))
+    order, entries, block_m, positions = tiles
+    assert positions is not None
+    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, positions, first, len(gate_up))
     inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
     inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
     scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, activation)

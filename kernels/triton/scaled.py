@@ -4,7 +4,8 @@ x gets a scale for each token, or for each group of channels if the weight has t
 `kernels.hopper.scaled_dense` or cuBLAS multiplies, else the kernel here.
 """
 
-# mypy: allow-incomplete-defs, allow-untyped-defs
+# ruff: noqa: RUF005 - kernels have no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(12
 
 
 @triton.jit
-def _rounded(values, TYPE: tl.constexpr, LARGEST: tl.constexpr):
+def _rounded(values, dtype: tl.constexpr, LARGEST: tl.constexpr):
     """Codes of values [GROUPS, GROUP], and the groups' scales [GROUPS, 1]."""
     scale = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), 1e-12) / LARGEST
     rounded = values / scale
-    if TYPE == tl.int8:
+    if dtype == tl.int8:
         rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
-    return rounded.to(TYPE), scale
+    return rounded.to(dtype), scale
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def _quantize_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def _quantize_pairs_kernel(
-    x, ids, places, codes, scale, first, stride_x,
+    x, ids, positions, codes, scale, first, stride_x,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, E: tl.constexpr,
     CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,16 +84,16 @@ def _quantize_pairs_kernel(
     inside = channels < K
     values = tl.load(x + token * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
     rounded, largest = _rounded(values, codes.dtype.element_ty, LARGEST)
-    locals = ()
+    local_ids = ()
     for i in tl.static_range(CHOSEN):
-        locals = locals + (tl.load(ids + token * CHOSEN + i) - first,)
+        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i) - first,)
     if PDL:
         wait_for_inputs()
         launch_dependents()
     rows = ()
     for i in tl.static_range(CHOSEN):
-        local = (locals[i] >= 0) & (locals[i] < E)
-        rows = rows + (tl.load(places + token * CHOSEN + i, mask=local, other=-1).to(tl.int64),)
+        local = (local_ids[i] >= 0) & (local_ids[i] < E)
+        rows = rows + (tl.load(positions + token * CHOSEN + i, mask=local, other=-1).to(tl.int64),)
     for i in tl.static_range(CHOSEN):
         local = rows[i] >= 0
         tl.store(codes + rows[i] * K + channels, rounded, mask=inside & local)
@@ -179,11 +180,11 @@ def quantize_rows(
 
 
 def quantize_pairs(
-    x: Tensor, dtype: torch.dtype, group: int, ids: Tensor, places: Tensor, first: int, count: int
+    x: Tensor, dtype: torch.dtype, group: int, ids: Tensor, positions: Tensor, first: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes [pairs, K] and scales [pairs, K / group] of x [T, K], a row for each pair of a token and a local expert: `places`.
+    """Codes [pairs, K] and scales [pairs, K / group] of x [T, K], a row for each pair of a token and a local expert: `positions`.
 
-    ids, places [T, chosen] int32. Nothing is written to the rows of no pair. See `_quantize_pairs_kernel`.
+    ids, positions [T, chosen] int32. Nothing is written to the rows of no pair. See `_quantize_pairs_kernel`.
     """
     num_tokens, k = x.shape
     assert x.stride(1) == 1
@@ -192,7 +193,7 @@ def quantize_pairs(
     scale = torch.empty(ids.numel(), k // group, dtype=torch.float32, device=x.device)
     block = next_power_of_2(k)
     _quantize_pairs_kernel[(num_tokens,)](
-        x, ids, places, codes, scale, first, x.stride(0), K=k, GROUP=group, GROUPS=block // group, LARGEST=LARGEST[dtype],
+        x, ids, positions, codes, scale, first, x.stride(0), K=k, GROUP=group, GROUPS=block // group, LARGEST=LARGEST[dtype],
         E=count, CHOSEN=ids.shape[1], num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
     )  # fmt: skip
     return codes, scale

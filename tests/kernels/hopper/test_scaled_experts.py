@@ -17,7 +17,17 @@ from tests.support.gluon_on_tensors import run_on_tensors
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
-    helpers = ("_bring", "_ask_weight", "_multiply", "_sums_of_groups", "_quarters", "_store", "_largest", "_activate", "_pairs")
+    helpers = (
+        "_bring",
+        "_ask_weight",
+        "_multiply",
+        "_sums_of_groups",
+        "_quarters",
+        "_store",
+        "_largest",
+        "_activate",
+        "_pairs",
+    )
     run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", helpers)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
     run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))

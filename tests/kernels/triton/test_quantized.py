@@ -129,15 +129,15 @@ def test_quantize_pairs_in_the_order_of_experts(exact_float8: None) -> None:
     torch.manual_seed(0)
     x, ids = torch.randn(21, 512)[:, :384], torch.rand(21, 8).argsort(1)[:, :3].int()
     ids[-1] = -1
-    order, _, _, places = moe._sort(ids, 5, 2, 64, with_places=True)
-    assert places is not None
+    order, _, _, positions = moe._sort(ids, 5, 2, 64, with_positions=True)
+    assert positions is not None
     local = ((ids >= 2) & (ids < 7)).flatten()
     num_local = int(local.sum())
     pairs = order[:num_local].long()
     assert sorted(pairs.tolist()) == local.nonzero().flatten().tolist()
     assert ids.flatten()[pairs].diff().min() >= 0
-    assert torch.equal(places.flatten()[pairs], torch.arange(num_local).int())
-    codes, scale = scaled.quantize_pairs(x, torch.float8_e4m3fn, 128, ids, places, 2, 5)
+    assert torch.equal(positions.flatten()[pairs], torch.arange(num_local).int())
+    codes, scale = scaled.quantize_pairs(x, torch.float8_e4m3fn, 128, ids, positions, 2, 5)
     want = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128)
     assert torch.equal(codes[:num_local].float(), want[0].float()[pairs // 3])
     assert torch.equal(scale[:num_local], want[1][pairs // 3])
