@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.hopper.code_bits import decode_bytes, decode_half, decode_small, scale_of
 from kernels.hopper.matmul_few import _has_matrix_unit, _last, _middle, activate
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
 MAX_QUANTIZED = 8  # likewise, with codes of few bits
@@ -279,13 +279,14 @@ def _few_experts_kernel(
             if GATED:  # in this order: the next kernels read ids before they wait
                 wait_for_inputs()
             launch_dependents()
-        expert = gl.load(ids + own) - first
+        expert = gl.load(ids + own, cache_modifier=EARLY) - first
         mine = (expert >= 0) & (expert < E)
         if not ONE_TOKEN:
             tokens = gl.arange(0, M, layout=gl.SliceLayout(1, IDS))[:, None]
             choices = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, IDS))[None, :]
             pairs = tokens * CHOSEN + choices
-            listed = gl.load(ids + pairs, mask=(tokens < num_tokens) & (choices < CHOSEN), other=-1) - first
+            real = (tokens < num_tokens) & (choices < CHOSEN)
+            listed = gl.load(ids + pairs, mask=real, other=-1, cache_modifier=EARLY) - first
             mine = mine & (gl.min(gl.min(gl.where(listed == expert, pairs, NO_PAIR), 1), 0) == own)
             pair_of = gl.max(gl.where(listed == expert, pairs, -1), 1)
     if mine:

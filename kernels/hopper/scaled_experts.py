@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import _boxes
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import is_hopper, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import EARLY, is_hopper, launch_dependents, pdl_options, wait_for_inputs
 
 GROUP = 128  # channels that one scale is for, and rows of a weight
 SHARED_BYTES = 224_000  # of a multiprocessor
@@ -226,9 +226,9 @@ def _scaled_experts_kernel(
     n = gl.program_id(0) % (N // OWN) * OWN
     if PDL:
         launch_dependents()
-    expert = gl.load(entry)
-    first = gl.load(entry + 1)
-    stop = gl.load(entry + 2)
+    expert = gl.load(entry, cache_modifier=EARLY)
+    first = gl.load(entry + 1, cache_modifier=EARLY)
+    stop = gl.load(entry + 2, cache_modifier=EARLY)
     if BLOCK_M == 32:
         stop = gl.minimum(stop, first + BLOCK_M)
     if expert >= 0:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
 from kernels.triton.scaled import multiplies_e4m3, quantize_pairs
 
@@ -253,8 +253,8 @@ def _grouped_kernel(
         if GATED:  # in this order: the next kernel reads the entries before it waits
             wait_for_inputs()
         launch_dependents()
-    expert = tl.load(entry).to(tl.int64)
-    first, stop = tl.load(entry + 1), tl.load(entry + 2)
+    expert = tl.load(entry, cache_modifier=EARLY).to(tl.int64)
+    first, stop = tl.load(entry + 1, cache_modifier=EARLY), tl.load(entry + 2, cache_modifier=EARLY)
     if expert >= 0:
         if PDL and not GATED:
             wait_for_inputs()
@@ -295,10 +295,10 @@ def _sum_kernel(
         launch_dependents()
     local_ids = ()
     for i in tl.static_range(CHOSEN):
-        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i) - first,)
+        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i, cache_modifier=EARLY) - first,)
     before = tl.zeros([BLOCK], tl.float32)
     if ADD:
-        before = tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0).to(tl.float32)
+        before = tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0, cache_modifier=EARLY).to(tl.float32)
     if PDL:
         wait_for_inputs()
     total = tl.zeros([BLOCK], tl.float32)

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import (
+    EARLY,
+    cdiv,
+    is_hopper,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    wait_for_inputs,
+)
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import scaled_dense as dense
@@ -82,11 +90,11 @@ def _quantize_pairs_kernel(
     group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
     channels = group * GROUP + k
     inside = channels < K
-    values = tl.load(x + token * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + token * stride_x + channels, mask=inside, other=0.0, cache_modifier=EARLY).to(tl.float32)
     rounded, largest = _rounded(values, codes.dtype.element_ty, LARGEST)
     local_ids = ()
     for i in tl.static_range(CHOSEN):
-        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i) - first,)
+        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i, cache_modifier=EARLY) - first,)
     if PDL:
         wait_for_inputs()
         launch_dependents()

@@ -26,7 +26,7 @@ class Pointers:
     def __add__(self, offsets: Tensor | int) -> Pointers:
         return Pointers(self.tensor, self.offsets + offsets)
 
-    def load(self, mask: Tensor | None = None, other: float = 0.0, eviction_policy: str = "") -> Tensor:
+    def load(self, mask: Tensor | None = None, other: float = 0.0, **options: str) -> Tensor:
         """Reads nothing where the mask is False, and nothing outside of the tensor's view of its memory."""
         mask = torch.tensor(True) if mask is None else mask
         mask, offsets = torch.broadcast_tensors(mask, self.offsets)
