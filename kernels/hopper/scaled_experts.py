@@ -3,6 +3,9 @@
 A warpgroup multiplies 64 pairs, which lie side by side in memory, by 256 rows of an expert's weight, one half after the other,
 128 channels a step: as many as have one scale. A step's sums are scaled before they are added up, in float32. Another warp
 asks for codes, stages ahead. Gate and up rows lie side by side in a half, so that one thread has the sums of both.
+
+Tiles of at most 32 pairs are multiplied as 64: the others are those of the next stage, and their sums are not used. So there is
+room for a stage more.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -24,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import _boxes
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.triton.launch import is_hopper, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import EARLY, is_hopper, launch_dependents, pdl_options, wait_for_inputs
 
 GROUP = 128  # channels that one scale is for, and rows of a weight
 SHARED_BYTES = 224_000  # of a multiprocessor
@@ -34,17 +37,17 @@ SHARED_BYTES = 224_000  # of a multiprocessor
 def _bring(
     x_desc, codes_desc, x_smem, codes_smem, full, empty, first, stop, row,
     N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes once its stage is empty: of x 32 pairs at once, those boxes that have any.
 
-    EARLY: the weight's may be asked for before x is there.
+    With PDL the weight's first codes are asked for before x is there.
     """
-    AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
+    AHEAD: gl.constexpr = min(STAGES, STEPS) if PDL else 0
     boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
     for step in gl.static_range(AHEAD):
         _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, step, boxes, N, PIECES, BLOCK_M)
-    if EARLY:
+    if PDL:
         wait_for_inputs()
     for step in range(STEPS):
         stage = step % STAGES
@@ -83,7 +86,7 @@ def _multiply(
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 pairs, if there are any. See `_scaled_experts_kernel`."""
-    if PDL and ACTIVATION == "":
+    if PDL:
         wait_for_inputs()
     first = first + WARPGROUP * 64
     if first < stop:
@@ -126,7 +129,7 @@ def _sums_of_groups(
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
+        x = _pairs(x_smem, stage, WARPGROUP, BLOCK_M)
         sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
         following = gl.minimum(step + 1, steps - 1)
         next_of_x = gl.load(x_scale + following)
@@ -146,6 +149,15 @@ def _sums_of_groups(
         of_rows = next_of_rows
         of_more = next_of_more
     return total0, total1, total2, total3
+
+
+@gluon.jit
+def _pairs(x_smem, stage, WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """[64, 128] codes of x."""
+    if BLOCK_M == 32:
+        return x_smem.index(stage)._reinterpret(x_smem.dtype, [64, 128], x_smem.layout)
+    else:
+        return x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
 
 
 @gluon.jit
@@ -201,29 +213,29 @@ def _scaled_experts_kernel(
     """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
 
     `entries` are of `kernels.triton.moe._sort_kernel`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
-    and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight;
-    then the weight is asked for while the kernel before still runs.
+    and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight.
+    Its first weights are asked for while the kernel before still runs: that one must have waited for `entries` and `order`.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
     STEPS: gl.constexpr = K // 128
     OWN: gl.constexpr = 256 // PIECES  # rows of out
-    WARPGROUPS: gl.constexpr = BLOCK_M // 64
+    WARPGROUPS: gl.constexpr = (BLOCK_M + 63) // 64
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     entry = entries + gl.program_id(0) // (N // OWN) * 3
     n = gl.program_id(0) % (N // OWN) * OWN
-    if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
-        wait_for_inputs()
+    if PDL:
         launch_dependents()
-    elif PDL:
-        launch_dependents()
-    expert = gl.load(entry)
-    first = gl.load(entry + 1)
-    stop = gl.load(entry + 2)
+    expert = gl.load(entry, cache_modifier=EARLY)
+    first = gl.load(entry + 1, cache_modifier=EARLY)
+    stop = gl.load(entry + 2, cache_modifier=EARLY)
+    if BLOCK_M == 32:
+        stop = gl.minimum(stop, first + BLOCK_M)
     if expert >= 0:
-        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS * 2, 32, 128], TILE)
+        BOXES: gl.constexpr = STAGES * (BLOCK_M // 32) + (1 if BLOCK_M == 32 else 0)
+        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, 32, 128], TILE)
         codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
-        x_smem = x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
+        x_smem = x_boxes if BLOCK_M == 32 else x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
         codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -242,7 +254,7 @@ def _scaled_experts_kernel(
                     )),
                     (_bring, (
                         x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
-                        N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
+                        N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
                 [1], [24],
@@ -260,7 +272,7 @@ def _scaled_experts_kernel(
                     )),
                     (_bring, (
                         x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
-                        N, STEPS, PIECES, BLOCK_M, STAGES, gl.constexpr(PDL and not GATED),
+                        N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
                 [4, 1], [240, 24],
@@ -284,7 +296,7 @@ def applies(x: Tensor, weight: Weight) -> bool:
 
 def block_m(pairs: float) -> int:
     """How many pairs a tile has, for experts with so many on average."""
-    return 64 if pairs <= 48 else 128
+    return 32 if pairs <= 16 else 64 if pairs <= 48 else 128
 
 
 def launch(
@@ -307,10 +319,10 @@ def launch(
     assert x_scale.is_contiguous()
     assert codes.is_contiguous()
     assert weight.scale.is_contiguous()
-    programs = 2 if block_m == 64 else 1  # on a multiprocessor
-    stages = min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
+    programs = 1 if block_m == 128 else 2  # on a multiprocessor
+    stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
     _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
         out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
-        STAGES=stages, num_warps=4, maxnreg=128 if block_m == 64 else None, **pdl_options(x.device),
+        STAGES=stages, num_warps=4, maxnreg=128 if block_m < 128 else None, **pdl_options(x.device),
     )  # fmt: skip

@@ -25,9 +25,13 @@ from triton.runtime.jit import JITFunction
 from kernels.triton.compile_processes import CompileMode, CompileProcesses
 
 __all__ = [
-    "cdiv", "compiling_only", "is_hopper", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch", "wait_for_inputs",
+    "EARLY", "cdiv", "compiling_only", "is_hopper", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch",
+    "wait_for_inputs",
 ]  # fmt: skip
 
+# For loads, before `wait_for_inputs`, of what an earlier kernel wrote and the one before this has waited for: from L2, since
+# a multiprocessor's own cache may still hold what was there in the layer before.
+EARLY = tl.constexpr(".cg")
 MAX_COMPILE_THREADS = 16
 MAX_WAITING_THREADS = 128
 

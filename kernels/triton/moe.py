@@ -5,7 +5,8 @@ an expert's weight are the rows of the matrix unit's tile and its tokens the col
 kernel sums the experts of each token, in the order of its ids: no atomics, so the same input gives the same bytes.
 """
 
-# mypy: allow-incomplete-defs, allow-untyped-defs
+# ruff: noqa: RUF005 - kernels have no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from torch import Tensor
 from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
-from kernels.triton.scaled import quantize_rows
+from kernels.triton.scaled import multiplies_e4m3, quantize_pairs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
@@ -39,11 +40,13 @@ PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first"])
 def _sort_kernel(
-    ids, order, tiles, num_pairs, num_tiles, first,
-    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ids, order, positions, tiles, num_pairs, num_tiles, first,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
-    and end in `order`; expert -1: no tile.
+    and end in `order`; expert -1: no tile. With POSITIONS also where each local pair is in `order`; then the next kernel, which
+    quantises x, may read what this one waits for.
 
     One program for each expert, which writes its pairs and its part of the tiles. That begins, if ONE_EACH, where its pairs
     begin, else so that there are enough up to the next expert's whatever the experts' pairs.
@@ -51,23 +54,29 @@ def _sort_kernel(
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     if PDL:
-        launch_dependents()
+        if not POSITIONS:
+            launch_dependents()
         wait_for_inputs()
-    below = tl.zeros([BLOCK], tl.int32)
-    own = tl.zeros([BLOCK], tl.int32)
+        if POSITIONS:
+            launch_dependents()
+    counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
     for at in range(0, num_pairs, BLOCK):
         local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
-        below += ((local >= 0) & (local < expert)).to(tl.int32)
-        own += (local == expert).to(tl.int32)
-    start = tl.sum(below, 0)
-    stop = start + tl.sum(own, 0)
+        counts += ((local >= 0) & (local < expert)).to(tl.int64) + ((local == expert).to(tl.int64) << 32)
+    count = tl.sum(counts, 0)
+    start = (count & 0xFFFFFFFF).to(tl.int32)
+    stop = start + (count >> 32).to(tl.int32)
     position = start
     for at in range(0, num_pairs, BLOCK):
         pair = at + offs
         local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first
         same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
-        tl.store(order + position + tl.cumsum(same, 0) - same, pair, mask=same == 1)
-        position += tl.sum(same, 0)
+        own = position + tl.cumsum(same, 0) - same
+        tl.store(order + own, pair, mask=same == 1)
+        if POSITIONS:
+            tl.store(positions + pair, own, mask=same == 1)
+        if at + BLOCK < num_pairs:
+            position += tl.sum(same, 0)
     if expert == E - 1:
         for at in range(stop, num_pairs, BLOCK):
             tl.store(order + at + offs, 0, mask=at + offs < num_pairs)
@@ -235,16 +244,20 @@ def _grouped_kernel(
     """
     BYTES: tl.constexpr = K // HALVES
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    STORED: tl.constexpr = N if ACTIVATION == "" else 2 * N
+    GATED: tl.constexpr = ACTIVATION != ""
+    STORED: tl.constexpr = 2 * N if GATED else N
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     entry = tiles + tl.program_id(0) // blocks * 3
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
+        if GATED:  # in this order: the next kernel reads the entries before it waits
+            wait_for_inputs()
         launch_dependents()
-        wait_for_inputs()
-    expert = tl.load(entry).to(tl.int64)
+    expert = tl.load(entry, cache_modifier=EARLY).to(tl.int64)
+    first, stop = tl.load(entry + 1, cache_modifier=EARLY), tl.load(entry + 2, cache_modifier=EARLY)
     if expert >= 0:
-        first, stop = tl.load(entry + 1), tl.load(entry + 2)
+        if PDL and not GATED:
+            wait_for_inputs()
         codes += expert * (STORED * BYTES // (4 if KIND == "e2m1" else 1))
         scale += expert * ((STORED + ROWS - 1) // ROWS) * GROUPS
         zero += expert * STORED * GROUPS
@@ -272,20 +285,27 @@ def _sum_kernel(
     parts, ids, add_to, out, first, stride_out,
     N: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's sum over its experts, from parts [pair, N]."""
+    """A piece of a token's sum over its experts, from parts [pair, N].
+
+    It reads all but the parts at once: the experts' first kernels waited for it before they let the next ones start.
+    """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         launch_dependents()
+    local_ids = ()
+    for i in tl.static_range(CHOSEN):
+        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i, cache_modifier=EARLY) - first,)
+    before = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        before = tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0, cache_modifier=EARLY).to(tl.float32)
+    if PDL:
         wait_for_inputs()
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHOSEN):
-        local = tl.load(ids + token * CHOSEN + i) - first
-        mask = (n < N) & (local >= 0) & (local < E)
+        mask = (n < N) & (local_ids[i] >= 0) & (local_ids[i] < E)
         total += tl.load(parts + (token * CHOSEN + i) * N + n, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        total += tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + token * stride_out + n, total.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + token * stride_out + n, (total + before).to(out.dtype.element_ty), mask=n < N)
 
 
 class Tiles(NamedTuple):
@@ -294,20 +314,25 @@ class Tiles(NamedTuple):
     order: Tensor  # [pairs] int32
     entries: Tensor  # [tiles, 3] int32
     block_m: int
+    positions: Tensor | None = (
+        None  # ids' shape, int32: where a pair is in `order`; unwritten for those that are not local
+    )
 
 
-def _sort(ids: Tensor, count: int, first: int, block_m: int) -> Tiles:
+def _sort(ids: Tensor, count: int, first: int, block_m: int, with_positions: bool = False) -> Tiles:
     num_pairs = ids.numel()
     by_blocks = num_pairs // block_m + count
     num_tiles = min(num_pairs, by_blocks)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     entries = torch.empty(num_tiles, 3, dtype=torch.int32, device=ids.device)
+    positions = torch.empty_like(ids) if with_positions else None
     block = min(max(next_power_of_2(num_pairs), 128), 8192)
     _sort_kernel[(count,)](
-        ids, order, entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m, ONE_EACH=num_tiles < by_blocks,
-        BLOCK=block, num_warps=min(block // 128, 16), **pdl_options(ids.device),
+        ids, order, _or(positions, order), entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m,
+        ONE_EACH=num_tiles < by_blocks, POSITIONS=with_positions, BLOCK=block, num_warps=min(block // 128, 16),
+        **pdl_options(ids.device),
     )  # fmt: skip
-    return Tiles(order, entries, block_m)
+    return Tiles(order, entries, block_m, positions)
 
 
 def _tile_height(pairs: float, least: int = 16) -> int:
@@ -422,6 +447,8 @@ def experts(
     parts = torch.empty(ids.numel(), hidden, dtype=torch.float32 if wide else x.dtype, device=x.device)
     configs = _few_configs(x, inner, gate_up, down, chosen)
     if configs is not None:
+        if _rounds_e4m3(x.device, gate_up, down):
+            inner = inner.view(torch.float16)
         few.launch(x, gate_up, gate_up_bias, ids, weights, inner, configs[0], activation=activation, first=first)
         if num_tokens == 1:
             few.launch(
@@ -430,8 +457,8 @@ def experts(
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
     elif _multiplies_scaled(x, gate_up, down, gate_up_bias, down_bias):
-        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count))
-        _multiply_scaled(x, weights, gate_up, down, activation, parts, tiles)
+        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
+        _multiply_scaled(x, ids, weights, gate_up, down, activation, parts, tiles, first)
     elif _multiplies_quantized(x, gate_up, down):
         tiles = _sort(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
         _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles)
@@ -457,7 +484,7 @@ def _multiply_quantized(
     activation: str, parts: Tensor, tiles: Tiles,
 ) -> None:  # fmt: skip
     """Both products, into `parts`."""
-    order, entries, block_m = tiles
+    order, entries, block_m, _ = tiles
     in_order, inner = quantized_experts.gather(x, order, weights.shape[1], gate_up, down)
     quantized_experts.launch(in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, activation, down)
     quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
@@ -475,26 +502,38 @@ def _multiplies_scaled(
 
 
 def _multiply_scaled(
-    x: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles
-) -> None:
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles,
+    first: int,
+) -> None:  # fmt: skip
     """Both products of codes, into `parts`; what is between them is quantised as x is."""
-    order, entries, block_m = tiles
-    codes, scale = quantize_rows(x, gate_up.codes.dtype, group=gate_up.group, order=order, chosen=weights.shape[1])
+    order, entries, block_m, positions = tiles
+    assert positions is not None
+    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, positions, first, len(gate_up))
     inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
     inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
     scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, activation)
     scaled.launch(inner, inner_scale, down, weights, order, entries, parts, None, block_m)
 
 
+def _rounds_e4m3(device: torch.device, *weights: Weight) -> bool:
+    """Whether the weights are e4m3 codes, of a checkpoint that rounds activations, and the device converts them itself."""
+    return multiplies_e4m3(device) and all(
+        isinstance(each, QuantizedWeight) and each.kind == "e4m3" and each.rounds_activations for each in weights
+    )
+
+
 def _few_configs(
     x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
 ) -> tuple[few.Config, few.Config] | None:
     """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
-    if few is None or len(x) > few.MAX_FEW:
+    if few is None:
+        return None
+    half = _rounds_e4m3(x.device, gate_up, down)
+    if len(x) > (few.MAX_HALF if half else few.MAX_FEW):
         return None
     is_e2m1 = isinstance(gate_up, QuantizedWeight) and gate_up.kind == "e2m1"
     if is_e2m1 and len(x) > MAX_FEW_E2M1 and _multiplies_quantized(x, gate_up, down):
         return None
-    first = few.config(x, gate_up, len(x), True)
-    second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1)
+    first = few.config(x, gate_up, len(x), True, half=half)
+    second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1, half)
     return None if first is None or second is None else (first, second)

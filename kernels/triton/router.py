@@ -1,7 +1,7 @@
 """The routers of mixtures of experts, in Triton: the logits of all experts, then each token's best.
 
 Of few tokens a program computes one token's logits for some experts, and the RMSNorm before them; else the matrix unit
-does, or cuBLAS where nothing is float32. A second kernel has one program for each token.
+does, or cuBLAS for many tokens where nothing is float32. A second kernel has one program for each token.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -17,9 +17,10 @@ from kernels.moe import Router
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
-MAX_FEW = 64  # tokens whose logits are not worth a tile of the matrix unit
+MAX_FEW = 16  # tokens whose logits are not worth a tile of the matrix unit
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 MAX_PARTS = 8  # of logits: each is written and read again
+MAX_SHORT = 512  # tokens up to which cuBLAS, which interrupts the chain of dependent launches, is slower
 
 
 @triton.jit
@@ -54,6 +55,24 @@ def _few_logits_kernel(
     tl.store(logits + token * E + e, tl.sum(w * values[None, :], 1) + b, mask=e < E)
 
 
+@triton.jit
+def _add_product(acc, xk, wk, WIDE: tl.constexpr, SPLIT: tl.constexpr):
+    """acc + xk · wk; see `_logits_kernel`."""
+    if SPLIT:
+        high = wk.to(tl.bfloat16)
+        rest = wk - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(xk, low, acc)
+        acc = tl.dot(xk, middle, acc)
+        acc = tl.dot(xk, high, acc)
+    elif WIDE:
+        acc = tl.dot(xk.to(tl.float32), wk.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(xk, wk, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
     x, weight, bias, logits, num_tokens, stride_x, num_channels,
@@ -62,33 +81,28 @@ def _logits_kernel(
 ):  # fmt: skip
     """logits [parts, M, E] by the matrix unit, each part of `num_channels`, a multiple of BLOCK_K.
 
-    WIDE: x or the weight is float32. SPLIT: the weight is, x is bfloat16, and each weight is the sum of three bfloat16.
+    WIDE: x or the weight is float32. SPLIT: the weight is, x is bfloat16, and each weight is the sum of three bfloat16. The
+    first weights are read while the kernel before still runs.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     k = tl.arange(0, BLOCK_K)
     tokens, rows = tl.minimum(m, num_tokens - 1).to(tl.int64), tl.minimum(e, E - 1)
+    x_pointers = x + tokens[:, None] * stride_x + k[None, :]
+    w_pointers = weight + rows[None, :] * HIDDEN + k[:, None]
+    start = part * num_channels
     if PDL:
         launch_dependents()
+    wk = tl.load(w_pointers + start, mask=(start + k < HIDDEN)[:, None], other=0.0)
+    if PDL:
         wait_for_inputs()
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for at in range(part * num_channels, tl.minimum((part + 1) * num_channels, HIDDEN), BLOCK_K):
-        inside = at + k < HIDDEN
-        xk = tl.load(x + tokens[:, None] * stride_x + (at + k)[None, :], mask=inside[None, :], other=0.0)
-        wk = tl.load(weight + rows[None, :] * HIDDEN + (at + k)[:, None], mask=inside[:, None], other=0.0)
-        if SPLIT:
-            high = wk.to(tl.bfloat16)
-            rest = wk - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            acc = tl.dot(xk, low, acc)
-            acc = tl.dot(xk, middle, acc)
-            acc = tl.dot(xk, high, acc)
-        elif WIDE:
-            acc = tl.dot(xk.to(tl.float32), wk.to(tl.float32), acc, input_precision="tf32x3")
-        else:
-            acc = tl.dot(xk, wk, acc)
+    xk = tl.load(x_pointers + start, mask=(start + k < HIDDEN)[None, :], other=0.0)
+    acc = _add_product(tl.zeros([BLOCK_M, BLOCK_E], tl.float32), xk, wk, WIDE, SPLIT)
+    for at in range(start + BLOCK_K, tl.minimum(start + num_channels, HIDDEN), BLOCK_K):
+        xk = tl.load(x_pointers + at, mask=(at + k < HIDDEN)[None, :], other=0.0)
+        wk = tl.load(w_pointers + at, mask=(at + k < HIDDEN)[:, None], other=0.0)
+        acc = _add_product(acc, xk, wk, WIDE, SPLIT)
     if BIAS:
         acc += tl.where(part == 0, tl.load(bias + rows).to(tl.float32), 0.0)[None, :]
     mask = (m < num_tokens)[:, None] & (e < E)[None, :]
@@ -111,11 +125,11 @@ def _best(keys, index, NONE: tl.constexpr):
 
 
 @triton.jit
-def _summed(logits, at, mask, num_parts, stride_part):
-    """Logits from their parts, in order; -inf where the mask is False."""
+def _summed(logits, at, mask, num_parts, stride_part, MAX_PARTS: tl.constexpr):
+    """Logits from their parts, in order, all loaded at once; -inf where the mask is False."""
     z = tl.load(logits + at, mask=mask, other=-float("inf"))
-    for part in range(1, num_parts):
-        z += tl.load(logits + part * stride_part + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, MAX_PARTS):
+        z += tl.load(logits + part * stride_part + at, mask=mask & (part < num_parts), other=0.0)
     return z
 
 
@@ -123,10 +137,10 @@ def _summed(logits, at, mask, num_parts, stride_part):
 def _top_k_kernel(
     logits, correction, slots, ids, weights, scale, num_parts, stride_part,
     E: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTION: tl.constexpr, SLOTS: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTION: tl.constexpr, SLOTS: tl.constexpr, MAX_PARTS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's experts, from its logits as [groups, experts of a group], each in `num_parts` parts."""
+    """One token's experts, from its logits as [groups, experts of a group], each in `num_parts` <= MAX_PARTS parts."""
     SIZE: tl.constexpr = E // GROUPS
     SMALLEST: tl.constexpr = -2147483648
     token = tl.program_id(0).to(tl.int64)
@@ -139,7 +153,7 @@ def _top_k_kernel(
         more = tl.load(correction + index, mask=inside, other=0.0)
     if PDL:
         wait_for_inputs()
-    z = _summed(logits, token * E + index, inside, num_parts, stride_part)
+    z = _summed(logits, token * E + index, inside, num_parts, stride_part, MAX_PARTS)
     largest = tl.max(tl.max(z, 1), 0)
     total = tl.sum(tl.sum(tl.exp(z - largest), 1), 0)
     choice = z
@@ -167,7 +181,7 @@ def _top_k_kernel(
         at = _best(keys, index, E)
         chosen = tl.where(j == i, at, chosen)
         keys = tl.where(index == at, SMALLEST, keys)
-    of_chosen = _summed(logits, token * E + chosen, j < CHOSEN, num_parts, stride_part)
+    of_chosen = _summed(logits, token * E + chosen, j < CHOSEN, num_parts, stride_part, MAX_PARTS)
     if SCORING == "softmax_chosen" or (SCORING == "softmax" and RENORMALISE):
         of_chosen = tl.exp(of_chosen - tl.max(of_chosen, 0))
         of_chosen /= tl.sum(of_chosen, 0)
@@ -220,15 +234,15 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_tokens, hidden = x.shape
     count = len(weight)
     wide = torch.float32 in (x.dtype, weight.dtype)
-    if x.is_cuda and not wide:
+    if x.is_cuda and not wide and num_tokens > MAX_SHORT:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return (logits if bias is None else logits.add_(bias)).unsqueeze(0)
     split = x.dtype == torch.bfloat16 and weight.dtype == torch.float32
     block_m, most_e = (16, 64) if num_tokens <= 2048 else (64, 128)
     block_e = min(max(next_power_of_2(count), 16), most_e)
-    block_k = 128 if not wide else 64 if split and block_m == 16 else 32
+    block_k = 256 if not wide else 128 if split and block_m == 16 else 32
     tiles = cdiv(num_tokens, block_m), cdiv(count, block_e)
-    # Few tokens have few tiles, which would wait for one step's numbers after the other.
+    # Few tokens have few tiles, which would wait for one step's numbers after the other: each part is a step or two.
     parts = min(max(NUM_PROGRAMS // max(tiles[0] * tiles[1], 1), 1), MAX_PARTS)
     num_channels = cdiv(cdiv(hidden, block_k), parts) * block_k
     parts = cdiv(hidden, num_channels)
@@ -236,7 +250,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _logits_kernel[(*tiles, parts)](
         x, weight, weight if bias is None else bias, logits, num_tokens, x.stride(0), num_channels,
         E=count, HIDDEN=hidden, WIDE=wide, SPLIT=split, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e,
-        BLOCK_K=block_k, num_warps=4, num_stages=3, **pdl_options(x.device),
+        BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4, num_stages=3 if block_k == 32 else 2, **pdl_options(x.device),
     )  # fmt: skip
     return logits
 
@@ -253,7 +267,7 @@ def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tenso
             rule.scale, num_parts, logits.stride(0), E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
             CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
             RENORMALISE=rule.renormalise, CORRECTION=correction is not None, SLOTS=slots is not None,
-            BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
+            MAX_PARTS=next_power_of_2(num_parts), BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
             BLOCK_C=next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
     return ids, weights

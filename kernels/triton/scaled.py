@@ -4,7 +4,8 @@ x gets a scale for each token, or for each group of channels if the weight has t
 `kernels.hopper.scaled_dense` or cuBLAS multiplies, else the kernel here.
 """
 
-# mypy: allow-incomplete-defs, allow-untyped-defs
+# ruff: noqa: RUF005 - kernels have no unpacking
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from kernels.quantized_weight import QuantizedWeight
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import (
+    EARLY,
+    cdiv,
+    is_hopper,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    wait_for_inputs,
+)
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import scaled_dense as dense
@@ -28,14 +37,23 @@ LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(12
 
 
 @triton.jit
+def _rounded(values, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes of values [GROUPS, GROUP], and the groups' scales [GROUPS, 1]."""
+    scale = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), 1e-12) / LARGEST
+    rounded = values / scale
+    if dtype == tl.int8:
+        rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
+    return rounded.to(dtype), scale
+
+
+@triton.jit
 def _quantize_kernel(
-    x, norm_weight, order, codes, scale, eps, stride_x, stride_row, stride_group,
-    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr,
-    CHOSEN: tl.constexpr, PDL: tl.constexpr,
+    x, norm_weight, codes, scale, eps, stride_x, stride_row, stride_group,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """codes [M, K] and scale [M, ceil(K / GROUP)], of any strides, of x [M, K], or of its norm: one program for a row.
 
-    With CHOSEN: x has a row for each token, `order` [M] is of pairs, of which each token has so many. GROUP is a power of two.
+    GROUP is a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
@@ -43,23 +61,51 @@ def _quantize_kernel(
     inside = channels < K
     if PDL:
         launch_dependents()
-        wait_for_inputs()
-    if CHOSEN:
-        source = tl.load(order + row).to(tl.int64) // CHOSEN
-    else:
-        source = row
-    values = tl.load(x + source * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         g = tl.load(norm_weight + channels, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        wait_for_inputs()
+    values = tl.load(x + row * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
         values = values * tl.rsqrt(tl.sum(tl.sum(values * values, 1), 0) / K + eps)
         values = values.to(x.dtype.element_ty).to(tl.float32) * g
         values = values.to(x.dtype.element_ty).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), 1e-12) / LARGEST  # [GROUPS, 1]
-    rounded = values / largest
-    if codes.dtype.element_ty == tl.int8:
-        rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
-    tl.store(codes + row * K + channels, rounded.to(codes.dtype.element_ty), mask=inside)
+    rounded, largest = _rounded(values, codes.dtype.element_ty, LARGEST)
+    tl.store(codes + row * K + channels, rounded, mask=inside)
     tl.store(scale + row * stride_row + group * stride_group, largest, mask=group * GROUP < K)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _quantize_pairs_kernel(
+    x, ids, positions, codes, scale, first, stride_x,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, E: tl.constexpr,
+    CHOSEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """codes [pair in order, K] and scale [pair in order, K / GROUP] of x [T, K]: a program rounds a token for all its pairs.
+
+    Must follow `kernels.triton.moe._sort_kernel`: that waits for x and ids before this kernel starts. This one waits for
+    the sort before the next kernel starts, which then may read the tiles at once.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
+    channels = group * GROUP + k
+    inside = channels < K
+    values = tl.load(x + token * stride_x + channels, mask=inside, other=0.0, cache_modifier=EARLY).to(tl.float32)
+    rounded, largest = _rounded(values, codes.dtype.element_ty, LARGEST)
+    local_ids = ()
+    for i in tl.static_range(CHOSEN):
+        local_ids = local_ids + (tl.load(ids + token * CHOSEN + i, cache_modifier=EARLY) - first,)
+    if PDL:
+        wait_for_inputs()
+        launch_dependents()
+    rows = ()
+    for i in tl.static_range(CHOSEN):
+        local = (local_ids[i] >= 0) & (local_ids[i] < E)
+        rows = rows + (tl.load(positions + token * CHOSEN + i, mask=local, other=-1).to(tl.int64),)
+    for i in tl.static_range(CHOSEN):
+        local = rows[i] >= 0
+        tl.store(codes + rows[i] * K + channels, rounded, mask=inside & local)
+        tl.store(scale + rows[i] * (K // GROUP) + group, largest, mask=(group * GROUP < K) & local)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -117,17 +163,13 @@ def quantize_rows(
     by_group: bool = False,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    order: Tensor | None = None,
-    chosen: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
 
     `by_group`: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4. Nothing
-    is written to the last ones. `order` [pairs] int32: a row for each pair, that of its token; each token has `chosen`.
+    is written to the last ones.
     """
-    assert (order is None) == (chosen == 0)
-    k = x.shape[1]
-    num_rows = len(x) if order is None else len(order)
+    num_rows, k = x.shape
     block = next_power_of_2(k)
     width = group or block
     num_codes = cdiv(num_rows, 4) * 4 if by_group else num_rows
@@ -138,10 +180,30 @@ def quantize_rows(
     assert x.stride(1) == 1
     if num_rows:
         _quantize_kernel[(num_rows,)](
-            x, x if norm_weight is None else norm_weight, x if order is None else order, codes, scale, eps, x.stride(0),
-            *strides, K=k, GROUP=width, GROUPS=block // width, LARGEST=LARGEST[dtype], NORM=norm_weight is not None,
-            CHOSEN=chosen, num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
+            x, x if norm_weight is None else norm_weight, codes, scale, eps, x.stride(0), *strides, K=k, GROUP=width,
+            GROUPS=block // width, LARGEST=LARGEST[dtype], NORM=norm_weight is not None,
+            num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
+    return codes, scale
+
+
+def quantize_pairs(
+    x: Tensor, dtype: torch.dtype, group: int, ids: Tensor, positions: Tensor, first: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Codes [pairs, K] and scales [pairs, K / group] of x [T, K], a row for each pair of a token and a local expert: `positions`.
+
+    ids, positions [T, chosen] int32. Nothing is written to the rows of no pair. See `_quantize_pairs_kernel`.
+    """
+    num_tokens, k = x.shape
+    assert x.stride(1) == 1
+    assert k % group == 0
+    codes = torch.empty(ids.numel(), k, dtype=dtype, device=x.device)
+    scale = torch.empty(ids.numel(), k // group, dtype=torch.float32, device=x.device)
+    block = next_power_of_2(k)
+    _quantize_pairs_kernel[(num_tokens,)](
+        x, ids, positions, codes, scale, first, x.stride(0), K=k, GROUP=group, GROUPS=block // group, LARGEST=LARGEST[dtype],
+        E=count, CHOSEN=ids.shape[1], num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
+    )  # fmt: skip
     return codes, scale
 
 

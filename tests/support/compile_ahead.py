@@ -238,6 +238,14 @@ def parts() -> None:
     sum_parts(tensor(3, 60, 512, dtype=F32), out, bias=bias, residual=out)
 
 
+def pairs() -> None:
+    """Of tokens and experts, quantised in the experts' order."""
+    from kernels.triton.scaled import quantize_pairs
+
+    ids = tensor(60, 4, dtype=I32)
+    quantize_pairs(tensor(60, 1024), torch.int8, 128, ids, ids, 0, 32)
+
+
 def collectives(dtype: torch.dtype) -> None:
     from kernels.triton import collectives
 
@@ -294,6 +302,7 @@ VARIANTS: list[Callable[[], None]] = [
     prepare,
     parts,
     embedding,
+    pairs,
 ]
 
 

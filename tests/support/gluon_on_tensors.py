@@ -26,7 +26,7 @@ class Pointers:
     def __add__(self, offsets: Tensor | int) -> Pointers:
         return Pointers(self.tensor, self.offsets + offsets)
 
-    def load(self, mask: Tensor | None = None, other: float = 0.0, eviction_policy: str = "") -> Tensor:
+    def load(self, mask: Tensor | None = None, other: float = 0.0, **options: str) -> Tensor:
         """Reads nothing where the mask is False, and nothing outside of the tensor's view of its memory."""
         mask = torch.tensor(True) if mask is None else mask
         mask, offsets = torch.broadcast_tensors(mask, self.offsets)
@@ -52,6 +52,7 @@ class Pointers:
 class Shared:
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor | None = None) -> None:
         self.shape, self.dtype = shape, dtype
+        self.following: list[Shared] = []
         if value is not None:
             self.store(value)
 
@@ -72,12 +73,22 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Tensor:
         return self.value.permute(order)
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        """With the parts that follow in memory. What nothing was written to is NaN."""
+        count = shape[0] // self.shape[0]
+        assert count <= len(self.following)
+        joined = torch.cat([part.read() for part in self.following[:count]])
+        return Shared(dtype, shape, layout, joined)
+
 
 class Stages:
     """Shared memory of several parts, each written as a whole. A part that is read must have been written."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object) -> None:
         self.parts = [Shared(dtype, shape[1:], layout) for _ in range(shape[0])]
+        self.dtype, self.layout = dtype, layout
+        for i, part in enumerate(self.parts):
+            part.following = self.parts[i:]
 
     def index(self, i: int) -> Shared:
         return self.parts[int(i)]
@@ -196,8 +207,8 @@ def run_on_tensors(
     def layout(*args: object, **options: object) -> None: ...
 
     gluon = SimpleNamespace(
-        constexpr=Constant, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, uint8=torch.uint8,
-        int16=torch.int16, int32=torch.int32, static_range=range, where=_where,
+        constexpr=Constant, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
+        uint8=torch.uint8, int16=torch.int16, int32=torch.int32, static_range=range, where=_where,
         max=torch.amax, min=torch.amin, rsqrt=torch.rsqrt, exp=torch.exp,
         NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
         SwizzledSharedLayout=layout, NVMMASharedLayout=layout,

@@ -17,7 +17,17 @@ from tests.support.gluon_on_tensors import run_on_tensors
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
-    helpers = ("_bring", "_ask_weight", "_multiply", "_sums_of_groups", "_quarters", "_store", "_largest", "_activate")
+    helpers = (
+        "_bring",
+        "_ask_weight",
+        "_multiply",
+        "_sums_of_groups",
+        "_quarters",
+        "_store",
+        "_largest",
+        "_activate",
+        "_pairs",
+    )
     run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", helpers)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
     run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
@@ -39,9 +49,21 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
     assert (added.double() - want - residual).norm() < 8e-3 * want.norm()
 
 
+def test_tiles_of_32_pairs(without_layouts: Any) -> None:
+    """More steps than stages; some experts have more than 32 pairs. What a stage has of the next one's is not used."""
+    assert scaled_experts.block_m(42 * 3 / 8) == 32
+    check(42, 512, 256, first=1)
+    ids = torch.zeros(40, 1, dtype=torch.int32)
+    x, weights = torch.randn(40, 256).bfloat16(), torch.rand(40, 1)
+    gate_up, down = random_experts("fp8 blocks", 6, 256, 256), random_experts("fp8 blocks", 6, 256, 128)
+    want = rounded_experts(x, ids, weights, gate_up, down, "silu", first=0)
+    assert (moe.experts(x, ids, weights, gate_up, down).double() - want).norm() < 8e-3 * want.norm()
+
+
 def test_tiles_of_64_pairs(without_layouts: Any) -> None:
-    """More steps than stages, and fewer than 33 pairs of an expert: only half of a tile of x is asked for."""
-    check(40, 512, 256, first=1)
+    """More steps than stages, and fewer than 33 pairs of some experts: only half of a tile of x is asked for."""
+    assert scaled_experts.block_m(72 * 3 / 8) == 64
+    check(72, 512, 256, first=1)
 
 
 def test_tiles_of_128_pairs(without_layouts: Any) -> None:

@@ -73,13 +73,21 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize(
-    ("dtype", "num_tokens", "num_parts"),
-    [(torch.bfloat16, 65, 5), (torch.bfloat16, 700, 5), (torch.bfloat16, 1100, 3), (torch.float16, 65, 6)],
+    ("dtype", "weight_dtype", "num_tokens", "num_parts"),
+    [
+        (torch.bfloat16, torch.float32, 65, 5),
+        (torch.bfloat16, torch.float32, 700, 5),
+        (torch.bfloat16, torch.float32, 1100, 3),
+        (torch.float16, torch.float32, 65, 6),
+        (torch.bfloat16, torch.bfloat16, 33, 3),
+        (torch.bfloat16, torch.bfloat16, 1700, 2),
+    ],
 )
-def test_logits_in_parts(dtype: torch.dtype, num_tokens: int, num_parts: int) -> None:
-    """Of float32 weights as exact as float32, in parts that need not be equal."""
+def test_logits_in_parts(dtype: torch.dtype, weight_dtype: torch.dtype, num_tokens: int, num_parts: int) -> None:
+    """As exact as float32, also with float32 weights, in parts that need not be equal."""
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(num_tokens, 530).to(dtype), torch.randn(60, 530) / 23, torch.randn(60)
+    x, bias = torch.randn(num_tokens, 530).to(dtype), torch.randn(60)
+    weight = (torch.randn(60, 530) / 23).to(weight_dtype)
     got = router._logits(x, weight, bias)
     want = x.double() @ weight.double().T + bias
     assert len(got) == num_parts

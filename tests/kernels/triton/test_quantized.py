@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import QuantizedWeight, Weight, pack_e2m1, reference
-from kernels.triton import matmul, quantized, scaled
+from kernels.triton import matmul, moe, quantized, scaled
 from kernels.triton.norm import rms_norm
 from tests.oracles.random_weights import FORMS, random_weight
 
@@ -146,6 +146,25 @@ def test_quantize_rows_by_group(num_rows: int, exact_float8: None) -> None:
     plain = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128)
     assert torch.equal(codes[:num_rows].float(), plain[0].float())
     assert torch.equal(scale[:num_rows], plain[1])
+
+
+def test_quantize_pairs_in_the_order_of_experts(exact_float8: None) -> None:
+    """Each pair of a token and a local expert gets its token's row; experts 2 to 6 of 8 are local, and one token is padding."""
+    torch.manual_seed(0)
+    x, ids = torch.randn(21, 512)[:, :384], torch.rand(21, 8).argsort(1)[:, :3].int()
+    ids[-1] = -1
+    order, _, _, positions = moe._sort(ids, 5, 2, 64, with_positions=True)
+    assert positions is not None
+    local = ((ids >= 2) & (ids < 7)).flatten()
+    num_local = int(local.sum())
+    pairs = order[:num_local].long()
+    assert sorted(pairs.tolist()) == local.nonzero().flatten().tolist()
+    assert ids.flatten()[pairs].diff().min() >= 0
+    assert torch.equal(positions.flatten()[pairs], torch.arange(num_local).int())
+    codes, scale = scaled.quantize_pairs(x, torch.float8_e4m3fn, 128, ids, positions, 2, 5)
+    want = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128)
+    assert torch.equal(codes[:num_local].float(), want[0].float()[pairs // 3])
+    assert torch.equal(scale[:num_local], want[1][pairs // 3])
 
 
 def test_a_gpu_that_cannot_multiply_e4m3_keeps_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
