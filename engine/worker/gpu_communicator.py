@@ -100,7 +100,7 @@ class GpuCommunicator(GroupCommunicator):
         sizes = {"small": 2 * size * 8 * words, "large": 2 * size * LARGE_BYTES, "flags": 4 * size * programs}
         if size == 2:
             sizes |= OverlappedSum.sizes
-        memory = PeerMemory(device, sizes)
+        memory = self._memory = PeerMemory(device, sizes)  # which must live as long as the addresses in it are used
 
         def calls(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
