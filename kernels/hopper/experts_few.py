@@ -1,4 +1,4 @@
-"""The experts of up to 8 tokens, or 16 with e4m3 codes, in Gluon: three kernels, or two for one token.
+"""The experts of up to 8 tokens, in Gluon: three kernels, or two for one token.
 
 As in `kernels.hopper.matmul_few`, a thread loads the weights of a row straight into the registers from which the matrix unit
 takes them, codes of few bits as in `kernels.hopper.quantized_few`. A program of the first kernel multiplies some rows of
@@ -32,7 +32,6 @@ from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_
 
 MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
 MAX_QUANTIZED = 8  # likewise, with codes of few bits
-MAX_HALF = 16  # with e4m3 codes that become float16: two tiles, since decoding takes little time
 NO_PAIR = gl.constexpr(1 << 30)
 
 
@@ -454,17 +453,12 @@ def _choose(kind: str, row: int, halves: int, group: int, streams: int, experts:
     warps = 8 if small or (experts > 1 and chunks % 8 == 0) else 4
     columns = max(next_power_of_2(num_tokens), 8)
     registers = chunk * size * streams // 8 + chunk * halves * columns // 64  # of a thread for one step
-    ahead = max(min((100 if columns == 8 else 128) // registers, chunks // warps, 3 if small else 6), 1)
+    ahead = max(min(100 // registers, chunks // warps, 3 if small else 6), 1)
     return Config(16, warps, chunk, ahead, 16 if blocks and chunk >= 64 and num_tokens > 1 else 8, staged)
 
 
-def config(
-    x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int = 1, half: bool = False
-) -> Config | None:
-    """How to multiply x by the experts' weight, `experts` of them after one another; None where the kernel does not apply.
-
-    half: e4m3 codes become float16.
-    """
+def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int = 1) -> Config | None:
+    """How to multiply x by the experts' weight, `experts` of them after one another; None where the kernel does not apply."""
     codes = weight.codes if isinstance(weight, QuantizedWeight) else weight
     _, n, row = codes.shape
     streams = 2 if gated else 1
@@ -477,11 +471,7 @@ def config(
     ):
         return None
     if isinstance(weight, QuantizedWeight):
-        if (
-            num_tokens > (MAX_HALF if half else MAX_QUANTIZED)
-            or weight.order is not None
-            or (n // streams) % weight.rows != 0
-        ):
+        if num_tokens > MAX_QUANTIZED or weight.order is not None or (n // streams) % weight.rows != 0:
             return None
         return _choose(weight.kind, row, x.shape[1] // row, weight.group, streams, experts, num_tokens)
     return _choose("float", row, 1, row, streams, experts, num_tokens)

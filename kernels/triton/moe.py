@@ -526,14 +526,11 @@ def _few_configs(
     x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
 ) -> tuple[few.Config, few.Config] | None:
     """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
-    if few is None:
-        return None
-    half = _rounds_e4m3(x.device, gate_up, down)
-    if len(x) > (few.MAX_HALF if half else few.MAX_FEW):
+    if few is None or len(x) > few.MAX_FEW:
         return None
     is_e2m1 = isinstance(gate_up, QuantizedWeight) and gate_up.kind == "e2m1"
     if is_e2m1 and len(x) > MAX_FEW_E2M1 and _multiplies_quantized(x, gate_up, down):
         return None
-    first = few.config(x, gate_up, len(x), True, half=half)
-    second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1, half)
+    first = few.config(x, gate_up, len(x), True)
+    second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1)
     return None if first is None or second is None else (first, second)

@@ -71,8 +71,9 @@ def test_experts_of_few_bits(form: str, without_layouts: Any) -> None:
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks"])
 def test_e4m3_codes_become_float16(form: str, without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "multiplies_e4m3", lambda device: True)
-    for num_tokens, activation, biased in ((1, "silu", False), (3, "clamped_swiglu", True), (11, "silu", False)):
-        check(form, num_tokens, activation, biased, 1)
+    for num_tokens in (1, 3):
+        for activation, biased in (("silu", False), ("clamped_swiglu", True)):
+            check(form, num_tokens, activation, biased, 1)
 
 
 @pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "mxfp4"])
