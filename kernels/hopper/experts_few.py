@@ -327,7 +327,7 @@ def _few_experts_kernel(
                             WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                         ),
                     )  # fmt: skip
-            if PDL:  # of gate and up it is over: but the compiler moves no load behind it, so all these are in flight at once
+            if PDL and not GATED:
                 wait_for_inputs()
         for i in gl.static_range(AHEAD):
             xs = xs + (_load_x(x, ids, x_row, x_real, first, i, stride_x, X, E, BYTES, CHUNK, WARPS, HALVES, EXPERTS),)
