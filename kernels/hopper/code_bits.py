@@ -56,9 +56,6 @@ def _half(body: str, results: str, zero: str = "") -> gl.constexpr:
 INT4_BY_OPERAND = INT4.replace("0xc308c308", "$5")  # a zero point as in `_shifted`
 INT4_LOW, INT4_HIGH = _half(INT4_BY_OPERAND, "ab"), _half(INT4_BY_OPERAND, "cd")
 E2M1_LOW, E2M1_HIGH = _half(E2M1_SMALL, "ab"), _half(E2M1_SMALL, "cd")
-E4M3_HALF = gl.constexpr(
-    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-)
 TWO = gl.constexpr((gl.bfloat16,) * 2)
 FOUR = gl.constexpr((gl.bfloat16,) * 4)
 EIGHT = gl.constexpr((gl.bfloat16,) * 8)
@@ -77,12 +74,6 @@ def decode_bytes(codes, KIND: gl.constexpr):
     else:
         TEXT: gl.constexpr = INT4_BYTES if KIND == "int4" else E2M1_BYTES
         return gl.inline_asm_elementwise(TEXT, "=r,=r,=r,=r,r", [codes], dtype=TWO, is_pure=True, pack=4)
-
-
-@gluon.jit
-def decode_half(codes):
-    """uint8 codes of e4m3 → float16, in two instructions for four codes instead of ten. Needs compute capability 8.9."""
-    return gl.inline_asm_elementwise(E4M3_HALF, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.jit

@@ -6,9 +6,6 @@ gate and up of one expert by all tokens that chose it, so each weight is read on
 Then down is the same product, and a last kernel sums a token's experts. Of a single token, the products with its experts'
 down matrices are one product over the channels of all of them, whose warps find their expert's weights by its id. Down
 begins to load while the kernel before it still runs.
-
-Where checkpoints let x be rounded, e4m3 codes are decoded to float16, which takes a fifth of the instructions that bfloat16
-does, and multiplied by x / 16 as float16: exact from 0.001 to a million, and within 5e-7 below.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -25,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.hopper.code_bits import decode_bytes, decode_half, decode_small, scale_of
+from kernels.hopper.code_bits import decode_bytes, decode_small, scale_of
 from kernels.hopper.matmul_few import _has_matrix_unit, _last, _middle, activate
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -167,34 +164,15 @@ def _enlarge(xs, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def _as_half(xs, HALVES: gl.constexpr):
-    """Channels / 16 as float16."""
-    small = ()
-    for half in gl.static_range(HALVES):
-        small = small + ((xs[half].to(gl.float32) * 0.0625).to(gl.float16),)
-    return small
-
-
-@gluon.jit
-def _decode(codes, KIND: gl.constexpr, SMALL: gl.constexpr, HALF: gl.constexpr):
-    if SMALL:
-        return decode_small(codes)
-    elif HALF:
-        return (decode_half(codes),)
-    else:
-        return decode_bytes(codes, KIND)
-
-
-@gluon.jit
 def _add_step(
-    total, step, staged, i, xs, SHAPE: gl.constexpr, MMA: gl.constexpr, KIND: gl.constexpr, HALVES: gl.constexpr,
-    ZERO: gl.constexpr, FACTOR: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr, HALF: gl.constexpr,
+    total, step, staged, i, xs, SHAPE: gl.constexpr, MMA: gl.constexpr, KIND: gl.constexpr,
+    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr,
 ):  # fmt: skip
     """total + the products of one step's weights and channels; see `_stage_scales`."""
     if KIND == "float":
         return mma_v2(step[0], xs[0], total)
     else:
-        parts = _decode(step[0], KIND, SMALL, HALF)
+        parts = decode_small(step[0]) if SMALL else decode_bytes(step[0], KIND)
         for half in gl.static_range(HALVES):
             w = parts[half]
             if ZERO:
@@ -226,14 +204,14 @@ def _few_experts_kernel(
     EXPERTS: gl.constexpr, ONE_TOKEN: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
     AHEAD: gl.constexpr, WARPS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr,
-    HALF: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one expert, for all pairs of a token and that expert: the first such pair's program does it.
 
     With ACTIVATION: from tokens x [T, K] to the activation of gate and up, times the routing weights: out [pair, N]; the
     weight has 2N rows. Else from x [pair, K] to out [pair, N]. With EXPERTS > 1, from x [pair, K] of the only token to the
-    sum over its pairs, out [1, N], plus `residual`. A warp takes CHUNK bytes of a row at a time. HALF: what is between both
-    products is float16, a sixteenth of its value.
+    sum over its pairs, out [1, N], plus `residual`. A warp takes CHUNK bytes of a row at a time.
     """
     BYTES: gl.constexpr = K // HALVES
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
@@ -375,14 +353,12 @@ def _few_experts_kernel(
                 )
             if SMALL:
                 xi = _enlarge(xi, HALVES)
-            if HALF and GATED:
-                xi = _as_half(xi, HALVES)
             total = _add_step(
-                total, step, staged, i, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR, STAGED, SMALL, HALF
+                total, step, staged, i, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR, STAGED, SMALL
             )  # fmt: skip
             if GATED:
                 up_total = _add_step(
-                    up_total, up_step, up_staged, i, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR, STAGED, SMALL, HALF
+                    up_total, up_step, up_staged, i, xi, SHAPE, MMA, KIND, HALVES, ZERO, FACTOR, STAGED, SMALL
                 )  # fmt: skip
 
         SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
@@ -390,8 +366,6 @@ def _few_experts_kernel(
         if GATED:
             up_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED, up_total)
         result = gl.sum(total_smem.load(SUM), 0)
-        if HALF:
-            result *= 16.0
         n = row + gl.arange(0, BLOCK_N, layout=ROWS_OF_SUM)
         stored = pair >= 0
         mask = stored[None, :] & (n < N)[:, None]
@@ -412,14 +386,10 @@ def _few_experts_kernel(
                 b = gl.load(bias + expert * STORED + n).to(gl.float32)[:, None]
             if GATED:
                 up = gl.sum(up_smem.load(SUM), 0)
-                if HALF:
-                    up *= 16.0
                 if BIAS:
                     result += b
                     up += gl.load(bias + expert * STORED + N + n).to(gl.float32)[:, None]
                 result = _activate(result, up, ACTIVATION) * weight
-                if HALF:
-                    result *= 0.0625
             elif BIAS:
                 result += b * weight
         gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
@@ -491,7 +461,7 @@ def launch(
     residual: Tensor | None = None,
     first: int = 0,
 ) -> None:
-    """See `_few_experts_kernel`; HALF if x or out is float16."""
+    """See `_few_experts_kernel`."""
     num_tokens, chosen = ids.shape
     n, k = out.shape[1], x.shape[1]
     assert x.stride(1) == out.stride(1) == 1
@@ -513,9 +483,9 @@ def launch(
         CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
         HALVES=halves, ZERO=kind != "float" and zero is not None, FACTOR=kind != "float" and factor is not None,
         BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, WIDTH=config.width,
-        STAGED=staged, SMALL=staged > 0 and kind == "e2m1" and zero is None,
-        HALF=torch.float16 in (x.dtype, out.dtype), ACTIVATION=activation, BIAS=bias is not None,
-        RESIDUAL=residual is not None, num_warps=config.warps, **pdl_options(x.device),
+        STAGED=staged, SMALL=staged > 0 and kind == "e2m1" and zero is None, ACTIVATION=activation,
+        BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
+        **pdl_options(x.device),
     )  # fmt: skip
 
 

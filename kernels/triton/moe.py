@@ -23,7 +23,7 @@ from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
 from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
-from kernels.triton.scaled import multiplies_e4m3, quantize_pairs
+from kernels.triton.scaled import quantize_pairs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
@@ -447,8 +447,6 @@ def experts(
     parts = torch.empty(ids.numel(), hidden, dtype=torch.float32 if wide else x.dtype, device=x.device)
     configs = _few_configs(x, inner, gate_up, down, chosen)
     if configs is not None:
-        if _rounds_e4m3(x.device, gate_up, down):
-            inner = inner.view(torch.float16)
         few.launch(x, gate_up, gate_up_bias, ids, weights, inner, configs[0], activation=activation, first=first)
         if num_tokens == 1:
             few.launch(
@@ -513,13 +511,6 @@ def _multiply_scaled(
     inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
     scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, activation)
     scaled.launch(inner, inner_scale, down, weights, order, entries, parts, None, block_m)
-
-
-def _rounds_e4m3(device: torch.device, *weights: Weight) -> bool:
-    """Whether the weights are e4m3 codes, of a checkpoint that rounds activations, and the device converts them itself."""
-    return multiplies_e4m3(device) and all(
-        isinstance(each, QuantizedWeight) and each.kind == "e4m3" and each.rounds_activations for each in weights
-    )
 
 
 def _few_configs(

@@ -19,13 +19,12 @@ from tests.support.gluon_on_tensors import run_on_tensors
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (
         "_middle", "_last", "_chunks", "_of_chunk", "_load", "_load_step", "_load_x", "_stage_scales", "_enlarge",
-        "_as_half", "_decode", "_add_step", "_activate", "activate",
+        "_add_step", "_activate", "activate",
     )  # fmt: skip
     run_on_tensors(monkeypatch, few, "_few_experts_kernel", helpers)
     monkeypatch.setattr(few, "NO_PAIR", 1 << 30)
     monkeypatch.setattr(few, "decode_bytes", values_of)
     monkeypatch.setattr(few, "decode_small", lambda codes: tuple(v * 2.0**-126 for v in values_of(codes, "e2m1")))
-    monkeypatch.setattr(few, "decode_half", lambda codes: values_of(codes, "e4m3")[0].half())
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 
@@ -66,14 +65,6 @@ def test_experts(num_tokens: int, activation: str, biased: bool, first: int, wit
 def test_experts_of_few_bits(form: str, without_layouts: Any) -> None:
     for num_tokens in (1, 3):
         check(form, num_tokens, "gelu_tanh", True, 1)
-
-
-@pytest.mark.parametrize("form", ["fp8", "fp8 blocks"])
-def test_e4m3_codes_become_float16(form: str, without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "multiplies_e4m3", lambda device: True)
-    for num_tokens in (1, 3):
-        for activation, biased in (("silu", False), ("clamped_swiglu", True)):
-            check(form, num_tokens, activation, biased, 1)
 
 
 @pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "mxfp4"])
