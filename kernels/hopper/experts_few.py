@@ -4,8 +4,8 @@ As in `kernels.hopper.matmul_few`, a thread loads the weights of a row straight 
 takes them, codes of few bits as in `kernels.hopper.quantized_few`. A program of the first kernel multiplies some rows of
 gate and up of one expert by all tokens that chose it, so each weight is read once; it also applies the routing weight.
 Then down is the same product, and a last kernel sums a token's experts. Of a single token, the products with its experts'
-down matrices are one product over the channels of all of them, whose warps find their expert's weights by its id. Down
-begins to load while the kernel before it still runs.
+down matrices are one product over the channels of all of them, whose warps find their expert's weights by its id, and
+which begins to load while the kernel before it still runs.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -232,9 +232,7 @@ def _few_experts_kernel(
     ROWS_OF_SUM: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
     TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, X))
-    IDS: gl.constexpr = gl.BlockedLayout(  # each warp has all
-        [max(M * CHOICES // 32, 1), 1], [32 // CHOICES, CHOICES], [WARPS, 1], [1, 0]
-    )
+    IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // CHOICES, CHOICES], [WARPS, 1], [1, 0])
     own = gl.program_id(0) // BLOCKS
     row = gl.program_id(0) % BLOCKS * BLOCK_N
     early = ()
@@ -253,9 +251,8 @@ def _few_experts_kernel(
         if PDL:
             wait_for_inputs()
     else:
-        if PDL:
-            if GATED:  # in this order: the next kernels read ids before they wait
-                wait_for_inputs()
+        if PDL:  # in this order: the next kernel reads ids before it waits
+            wait_for_inputs()
             launch_dependents()
         expert = gl.load(ids + own, cache_modifier=EARLY) - first
         mine = (expert >= 0) & (expert < E)
@@ -305,8 +302,6 @@ def _few_experts_kernel(
                             WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                         ),
                     )  # fmt: skip
-            if PDL and not GATED:
-                wait_for_inputs()
         for i in gl.static_range(AHEAD):
             xs = xs + (_load_x(x, ids, x_row, x_real, first, i, stride_x, X, E, BYTES, CHUNK, WARPS, HALVES, EXPERTS),)
         staged = ()
