@@ -232,6 +232,8 @@ def _choose(num_tokens: int, n: int, k: int, swiglu: bool) -> Config | None:
         block_m, parts = 64, 66 // rows
     elif rows <= 33 and steps >= 64:
         block_m, parts = 128, 66 // rows
+    elif rows == 8 and steps >= 32:
+        block_m, parts = 64, 4
     else:
         return None
     parts = max(min(parts, steps // 4, MAX_PARTS), 1)
