@@ -1,129 +1,24 @@
-"""A step as it runs on a GPU, without one: all of it but the hardware. Triton's interpreter runs the kernels.
-
-Its device is an accelerator that does all work at once, and whose graphs are the captured work, done again.
-"""
+"""A step as it runs on a GPU, without one: all of it but the hardware."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import pytest
-import torch
 
-import kernels
-from engine import options
-from engine.config import EngineConfig
-from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
-from engine.engine import Engine
-from engine.input_processor import InputProcessor
-from engine.worker import latent_expander, startup
-from engine.worker.device import CpuDevice, Graph, Memory
+from engine.worker import latent_expander
 from engine.worker.latent_expander import LatentExpander
-from kernels import reference
 
 pytest.importorskip("triton")
 
 from tests.oracles.families import make_checkpoint
-from tests.support.quick_interpreter import quicken
-
-R = TypeVar("R")
-REQUESTS = {
-    "greedy": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=9)),
-    "long prompt": (list(range(40)), SamplingParams(temperature=0, max_tokens=4)),
-    "sampled": ([9] * 13, SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1, max_tokens=7)),
-    "special": ([1, 2], SamplingParams(temperature=0.8, repetition_penalty=1.3, logprobs=2, seed=2, max_tokens=6)),
-    "scored": ([8, 3, 8, 3, 8], SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2)),
-    "word": ([3, 1], SamplingParams(seed=3, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-p]{4}"))),
-    "word, scored": (
-        [3, 2],
-        SamplingParams(logprobs=1, seed=4, max_tokens=5, structured_outputs=StructuredOutputs(regex="[k-z]{4}")),
-    ),
-    "word, unlike": (
-        [3, 3],
-        SamplingParams(
-            temperature=0.9,
-            top_k=9,
-            presence_penalty=2,
-            seed=5,
-            max_tokens=5,
-            structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
-        ),
-    ),
-    "late": ([4] * 30, SamplingParams(temperature=0, max_tokens=5)),
-}
-
-
-@dataclass
-class Replayed:
-    """A graph whose replay is the captured work, done again."""
-
-    work: Callable[[], Any]
-    result: Any
-    num_replays: int = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        for captured, again in zip(self.result or (), self.work() or (), strict=True):
-            captured.copy_(again)
-
-
-@dataclass(frozen=True)
-class InterpretedGPU(CpuDevice):
-    """An accelerator whose memory is the CPU's, whose work is done when it is queued."""
-
-    is_accelerator = True
-    graphs: ClassVar[list[Replayed]] = []
-
-    def memory(self) -> Memory:
-        return Memory(total=1 << 30, free=1 << 29, used=0, peak=1 << 20)
-
-    def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
-        graph = Replayed(work, work())
-        self.graphs.append(graph)
-        return graph, graph.result
+from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken()
-    for module, names in kernels.BACKENDS["cuda"].items():
-        for name in names:
-            monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))
-    monkeypatch.setattr(kernels, "pack_weight", reference.pack_weight)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
-    monkeypatch.setattr(options, "find_device", lambda name: InterpretedGPU())
-    monkeypatch.setattr(startup, "compile_kernels", lambda *_: None)  # the interpreter would run what it launches
-    monkeypatch.setattr(InterpretedGPU, "graphs", [])
-
-
-def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
-    config = EngineConfig(
-        model=str(model), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24,
-        block_size=8, num_gpu_blocks_override=8, **settings,
-    )  # fmt: skip
-    engine = Engine(config)
-    input_processor = InputProcessor.load(config)
-    tokens: dict[str, list[int]] = {name: [] for name in names}
-    for name in tokens:
-        if name != "late":
-            prompt, sampling = REQUESTS[name]
-            engine.add_request(input_processor.check(EngineRequest(name, prompt, sampling)))
-    steps = 0
-    while engine.has_work():
-        steps += 1
-        if steps == 6 and "late" in tokens:
-            engine.add_request(EngineRequest("late", *REQUESTS["late"]))
-        for output in engine.step():
-            tokens[output.request_id] += output.new_token_ids
-    engine.close()
-    return tokens
+    interpret(monkeypatch)
 
 
 def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRequest) -> None:

@@ -1,0 +1,130 @@
+"""Two ranks as they run on two GPUs, without any: all but the hardware. Triton's interpreter runs the kernels.
+
+The second rank is a fork of this process. Both map the memory through which their kernels exchange tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.worker import gpu_communicator, ranks
+from engine.worker.gpu_communicator import LARGE_BYTES, GpuCommunicator
+from engine.worker.launcher import Follower, Location, Lost
+from engine.worker.startup import Membership
+
+pytest.importorskip("triton")
+
+from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
+from tests.support.unwritten import unwritten_is_nan
+
+SIZE = 2
+
+
+class SharedMemory:
+    """`PeerMemory`, of tensors that forks share."""
+
+    memory: tuple[Tensor, ...] = ()  # of each rank
+
+    def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
+        self._offsets, total = {}, 0
+        for name, size in sizes.items():
+            self._offsets[name], total = total, total + -(-size // 1024) * 1024
+        assert total <= len(self.memory[0])
+
+    def of(self, rank: int, name: str, length: int, dtype: torch.dtype) -> Tensor:
+        return self.memory[rank][self._offsets[name] :][: length * dtype.itemsize].view(dtype)
+
+    def addresses(self, name: str) -> Tensor:
+        return torch.tensor([self.of(rank, name, 1, torch.uint8).data_ptr() for rank in range(SIZE)])
+
+
+class Fork:
+    """A follower in a fork of this process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.connection, theirs = Pipe()
+        self._pid = os.fork()
+        self.where = f"pid {self._pid}"
+        if self._pid == 0:
+            self._follow(theirs)
+        theirs.close()
+
+    def _follow(self, connection: Connection) -> None:
+        code = 1
+        try:
+            ranks.follow(connection)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def send(self, data: bytes) -> None:
+        self.connection.send_bytes(data)
+
+    def expect_end(self) -> None:
+        pass
+
+    def end(self, kill: bool) -> None:
+        if kill:
+            os.kill(self._pid, 9)
+        assert os.waitpid(self._pid, 0)[1] == 0 or kill
+        self.connection.close()
+
+
+class ForkLauncher:
+    folder: Path  # for the ranks to meet
+
+    def __init__(self, num_ranks: int) -> None:
+        assert num_ranks == SIZE
+        self.locations = [Location("", rank) for rank in range(num_ranks)]
+
+    def start(self, lost: Lost) -> Sequence[Follower]:
+        return [Fork(1)]
+
+    @contextmanager
+    def rendezvous(self) -> Iterator[str]:
+        yield f"file://{self.folder}/store"
+
+    def close(self) -> None:
+        pass
+
+
+def join(build: ranks.Build) -> Membership:
+    dist.init_process_group("gloo", init_method=build.rendezvous, rank=build.rank, world_size=SIZE)
+    return Membership(build.options, GpuCommunicator(torch.device("cpu")), None)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    interpret(monkeypatch)
+    memory = tuple(torch.zeros(5 * LARGE_BYTES, dtype=torch.uint8).share_memory_() for _ in range(SIZE))
+    monkeypatch.setattr(SharedMemory, "memory", memory)
+    monkeypatch.setattr(gpu_communicator, "PeerMemory", SharedMemory)
+    monkeypatch.setattr(gpu_communicator.OverlappedSum, "sizes", {})
+    monkeypatch.setattr(gpu_communicator.OverlappedSum, "__init__", lambda *_: None)
+    monkeypatch.setattr(ForkLauncher, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: SIZE)
+    monkeypatch.setattr(ranks, "LocalLauncher", ForkLauncher)
+    monkeypatch.setattr(ranks, "join", join)
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes of the interpreter")
+def test_tokens_are_those_of_one_rank(tiny_model: Path, request: pytest.FixtureRequest) -> None:
+    expected = answers(tiny_model)
+    request.getfixturevalue("two_gpus")
+    with unwritten_is_nan():
+        assert answers(tiny_model, tensor_parallel_size=SIZE) == expected
+    assert all(graph.num_replays for graph in InterpretedGPU.graphs[::2])
