@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
+import time
 from pathlib import Path
 
 import torch
@@ -35,16 +37,27 @@ WORDS = [
     "many",
 ]
 NUM_PROMPTS, NUM_TOKENS = 100, 48
+STUCK_SECONDS = 60  # after which the stacks of all threads are printed
 BF16_DIFFERING = 0.5  # of greedy texts: sums of bfloat16 in another order decide near-ties otherwise
 
 
 def _answers(num_ranks: int, dtype: str, prompts: list[str], params: list[SamplingParams]) -> list[list[int]]:
+    begin = time.perf_counter()
     llm = LLM(
         str(DEMO), dtype=dtype, tensor_parallel_size=num_ranks, max_num_seqs=64, max_num_batched_tokens=256,
         kv_cache_memory_bytes=64 << 20,
     )  # fmt: skip
+    ready = time.perf_counter()
+    faulthandler.dump_traceback_later(STUCK_SECONDS)
     answers = llm.generate(prompts, params, use_tqdm=False)
+    faulthandler.cancel_dump_traceback_later()
+    done = time.perf_counter()
     llm.close()
+    closed = time.perf_counter() - done
+    print(
+        f"{num_ranks} ranks, {dtype}: start {ready - begin:.1f} s, texts {done - ready:.1f} s, end {closed:.1f} s",
+        flush=True,
+    )
     return [answer.outputs[0].token_ids for answer in answers]
 
 
