@@ -64,10 +64,15 @@ def check_windows(checks: Checks) -> None:
                 llm.close()
 
 
+def story_folder() -> Path | None:
+    """The trained model that texts are checked with, if it is on this machine."""
+    root = Path(__file__).resolve().parents[2]
+    return next((base / STORY for base in (root, root.parent) if (base / STORY).is_dir()), None)
+
+
 def check_story(checks: Checks) -> None:
     """A trained Llama in float32: its greedy text, token for token, in chunks of several sizes and by the whole engine."""
-    root = Path(__file__).resolve().parents[2]
-    folder = next((base / STORY for base in (root, root.parent) if (base / STORY).is_dir()), None)
+    folder = story_folder()
     if folder is None:
         print("left out: the story model (it is not on this machine)")
         return
