@@ -14,29 +14,7 @@ from tests.gpu.checks import Checks
 from tests.gpu.models import story_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
-WORDS = [
-    "once",
-    "upon",
-    "a",
-    "time",
-    "the",
-    "little",
-    "fox",
-    "saw",
-    "old",
-    "king",
-    "castle",
-    "river",
-    "what",
-    "is",
-    "quire",
-    "write",
-    "story",
-    "about",
-    "why",
-    "how",
-    "many",
-]
+TEXT = "once upon a time the little fox saw old king castle river what is quire write story about why how many"
 NUM_GREEDY, NUM_SAMPLED, NUM_TOKENS = 200, 50, 48
 KINDS = {"greedy": slice(0, NUM_GREEDY), "sampled": slice(NUM_GREEDY, None)}
 STUCK_SECONDS = 60  # after which the stacks of all threads are printed
@@ -47,7 +25,7 @@ def _answers(folder: Path, num_ranks: int, dtype: str, device: str) -> list[list
     """Greedy texts, then sampled ones, after the same prompts for any number of ranks."""
     chance = random.Random(0)
     count = NUM_GREEDY + NUM_SAMPLED
-    prompts = [" ".join(chance.choices(WORDS, k=chance.randint(2, 40))).capitalize() for _ in range(count)]
+    prompts = [" ".join(chance.choices(TEXT.split(), k=chance.randint(2, 40))).capitalize() for _ in range(count)]
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     sampled = [greedy.clone(temperature=0.8, top_p=0.9, seed=i, logprobs=2) for i in range(NUM_SAMPLED)]
     begin = time.perf_counter()
