@@ -122,9 +122,19 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes of the interpreter")
-def test_tokens_are_those_of_one_rank(tiny_model: Path, request: pytest.FixtureRequest) -> None:
-    expected = answers(tiny_model)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}],
+    ids=["few tokens at once", "prefill graphs"],
+)
+def test_tokens_are_those_of_one_rank(
+    tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any]
+) -> None:
+    expected = answers(tiny_model, **settings)
     request.getfixturevalue("two_gpus")
     with unwritten_is_nan():
-        assert answers(tiny_model, tensor_parallel_size=SIZE) == expected
-    assert all(graph.num_replays for graph in InterpretedGPU.graphs[::2])
+        assert answers(tiny_model, tensor_parallel_size=SIZE, **settings) == expected
+    prefill = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, torch.Tensor)]
+    decode = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, tuple)]
+    assert all(graph.num_replays for graph in (*decode, *prefill))
+    assert bool(prefill) == bool(settings)

@@ -65,8 +65,13 @@ class Replayed:
 
     def replay(self) -> None:
         self.num_replays += 1
-        for captured, again in zip(self.result or (), self.work() or (), strict=True):
+        for captured, again in zip(_tensors(self.result), _tensors(self.work()), strict=True):
             captured.copy_(again)
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    """What captured work has returned: a tensor, several, or None."""
+    return (result,) if isinstance(result, torch.Tensor) else result or ()
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,10 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
+    few = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 8}
     config = EngineConfig(
-        model=str(model), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24,
-        block_size=8, num_gpu_blocks_override=8, **settings,
-    )  # fmt: skip
+        model=str(model), device="cpu", dtype="float32", max_model_len=64, block_size=8, **few | settings
+    )
     engine = Engine(config)
     input_processor = InputProcessor.load(config)
     tokens: dict[str, list[int]] = {name: [] for name in names}
