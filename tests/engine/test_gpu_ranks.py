@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
