@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
@@ -55,7 +56,8 @@ class Fork:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.connection, theirs = Pipe()
-        self._pid = os.fork()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, from Python 3.12 on
+            self._pid = os.fork()
         self.where = f"pid {self._pid}"
         if self._pid == 0:
             self._follow(theirs)
