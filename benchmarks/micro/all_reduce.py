@@ -19,9 +19,10 @@ from torch import Tensor
 from benchmarks.gpu import need_gpus
 from engine.worker.communicator import GroupCommunicator
 from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
+from kernels.triton import collectives
 
 WIDTH, VOCAB, CALLS, REPLAYS = 4096, 128256, 20, 20
-MIDDLE_BYTES = 4 << 20  # up to this size, the kernel of small tensors and the one-shot sum are timed
+MIDDLE_BYTES = 4 << 20  # up to this size, PyTorch's one-shot sum is timed
 PORT = "29533"
 
 
@@ -55,12 +56,12 @@ def _rank(rank: int, size: int, rows: list[int], products: list[int]) -> None:
 
 
 def _sums(ours: GpuCommunicator, nccl: GroupCommunicator, x: Tensor) -> dict[str, float]:
-    residual, kernels = torch.zeros_like(x), ours._kernels
+    residual = torch.zeros_like(x)
     calls: dict[str, Callable[[], object]] = {"chosen": lambda: ours.add_sum(residual, x)}
     if x.nbytes <= SMALL_BYTES:
-        calls["tags"] = lambda: kernels.all_reduce_small(x, ours._small, residual)
+        calls["tags"] = lambda: collectives.all_reduce_small(x, ours.small, residual)
     if x.nbytes <= LARGE_BYTES:
-        calls["flags"] = lambda: kernels.all_reduce(x, ours._large, residual)
+        calls["flags"] = lambda: collectives.all_reduce(x, ours.large, residual)
     if x.nbytes <= MIDDLE_BYTES:
         calls["one-shot"] = _one_shot(x, residual)
     calls["NCCL"] = lambda: nccl.add_sum(residual, x)

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import kernels
-from benchmarks.gpu import need_gpus
-from benchmarks.micro.sampling import microseconds
+from benchmarks.gpu import microseconds, need_gpus
 from benchmarks.report.result_files import save
 from engine.machine import environment
 from kernels import Kind, QuantizedWeight, Router, Weight

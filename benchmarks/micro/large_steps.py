@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 import kernels
-from benchmarks.gpu import need_gpus
+from benchmarks.gpu import microseconds, need_gpus
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3840, 15360, 16, 8, 256, 16
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 BANDWIDTH = 4.3e12  # bytes a second that an H200 copies; reads and writes are both counted
 EPS = 1e-6
-CALLS, REPLAYS = 10, 10
 
 
 class Layer:
@@ -76,25 +75,6 @@ class Layer:
         add_and_norm(kernels.linear(inner, self.down))
 
 
-def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Of one call, back to back in a graph; the median of several replays."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    for i, event in enumerate(events):
-        event.record()
-        if i < REPLAYS:
-            graph.replay()
-    torch.cuda.synchronize()
-    spans = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-    return 1e3 * float(spans[len(spans) // 2]) / calls
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
@@ -102,6 +82,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     need_gpus("benchmarks.micro.large_steps")
     torch.manual_seed(0)
+    device = torch.device("cuda")
     layer = Layer(args.tokens)
     row = layer.hidden.nbytes
     cases: dict[str, tuple[Callable[[], object], int]] = {
@@ -116,15 +97,13 @@ def main(argv: list[str]) -> int:
     }
     print(f"{torch.cuda.get_device_name()}, {args.tokens} tokens")
     for name, (call, num_bytes) in cases.items():
-        us = microseconds(call)
+        us = microseconds(call, device)
         print(f"{name:26} {us:8.1f} us, {num_bytes / us / 1e6:5.2f} TB/s, floor {1e6 * num_bytes / BANDWIDTH:8.1f} us")
     if args.layer:
         ways = {"one kernel": layer.add_and_norm, "apart": layer.add_and_norm_apart}
         for _, (name, way) in itertools.product(range(3), ways.items()):
-            print(
-                f"layer without attention, {name:10} {microseconds(partial(layer.whole, way), calls=4):9.1f} us",
-                flush=True,
-            )
+            us = microseconds(partial(layer.whole, way), device, calls=4)
+            print(f"layer without attention, {name:10} {us:9.1f} us", flush=True)
     return 0
 
 

@@ -10,16 +10,14 @@ ones with a standard deviation of 3, which leave nucleus sampling thousands of t
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kernels
+from benchmarks.gpu import microseconds
 from benchmarks.report.result_files import save
 from engine.machine import environment
 from kernels import Part
@@ -32,7 +30,6 @@ FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top_k, t
     "top_k 1000": (1.0, 1000, 1.0, 0.0),
     "min_p 0.05": (1.0, 0, 1.0, 0.05),
 }
-CALLS = 20  # in a graph
 NUM_LIKELY = 300
 
 
@@ -91,29 +88,6 @@ def measure(logits: Tensor, filters: tuple[float, int, float, float]) -> dict[st
 
     first = microseconds(plain, device)
     return {"us": first if filters[1:] == (0, 1.0, 0.0) else microseconds(both, device), "plain_us": first}
-
-
-def microseconds(call: Callable[[], None], device: torch.device) -> float:
-    """Of one call, the median; on a GPU inside a graph, as an engine runs it."""
-    call()
-    if device.type == "cpu":
-        start = time.perf_counter()
-        call()
-        return 1e6 * (time.perf_counter() - start)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times: list[float] = []
-    for _ in range(8):
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_event.record()
-        graph.replay()
-        end_event.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start_event.elapsed_time(end_event) / CALLS)
-    return statistics.median(times[1:])
 
 
 if __name__ == "__main__":

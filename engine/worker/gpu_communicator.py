@@ -105,9 +105,9 @@ class GpuCommunicator(GroupCommunicator):
         def calls(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        self._small = collectives.Channel(rank, words, memory.addresses("small"), calls(words // collectives.WORDS))
+        self.small = collectives.Channel(rank, words, memory.addresses("small"), calls(words // collectives.WORDS))
         buffers, flags = memory.addresses("large"), memory.addresses("flags")
-        self._large = collectives.Channel(rank, LARGE_BYTES, buffers, calls(programs), flags)
+        self.large = collectives.Channel(rank, LARGE_BYTES, buffers, calls(programs), flags)
         self._overlapped = OverlappedSum(device, memory, rank, collectives.add_arrived) if size == 2 else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class GpuCommunicator(GroupCommunicator):
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         fits = x.is_contiguous() and out.is_contiguous() and x[:1].nbytes <= LARGE_BYTES
-        gathered: Tensor = self._kernels.all_gather(x, self._large, out) if fits else super().all_gather(x, out)
+        gathered: Tensor = self._kernels.all_gather(x, self.large, out) if fits else super().all_gather(x, out)
         return gathered
 
     def _is_large(self, x: Tensor) -> bool:
@@ -139,11 +139,11 @@ class GpuCommunicator(GroupCommunicator):
         return fits and self._overlapped is not None and not torch.cuda.is_current_stream_capturing()
 
     def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        is_small = 0 < self._kernels.num_words(x) <= self._small.capacity
+        is_small = 0 < self._kernels.num_words(x) <= self.small.capacity
         total: Tensor = (
-            self._kernels.all_reduce_small(x, self._small, residual)
+            self._kernels.all_reduce_small(x, self.small, residual)
             if is_small
-            else self._kernels.all_reduce(x, self._large, residual)
+            else self._kernels.all_reduce(x, self.large, residual)
         )
         return total
 

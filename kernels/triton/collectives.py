@@ -24,14 +24,15 @@ from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for
 WORDS = 512  # words of 32 bits that a program sums
 BLOCK = 4096  # elements of a larger tensor that a program writes at once
 PROGRAMS = 256  # of a larger tensor
-NUM_WARPS = 8  # of these
+NUM_WARPS = 8  # of a program for a larger tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
     """This rank's end of the buffers through which all ranks exchange tensors of one kind of size.
 
-    Small tensors, `tags`: a buffer is 2 · size · capacity int64. Larger tensors, `flags`: it is 2 · size · capacity bytes.
+    Without flags it is for small tensors, and a buffer is 2 · size · capacity int64. With flags it is for larger ones, and a
+    buffer is 2 · size · capacity bytes.
     """
 
     rank: int
@@ -117,8 +118,8 @@ def _wait_for_flag(flag, call):
 
 
 @triton.jit
-def _send(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
-          BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+def _exchange(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+              BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     """Write this program's blocks of x into all peers' buffers, then wait until theirs have arrived here."""
     program = tl.program_id(0)
     for i in tl.static_range(1, SIZE):
@@ -150,7 +151,7 @@ def _all_reduce_kernel(
         wait_for_inputs()
     call = tl.load(calls + program) + 1
     half = (call & 1) * (SIZE * CAPACITY)
-    _send(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, PROGRAMS)
+    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, PROGRAMS)
     buffer = _address(buffers, RANK, x.dtype.element_ty) + half
     for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -182,7 +183,7 @@ def _all_gather_kernel(
     call = tl.load(calls + program) + 1
     half = (call & 1) * (SIZE * CAPACITY)
     size = num_rows * N
-    _send(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, PROGRAMS)
+    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, PROGRAMS)
     buffer = _address(buffers, RANK, x.dtype.element_ty) + half
     for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -202,6 +203,7 @@ def _all_gather_kernel(
 def _add_arrived_kernel(
     residual, own, arrived, flag, number, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """residual += own + arrived, all of num_vectors · VECTOR elements, once the flag has the number."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -222,7 +224,7 @@ def _vectors(count: int, most: int) -> tuple[int, int]:
 
 
 def num_words(x: Tensor) -> int:
-    """Of 32 bits; 0 for a tensor that a channel with tags does not sum."""
+    """Of 32 bits; 0 for a tensor that `all_reduce_small` does not sum."""
     fits = (
         x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous() and x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
     )
@@ -232,7 +234,7 @@ def num_words(x: Tensor) -> int:
 def all_reduce_small(x: Tensor, channel: Channel, residual: Tensor | None = None) -> Tensor:
     """The sum of all ranks' x in x's memory, or added to `residual` there. All ranks call it with the same shapes.
 
-    For a channel with tags, which can hold x (`num_words`).
+    For a channel without flags that can hold x (`num_words`).
     """
     words = num_words(x)
     assert 0 < words <= channel.capacity
@@ -297,6 +299,6 @@ def add_arrived(residual: Tensor, own: Tensor, arrived: Tensor, flag: Tensor, nu
     assert own.is_contiguous()
     assert own.dtype == arrived.dtype == residual.dtype
     _add_arrived_kernel[(cdiv(residual.numel(), BLOCK),)](
-        residual, own, arrived, flag, number, *_vectors(residual.numel(), 8), BLOCK=BLOCK, num_warps=8,
+        residual, own, arrived, flag, number, *_vectors(residual.numel(), 8), BLOCK=BLOCK, num_warps=NUM_WARPS,
         **pdl_options(residual.device),
     )  # fmt: skip

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--device",
         default="cuda",
-        help="cpu: attention, products, formats, families, experts, windows, story and faults only",
+        help="cpu: attention, products, formats, families, experts, windows, story, ranks and faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")
