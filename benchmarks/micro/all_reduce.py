@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+import kernels
 from benchmarks.gpu import need_gpus
 from engine.worker.communicator import GroupCommunicator
 from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
@@ -62,6 +63,12 @@ def _sums(ours: GpuCommunicator, nccl: GroupCommunicator, x: Tensor) -> dict[str
         calls["tags"] = lambda: collectives.all_reduce_small(x, ours.small, residual)
     if x.nbytes <= LARGE_BYTES:
         calls["flags"] = lambda: collectives.all_reduce(x, ours.large, residual)
+        norm = torch.ones_like(x[0]), 1e-5
+        calls["with norm"] = lambda: collectives.all_reduce(x, ours.large, residual, norm)
+        calls["norm apart"] = lambda: (
+            collectives.all_reduce(x, ours.large, residual),
+            kernels.rms_norm(residual, *norm),
+        )
     if x.nbytes <= MIDDLE_BYTES:
         calls["one-shot"] = _one_shot(x, residual)
     calls["NCCL"] = lambda: nccl.add_sum(residual, x)

@@ -290,7 +290,8 @@ class Linear(Matrix):
         """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
         if norm is None and multiplier == 1:
             if self.is_partial:
-                return self.communicator.add_product(residual, x, self)
+                self.communicator.add_product(residual, x, self)
+                return residual
             return kernels.linear_add(residual, x, self.weight, self.bias)
         return add_normed(residual, self.summed(x), norm, multiplier)
 
@@ -437,9 +438,19 @@ class Residual(nn.Module):
 
     def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
-        if self.is_sum or self._norm_to_compute(hidden) is None:
+        norm = self._norm_to_compute(hidden)
+        if norm is not None and self.is_sum and linear.is_partial:
+            return Stream(hidden, linear.communicator.add_product(hidden, x, linear, (norm.weight, norm.eps)))
+        if norm is None or self.is_sum:
             return Stream(linear.add_to(hidden, x, self.after, self.multiplier))
         return self.add_output(hidden, linear.summed(x))
+
+    def add_partial(self, communicator: Communicator, hidden: Tensor, partial: Tensor) -> Stream:
+        """Add the sum of all ranks' partial outputs [T, hidden] to hidden [T, hidden] in place."""
+        if not self.is_sum:
+            return self.add_output(hidden, communicator.all_reduce(partial))
+        norm = self._norm_to_compute(hidden)
+        return Stream(hidden, communicator.add_sum(hidden, partial, None if norm is None else (norm.weight, norm.eps)))
 
     def add_output(self, hidden: Tensor, output: Tensor) -> Stream:
         """Add a sublayer's finished output [T, hidden] to hidden [T, hidden] in place."""

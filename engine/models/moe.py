@@ -62,9 +62,7 @@ class MoE(nn.Module):
             total = kernels.linear_add(total, inner, shared.down.weight, shared.down.bias)
         if in_place:
             return Stream(total)
-        if residual.is_sum:
-            return Stream(self.communicator.add_sum(hidden, total))
-        return residual.add_output(hidden, self.communicator.all_reduce(total))
+        return residual.add_partial(self.communicator, hidden, total)
 
     def norms_apart(self, hidden: Tensor) -> bool:
         """See `Residual.precede`."""

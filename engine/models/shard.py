@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from engine.models.errors import ModelError
 
@@ -87,6 +87,7 @@ class Stage:
 
 
 WHOLE = Stage()
+WeightAndEps: TypeAlias = "tuple[Tensor, float]"  # of an RMSNorm
 
 
 class Communicator(Protocol):
@@ -95,11 +96,16 @@ class Communicator(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, all of the same shape; may overwrite x."""
 
-    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Add the sum of all ranks' x to residual in place; may overwrite x."""
+    def add_sum(self, residual: Tensor, x: Tensor, norm: WeightAndEps | None = None) -> Tensor | None:
+        """Add the sum of all ranks' x to residual [T, n] in place; may overwrite x.
 
-    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the sum of all ranks' product(x) to residual in place. May compute it for some rows of x after the others."""
+        `norm`: an RMSNorm of the result, which is returned if the sum's kernel can compute it, too; else None is.
+        """
+
+    def add_product(
+        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+    ) -> Tensor | None:
+        """As `add_sum` for product(x). May compute it for some rows of x after the others."""
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         """Gather the columns x [T, n] of all ranks in out [T, W], in the order of ranks: the first W of them."""
@@ -114,11 +120,14 @@ class SingleRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        return residual.add_(x)
+    def add_sum(self, residual: Tensor, x: Tensor, norm: WeightAndEps | None = None) -> Tensor | None:
+        residual.add_(x)
+        return None
 
-    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.add_sum(residual, product(x))
+    def add_product(
+        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+    ) -> Tensor | None:
+        return self.add_sum(residual, product(x), norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(x[:, : out.shape[1]])

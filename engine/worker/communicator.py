@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.models.shard import WeightAndEps
+
 # Newer versions of PyTorch have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -22,11 +24,14 @@ class GroupCommunicator:
         dist.all_reduce(x, group=self._ranks)
         return x
 
-    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        return residual.add_(self.all_reduce(x))
+    def add_sum(self, residual: Tensor, x: Tensor, norm: WeightAndEps | None = None) -> Tensor | None:
+        residual.add_(self.all_reduce(x))
+        return None
 
-    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.add_sum(residual, product(x))
+    def add_product(
+        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+    ) -> Tensor | None:
+        return self.add_sum(residual, product(x), norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         size = dist.get_world_size(self._ranks)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from engine.models.shard import WeightAndEps
 from engine.worker.communicator import GroupCommunicator
 
 SMALL_BYTES = 256 << 10  # up to this size, sums send 32 bits at a time, each with its own tag
@@ -58,19 +59,21 @@ class PeerMemory:
 
     def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
         """sizes: bytes of each section. Create it on all ranks at the same time: they exchange addresses."""
-        from torch._C._distributed_c10d import ProcessGroup, _register_process_group
+        from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _unregister_process_group
         from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
 
         self._offsets, total = {}, 0
         for name, size in sizes.items():
             self._offsets[name], total = total, total + -(-size // 1024) * 1024
         self._memory = Symmetric.empty_strided_p2p((total,), (1,), torch.uint8, device).zero_()
-        # A group of its own, of which PyTorch uses the store alone.
+        # A group of its own, of which PyTorch uses the store alone. While one with a store in Python is registered,
+        # `destroy_process_group` may not return (seen with PyTorch 2.11).
         self._store = RenumberedStore(dist.distributed_c10d._get_default_store())
         self._group = ProcessGroup(self._store, dist.get_rank(), dist.get_world_size())
-        name = f"quire-{uuid4().hex}"
-        _register_process_group(name, self._group)  # type: ignore[arg-type]
-        self._handle: Any = Symmetric.rendezvous(self._memory, name)
+        group: Any = f"quire-{uuid4().hex}"
+        _register_process_group(group, self._group)
+        self._handle: Any = Symmetric.rendezvous(self._memory, group)
+        _unregister_process_group(group)
         torch.cuda.synchronize(device)
         dist.barrier()  # before any rank writes into memory that its owner has still to zero
 
@@ -113,17 +116,24 @@ class GpuCommunicator(GroupCommunicator):
     def all_reduce(self, x: Tensor) -> Tensor:
         return super().all_reduce(x) if self._is_large(x) else self._sum(x, None)
 
-    def add_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        if not self._is_large(x):
-            return self._sum(x, residual)
-        if self._overlaps(residual):
-            return self.add_product(residual, x, lambda rows: rows)
-        return super().add_sum(residual, x)
+    def add_sum(self, residual: Tensor, x: Tensor, norm: WeightAndEps | None = None) -> Tensor | None:
+        if self._is_large(x):
+            if self._overlaps(residual):
+                return self.add_product(residual, x, lambda rows: rows, norm)
+            return super().add_sum(residual, x)
+        if norm is not None and not self._is_small(x) and self._kernels.can_normalise(x):
+            normed: Tensor = self._kernels.all_reduce(x, self.large, residual, norm)
+            return normed
+        self._sum(x, residual)
+        return None
 
-    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    def add_product(
+        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+    ) -> Tensor | None:
         if self._overlapped is not None and self._overlaps(residual):
-            return self._overlapped.add_product(residual, x, product)
-        return super().add_product(residual, x, product)
+            can_normalise = norm is not None and self._kernels.can_normalise(residual)
+            return self._overlapped.add_product(residual, x, product, norm if can_normalise else None)
+        return super().add_product(residual, x, product, norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         fits = x.is_contiguous() and out.is_contiguous() and x[:1].nbytes <= LARGE_BYTES
@@ -138,11 +148,13 @@ class GpuCommunicator(GroupCommunicator):
         fits = residual.nbytes > LARGE_BYTES and residual.is_contiguous() and residual.dim() == 2
         return fits and self._overlapped is not None and not torch.cuda.is_current_stream_capturing()
 
+    def _is_small(self, x: Tensor) -> bool:
+        return 0 < self._kernels.num_words(x) <= self.small.capacity
+
     def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        is_small = 0 < self._kernels.num_words(x) <= self.small.capacity
         total: Tensor = (
             self._kernels.all_reduce_small(x, self.small, residual)
-            if is_small
+            if self._is_small(x)
             else self._kernels.all_reduce(x, self.large, residual)
         )
         return total
@@ -185,19 +197,29 @@ class OverlappedSum:
         self._sent: deque[Tensor] = deque(maxlen=NUM_SLOTS)  # parts whose memory may not be used again yet
         self._num_chunks = 0
 
-    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the sum of both ranks' product(x) to residual [T, n] in place."""
+    def add_product(
+        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+    ) -> Tensor | None:
+        """Add the sum of both ranks' product(x) to residual [T, n] in place, and return its norm if there is one."""
         stream = torch.cuda.current_stream()
-        before: tuple[Tensor, Tensor, int] | None = None
+        normed = None if norm is None else torch.empty_like(residual)
+        before: tuple[slice, Tensor, int] | None = None
+
+        def receive(rows: slice, part: Tensor, number: int) -> None:
+            slot = number % NUM_SLOTS
+            arrived = self._arrived[slot][: part.nbytes].view(part.dtype)
+            out = None if normed is None else normed[rows]
+            self._add_arrived(residual[rows], part, arrived, self._flags[slot], number, norm, out)
+
         for rows in chunks(len(x), max(CHUNK_BYTES // residual[:1].nbytes, 1)):
             part = product(x[rows])
             number = self._send(part, stream)
             if before is not None:
-                self._receive(*before)
-            before = residual[rows], part, number
+                receive(*before)
+            before = rows, part, number
         if before is not None:
-            self._receive(*before)
-        return residual
+            receive(*before)
+        return normed
 
     def _send(self, part: Tensor, stream: torch.cuda.Stream) -> int:
         """Copy a chunk into its slot on the peer, once `stream` has computed it. Returns its number."""
@@ -210,8 +232,3 @@ class OverlappedSum:
             self._flags_there[slot].copy_(self._numbers[number])
         self._sent.append(part)
         return number
-
-    def _receive(self, residual: Tensor, part: Tensor, number: int) -> None:
-        slot = number % NUM_SLOTS
-        arrived = self._arrived[slot][: part.nbytes].view(part.dtype)
-        self._add_arrived(residual, part, arrived, self._flags[slot], number)

@@ -19,10 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.norm import normed_row
 
 WORDS = 512  # words of 32 bits that a program sums
-BLOCK = 4096  # elements of a larger tensor that a program writes at once
+BLOCK = 4096  # elements of a larger tensor that a program writes at once, unless it writes rows
+MAX_ROW = 8192  # elements of a row that a program keeps in registers to normalise it
 PROGRAMS = 256  # of a larger tensor
 NUM_WARPS = 8  # of a program for a larger tensor
 
@@ -118,15 +120,26 @@ def _wait_for_flag(flag, call):
 
 
 @triton.jit
+def _block(i, size, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the N elements of the i-th block are, and which of the BLOCK are any; BLOCK is a power of two."""
+    offs = tl.arange(0, BLOCK)
+    at = i * N + offs
+    inside = at < size
+    if N < BLOCK:
+        inside &= offs < N
+    return at, inside
+
+
+@triton.jit
 def _exchange(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
-              BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+              N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     """Write this program's blocks of x into all peers' buffers, then wait until theirs have arrived here."""
     program = tl.program_id(0)
     for i in tl.static_range(1, SIZE):
         buffer = _address(buffers, (RANK + i) % SIZE, x.dtype.element_ty) + (half + RANK * CAPACITY)
-        for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            tl.store(buffer + at, tl.load(x + at, mask=at < size), mask=at < size)
+        for block in range(program, tl.cdiv(size, N), PROGRAMS):
+            at, inside = _block(block, size, N, BLOCK)
+            tl.store(buffer + at, tl.load(x + at, mask=inside), mask=inside)
     tl.debug_barrier()  # the flags' release covers the stores of all threads
     for i in tl.static_range(1, SIZE):
         flag = tl.load(flags + (RANK + i) % SIZE).to(tl.pointer_type(tl.int32)) + RANK * PROGRAMS + program
@@ -139,11 +152,14 @@ def _exchange(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.
 
 @triton.jit(do_not_specialize=["num_vectors"])
 def _all_reduce_kernel(
-    x, residual, out, buffers, flags, calls, num_vectors, VECTOR: tl.constexpr,
-    RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    x, residual, out, weight, normed, buffers, flags, calls, num_vectors, eps, VECTOR: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_all_reduce_small_kernel`, of num_vectors · VECTOR elements; CAPACITY, too, is in elements."""
+    """As `_all_reduce_small_kernel`, of num_vectors · VECTOR elements in blocks of N; CAPACITY, too, is in elements.
+
+    With NORM, blocks are rows, and normed is the norm of out, as if it were read again.
+    """
     program = tl.program_id(0)
     size = num_vectors * VECTOR
     if PDL:
@@ -151,11 +167,10 @@ def _all_reduce_kernel(
         wait_for_inputs()
     call = tl.load(calls + program) + 1
     half = (call & 1) * (SIZE * CAPACITY)
-    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, PROGRAMS)
+    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, N, BLOCK, PROGRAMS)
     buffer = _address(buffers, RANK, x.dtype.element_ty) + half
-    for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
+    for block in range(program, tl.cdiv(size, N), PROGRAMS):
+        at, inside = _block(block, size, N, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
             if rank == RANK:
@@ -165,57 +180,74 @@ def _all_reduce_kernel(
                 total += arrived.to(tl.float32)
         if ADD:
             total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(out + at, rounded, mask=inside)
+        if NORM:
+            _store_normed(rounded, weight, normed + at, eps, N, BLOCK)
     tl.store(calls + program, call)
+
+
+@triton.jit
+def _store_normed(row, weight, to, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the norm of a row, which is 0 beyond its N elements, at the pointers `to`."""
+    offs = tl.arange(0, BLOCK)
+    w = tl.load(weight + offs, mask=offs < N, other=0.0).to(tl.float32)
+    tl.store(to, normed_row(row.to(tl.float32), w, eps, N, row.dtype), mask=offs < N)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _all_gather_kernel(
-    x, out, buffers, flags, calls, num_rows, N: tl.constexpr, WIDTH: tl.constexpr,
+    x, out, buffers, flags, calls, num_rows, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, WIDTH] = the columns x [T, N] of all ranks, the first WIDTH of them."""
+    """out [T, WIDTH] = the columns x [T, COLUMNS] of all ranks, the first WIDTH of them."""
     program = tl.program_id(0)
     if PDL:
         launch_dependents()
         wait_for_inputs()
     call = tl.load(calls + program) + 1
     half = (call & 1) * (SIZE * CAPACITY)
-    size = num_rows * N
-    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, PROGRAMS)
+    size = num_rows * COLUMNS
+    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, BLOCK, PROGRAMS)
     buffer = _address(buffers, RANK, x.dtype.element_ty) + half
     for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):
         at = block * BLOCK + tl.arange(0, BLOCK)
-        row = at // N
-        column = at % N
+        row = at // COLUMNS
+        column = at % COLUMNS
         for rank in tl.static_range(SIZE):
             if rank == RANK:
                 values = tl.load(x + at, mask=at < size)
             else:
                 values = tl.load(buffer + rank * CAPACITY + at, mask=at < size, cache_modifier=".cg")
-            to = out + row.to(tl.int64) * WIDTH + rank * N + column
-            tl.store(to, values, mask=(at < size) & (rank * N + column < WIDTH))
+            to = out + row.to(tl.int64) * WIDTH + rank * COLUMNS + column
+            tl.store(to, values, mask=(at < size) & (rank * COLUMNS + column < WIDTH))
     tl.store(calls + program, call)
 
 
 @triton.jit(do_not_specialize=["number", "num_vectors"])
 def _add_arrived_kernel(
-    residual, own, arrived, flag, number, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    residual, own, arrived, weight, normed, flag, number, num_vectors, eps, VECTOR: tl.constexpr, NORM: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual += own + arrived, all of num_vectors · VECTOR elements, once the flag has the number."""
+    """residual += own + arrived, all of num_vectors · VECTOR elements in blocks of N, once the flag has the number.
+
+    With NORM, blocks are rows, and normed is the norm of residual, as if it were read again.
+    """
     if PDL:
         launch_dependents()
         wait_for_inputs()
     size = num_vectors.to(tl.int64) * VECTOR
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    at, inside = _block(tl.program_id(0).to(tl.int64), size, N, BLOCK)
     total = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
         pass
     total += tl.load(arrived + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    tl.store(residual + at, (total + before).to(residual.dtype.element_ty), mask=inside)
+    rounded = (total + before).to(residual.dtype.element_ty)
+    tl.store(residual + at, rounded, mask=inside)
+    if NORM:
+        _store_normed(rounded, weight, normed + at, eps, N, BLOCK)
 
 
 def _vectors(count: int, most: int) -> tuple[int, int]:
@@ -249,10 +281,24 @@ def all_reduce_small(x: Tensor, channel: Channel, residual: Tensor | None = None
     return out
 
 
-def all_reduce(x: Tensor, channel: Channel, residual: Tensor | None = None) -> Tensor:
+def can_normalise(x: Tensor) -> bool:
+    """Whether `all_reduce` and `add_arrived` can compute the norm of rows as wide as those of x [T, n]."""
+    return x.dim() == 2 and x.is_contiguous() and x.shape[1] <= MAX_ROW and x[:1].nbytes % 16 == 0
+
+
+def _blocks(x: Tensor, normalises: bool) -> dict[str, int | bool]:
+    """What a kernel must know of the blocks of x: rows if it `normalises` them."""
+    n = x.shape[1] if normalises else BLOCK
+    return {"NORM": normalises, "N": n, "BLOCK": next_power_of_2(n), "num_warps": NUM_WARPS}
+
+
+def all_reduce(
+    x: Tensor, channel: Channel, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
     """The sum of all ranks' contiguous x in x's memory, or added to `residual` there. All ranks call it with the same shapes.
 
-    For a channel with flags.
+    With `norm`, weight and eps, it returns the norm of that instead, in new memory (see `can_normalise`). For a channel with
+    flags.
     """
     out = x if residual is None else residual
     assert x.is_contiguous()
@@ -260,12 +306,15 @@ def all_reduce(x: Tensor, channel: Channel, residual: Tensor | None = None) -> T
     assert out.dtype == x.dtype
     assert 0 < x.nbytes <= channel.capacity
     assert channel.flags is not None
+    weight, eps = norm or (x, 0.0)  # a pointer that is not read stands for None
+    normed = torch.empty_like(x) if norm else out
+    num_vectors, vector = _vectors(x.numel(), 8)
     _all_reduce_kernel[(PROGRAMS,)](
-        x, out, out, channel.buffers, channel.flags, channel.calls, *_vectors(x.numel(), 8), RANK=channel.rank,
-        SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize, ADD=residual is not None, BLOCK=BLOCK,
-        PROGRAMS=PROGRAMS, num_warps=NUM_WARPS, **pdl_options(x.device),
+        x, out, out, weight, normed, channel.buffers, channel.flags, channel.calls, num_vectors, eps, VECTOR=vector,
+        RANK=channel.rank, SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize, ADD=residual is not None,
+        PROGRAMS=PROGRAMS, **_blocks(x, norm is not None), **pdl_options(x.device),
     )  # fmt: skip
-    return out
+    return normed
 
 
 def all_gather(x: Tensor, channel: Channel, out: Tensor) -> Tensor:
@@ -283,22 +332,33 @@ def all_gather(x: Tensor, channel: Channel, out: Tensor) -> Tensor:
     for first in range(0, num_rows, at_once):
         rows = slice(first, first + at_once)
         _all_gather_kernel[(PROGRAMS,)](
-            x[rows], out[rows], channel.buffers, channel.flags, channel.calls, len(x[rows]), N=n, WIDTH=out.shape[1],
+            x[rows], out[rows], channel.buffers, channel.flags, channel.calls, len(x[rows]), COLUMNS=n, WIDTH=out.shape[1],
             RANK=channel.rank, SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize, BLOCK=BLOCK,
             PROGRAMS=PROGRAMS, num_warps=NUM_WARPS, **pdl_options(x.device),
         )  # fmt: skip
     return out
 
 
-def add_arrived(residual: Tensor, own: Tensor, arrived: Tensor, flag: Tensor, number: int) -> None:
+def add_arrived(
+    residual: Tensor,
+    own: Tensor,
+    arrived: Tensor,
+    flag: Tensor,
+    number: int,
+    norm: tuple[Tensor, float] | None = None,
+    out: Tensor | None = None,
+) -> None:
     """Wait until `flag` [1] int32, which a peer writes, is `number`; then add own + arrived to residual in place.
 
-    All are contiguous and have residual's shape and dtype; the peer has written `arrived` before the flag.
+    All are contiguous and have residual's shape and dtype; the peer has written `arrived` before the flag. With `norm`, weight
+    and eps, the norm of the result goes to `out` (see `can_normalise`).
     """
     assert residual.is_contiguous()
     assert own.is_contiguous()
     assert own.dtype == arrived.dtype == residual.dtype
-    _add_arrived_kernel[(cdiv(residual.numel(), BLOCK),)](
-        residual, own, arrived, flag, number, *_vectors(residual.numel(), 8), BLOCK=BLOCK, num_warps=NUM_WARPS,
-        **pdl_options(residual.device),
+    weight, eps = norm or (own, 0.0)  # a pointer that is not read stands for None
+    blocks, (num_vectors, vector) = _blocks(residual, norm is not None), _vectors(residual.numel(), 8)
+    _add_arrived_kernel[(cdiv(residual.numel(), blocks["N"]),)](
+        residual, own, arrived, weight, own if out is None else out, flag, number, num_vectors, eps, VECTOR=vector,
+        **blocks, **pdl_options(residual.device),
     )  # fmt: skip

@@ -15,7 +15,7 @@ MAX_HIDDEN = 16384  # a row must fit in one program's registers
 
 
 @triton.jit
-def _normed(values, w, eps, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+def normed_row(values, w, eps, HIDDEN: tl.constexpr, dtype: tl.constexpr):
     """RMSNorm of a row, 0 beyond HIDDEN, rounded to `dtype` before the weight and after it; all float32."""
     scale = tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)
     return ((values * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
@@ -31,7 +31,7 @@ def _rms_norm_kernel(x, weight, out, stride_x, eps, HIDDEN: tl.constexpr, BLOCK:
         launch_dependents()
         wait_for_inputs()
     values = tl.load(x + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * HIDDEN + offs, _normed(values, w, eps, HIDDEN, x.dtype.element_ty), mask=mask)
+    tl.store(out + row * HIDDEN + offs, normed_row(values, w, eps, HIDDEN, x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,12 +53,12 @@ def _add_kernel(
     before = tl.load(total, mask=mask, other=0.0).to(tl.float32)  # on its way during the sum of squares
     values = tl.load(x + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     if NORM_X:
-        values = _normed(values, x_w, x_eps, HIDDEN, x.dtype.element_ty)
+        values = normed_row(values, x_w, x_eps, HIDDEN, x.dtype.element_ty)
     values = (before + values * factor).to(x.dtype.element_ty)
     tl.store(total, values, mask=mask)
     if NORM:
         w = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
-        normed = _normed(values.to(tl.float32), w, eps, HIDDEN, x.dtype.element_ty)
+        normed = normed_row(values.to(tl.float32), w, eps, HIDDEN, x.dtype.element_ty)
         tl.store(out + row * HIDDEN + offs, normed, mask=mask)
 
 

@@ -20,16 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.worker import gpu_communicator, ranks
-from engine.worker.gpu_communicator import LARGE_BYTES, GpuCommunicator
+from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
 from engine.worker.launcher import Follower, Location, Lost
 from engine.worker.startup import Membership
 
 pytest.importorskip("triton")
 
+from kernels.triton import collectives
+from kernels.triton.collectives import WORDS, all_reduce
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
 from tests.support.unwritten import unwritten_is_nan
 
 SIZE = 2
+MANY_TOKENS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
 
 
 class SharedMemory:
@@ -126,18 +129,31 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.heavy
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes of the interpreter")
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}],
-    ids=["few tokens at once", "prefill graphs"],
+    ("settings", "small_bytes"),
+    [({}, SMALL_BYTES), (MANY_TOKENS, SMALL_BYTES), (MANY_TOKENS, 4 * WORDS)],
+    ids=["few tokens at once", "prefill graphs", "norms with the sums"],
 )
 def test_tokens_are_those_of_one_rank(
-    tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any]
+    tiny_model: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    small_bytes: int,
 ) -> None:
     expected = answers(tiny_model, **settings)
     request.getfixturevalue("two_gpus")
+    monkeypatch.setattr(gpu_communicator, "SMALL_BYTES", small_bytes)
+    sums: list[tuple[Any, ...]] = []  # arguments of sums of larger tensors
+
+    def recorded(*arguments: Any) -> Tensor:
+        sums.append(arguments)
+        return all_reduce(*arguments)
+
+    monkeypatch.setattr(collectives, "all_reduce", recorded)
     with unwritten_is_nan():
         assert answers(tiny_model, tensor_parallel_size=SIZE, **settings) == expected
     prefill = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, torch.Tensor)]
     decode = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, tuple)]
     assert all(graph.num_replays for graph in (*decode, *prefill))
     assert bool(prefill) == bool(settings)
+    assert any(len(arguments) == 4 for arguments in sums) == (small_bytes < SMALL_BYTES)  # the fourth is the norm

@@ -13,11 +13,13 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+import kernels
 from engine.worker.gpu_communicator import GpuCommunicator
 from tests.gpu.checks import BF16, ELEMENTWISE_LIMITS, F16, F32, LIMITS, Checks, relative_error
 
 WIDTH = 4096
 SUMS = ((1, 64), (1, WIDTH), (3, 2), (7, WIDTH), (33, 2880), (256, WIDTH), (1024, WIDTH), (3001, WIDTH), (16384, WIDTH))
+EPS = 1e-5
 REPEATS = 20  # calls that follow each other without a pause, with other numbers each time
 
 
@@ -50,8 +52,9 @@ def _rank(rank: int, size: int, port: str, queue: Any) -> None:
             for shape in SUMS:
                 for graph in (False, True):
                     kind = "in a graph" if graph else "eager"
-                    errors = _errors_of_sums(communicator, shape, dtype, device, graph)
+                    errors, errors_of_norms = _errors_of_sums(communicator, shape, dtype, device, graph)
                     _report(queue, f"{dtype}, {kind}: sum of {shape}", errors, ELEMENTWISE_LIMITS[dtype])
+                    _report(queue, f"{dtype}, {kind}: norm of the sum of {shape}", errors_of_norms, LIMITS[dtype])
             for shape in ((1, 64), (3, 64128), (256, 64128)):
                 errors = _errors_of_gathers(communicator, shape, dtype, device)
                 _report(queue, f"{dtype}: gather of {shape}", errors, 0.0)
@@ -94,20 +97,29 @@ def _captured(work: Callable[[], None], graph: bool) -> Callable[[], None]:
 
 def _errors_of_sums(
     communicator: GpuCommunicator, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, graph: bool
-) -> list[float]:
-    rank, chance, errors = dist.get_rank(), random.Random(dist.get_rank()), []
-    x, plain, residual = (torch.empty(shape, dtype=dtype, device=device) for _ in range(3))
+) -> tuple[list[float], list[float]]:
+    """Of sums, and of their norms where the communicator computes them."""
+    rank, chance, errors, errors_of_norms = dist.get_rank(), random.Random(dist.get_rank()), [], [0.0]
+    x, plain, residual, normalised, normed = (torch.empty(shape, dtype=dtype, device=device) for _ in range(5))
+    weight = _inputs(shape[1:], 7, dtype, device)[0]
+    has_norm = False
 
     def work() -> None:
+        nonlocal has_norm
+        again = x.clone()  # since a sum may overwrite x
         communicator.add_sum(residual, x)
         plain.copy_(communicator.all_reduce(plain))
+        norm = communicator.add_sum(normalised, again, (weight, EPS))
+        if norm is not None:
+            normed.copy_(norm)
+            has_norm = True
 
-    for each in (x, plain, residual):
+    for each in (x, plain, residual, normalised):
         each.fill_(0)
     run = _captured(work, graph)
     for seed in range(REPEATS if shape[0] < 3000 else 4):
         inputs, residuals = _inputs(shape, seed, dtype, device), _inputs(shape, 99 + seed, dtype, device)[0]
-        for each, value in ((x, inputs[rank]), (plain, inputs[rank]), (residual, residuals)):
+        for each, value in ((x, inputs[rank]), (plain, inputs[rank]), (residual, residuals), (normalised, residuals)):
             each.copy_(value)
         _late(chance)
         run()
@@ -115,8 +127,12 @@ def _errors_of_sums(
         errors += [relative_error(residual, total + residuals.double()), relative_error(plain, torch.as_tensor(total))]
         first = residual.clone()
         dist.broadcast(first, 0)
-        errors.append(0.0 if torch.equal(first, residual) else torch.inf)
-    return errors
+        errors.append(0.0 if torch.equal(first, residual) and torch.equal(normalised, residual) else torch.inf)
+        if has_norm:
+            errors_of_norms.append(
+                relative_error(normed, kernels.reference.rms_norm(residual.double(), weight.double(), EPS))
+            )
+    return errors, errors_of_norms
 
 
 def _errors_of_gathers(
@@ -136,7 +152,7 @@ def _errors_of_gathers(
 def _errors_of_products(communicator: GpuCommunicator, num_tokens: int, device: torch.device) -> list[float]:
     rank, chance, errors = dist.get_rank(), random.Random(dist.get_rank()), []
     xs, weights = _inputs((num_tokens, 512), 1, BF16, device), _inputs((WIDTH, 512), 2, BF16, device)
-    before = _inputs((num_tokens, WIDTH), 3, BF16, device)[0]
+    before, norm = _inputs((num_tokens, WIDTH), 3, BF16, device)[0], _inputs((WIDTH,), 4, BF16, device)[0]
     want = before.double()
     for x, weight in zip(xs, weights, strict=True):
         want += x.double() @ weight.double().T
@@ -144,8 +160,12 @@ def _errors_of_products(communicator: GpuCommunicator, num_tokens: int, device: 
         residual = before.clone()
         for _ in range(2):  # without a pause between
             _late(chance)
-            communicator.add_product(residual, xs[rank], lambda rows: torch.nn.functional.linear(rows, weights[rank]))
+            normed = communicator.add_product(
+                residual, xs[rank], lambda rows: torch.nn.functional.linear(rows, weights[rank]), (norm, EPS)
+            )
         errors.append(relative_error(residual, 2 * want - before.double()))
+        if normed is not None:
+            errors.append(relative_error(normed, kernels.reference.rms_norm(residual.double(), norm.double(), EPS)))
         first = residual.clone()
         dist.broadcast(first, 0)
         errors.append(0.0 if torch.equal(first, residual) else torch.inf)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.formats.floats import FLOATS
@@ -49,11 +50,12 @@ class ThreadCommunicator:
     def all_reduce(self, x: Any) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
 
-    def add_sum(self, residual: Any, x: Any) -> Any:
-        return residual.add_(self.all_reduce(x))
+    def add_sum(self, residual: Any, x: Any, norm: Any = None) -> Tensor | None:
+        residual.add_(self.all_reduce(x))
+        return None if norm is None else kernels.rms_norm(residual, *norm)
 
-    def add_product(self, residual: Any, x: Any, product: Any) -> Any:
-        return self.add_sum(residual, product(x))
+    def add_product(self, residual: Any, x: Any, product: Any, norm: Any = None) -> Tensor | None:
+        return self.add_sum(residual, product(x), norm)
 
     def all_gather(self, x: Any, out: Any) -> Any:
         return out.copy_(torch.cat(self.meeting.exchange(self.rank, x), dim=-1)[:, : out.shape[1]])

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernels import reference
 from kernels.triton import collectives
 from kernels.triton.collectives import BLOCK, WORDS, Channel
 
@@ -50,6 +51,18 @@ def sum_large(rank: int, memory: list[Tensor], flags: list[Tensor], results: lis
         result[rank] = collectives.all_reduce(x, channel, torch.ones_like(x) if call % 2 else None)
 
 
+def sum_and_normalise(rank: int, memory: list[Tensor], flags: list[Tensor], results: list[Tensor]) -> None:
+    """Rows of several widths, in the order sum, norm in each result."""
+    channel = large(rank, memory, flags)
+    for call, result in enumerate(results):
+        shape = tuple(result.shape[2:])
+        x, weight = inputs(rank, call, shape, result.dtype), inputs(9, call, shape[1:], torch.float32)
+        residual = torch.ones_like(x) if call % 2 else None
+        assert collectives.can_normalise(x)
+        result[rank, 1] = collectives.all_reduce(x, channel, residual, (weight, 1e-3))
+        result[rank, 0] = x if residual is None else residual
+
+
 def gather(rank: int, memory: list[Tensor], flags: list[Tensor], results: list[Tensor]) -> None:
     """The last rank has columns that pad the vocabulary."""
     channel, size = large(rank, memory, flags), len(memory)
@@ -59,7 +72,7 @@ def gather(rank: int, memory: list[Tensor], flags: list[Tensor], results: list[T
         result[rank] = collectives.all_gather(x, channel, torch.full((rows, width), torch.nan, dtype=result.dtype))
 
 
-def run_all(run: Run, size: int, num_words: int, shapes: list[tuple[int, int]], dtype: torch.dtype) -> list[Tensor]:
+def run_all(run: Run, size: int, num_words: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
     """The results [size, *shape] of all ranks."""
     memory = [torch.zeros(num_words, dtype=torch.int64).share_memory_() for _ in range(size)]
     flags = [torch.zeros(size * collectives.PROGRAMS, dtype=torch.int32).share_memory_() for _ in range(size)]
@@ -103,6 +116,19 @@ def test_large_sums(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
+def test_large_sums_and_their_norms(size: int, dtype: torch.dtype) -> None:
+    shapes = [(2, 1, 64), (2, 3, 720), (2, 300, 16), (2, 3, BLOCK), (2, 1, 64)]
+    results = run_all(sum_and_normalise, size, 2 * size * LARGE_BYTES // 8, shapes, dtype)
+    check_sums([result[:, 0] for result in results])
+    for call, result in enumerate(results):
+        want = reference.rms_norm(result[0, 0], inputs(9, call, shapes[call][2:], torch.float32).to(dtype), 1e-3)
+        for rank in range(size):
+            torch.testing.assert_close(
+                result[rank, 1], want, rtol=0.03, atol=1e-5
+            )  # the interpreter does not round to nearest
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
 def test_gathers(size: int, dtype: torch.dtype) -> None:
     """More rows than the buffer holds at once, too, and a width that no number of ranks divides."""
     shapes = [(1, 64), (9, 6001), (2, 31)]
@@ -118,3 +144,16 @@ def test_what_a_peer_has_sent_is_added_once_its_flag_says_so() -> None:
     want = residual + own + arrived
     collectives.add_arrived(residual, own, arrived, torch.tensor([7], dtype=torch.int32), 7)
     torch.testing.assert_close(residual, want)
+
+
+def test_the_norm_of_what_a_peer_has_sent() -> None:
+    residual, own, arrived, weight = (inputs(i, 0, (3, 704), torch.float32) for i in range(4))
+    want, out = residual + own + arrived, torch.full((3, 704), torch.nan)
+    collectives.add_arrived(residual, own, arrived, torch.tensor([7], dtype=torch.int32), 7, (weight[0], 1e-3), out)
+    torch.testing.assert_close(residual, want)
+    torch.testing.assert_close(out, reference.rms_norm(want, weight[0], 1e-3))
+
+
+@pytest.mark.parametrize(("shape", "can"), [((3, 4096), True), ((3, 8200), False), ((3, 36), False), ((64,), False)])
+def test_rows_that_are_too_wide_or_not_aligned_are_not_normalised(shape: tuple[int, ...], can: bool) -> None:
+    assert collectives.can_normalise(torch.empty(shape, dtype=torch.bfloat16)) == can
