@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
     lines = benchmark.notes
     if result["completed"]:
         lines = [metrics.table(result, benchmark.report.report), *lines, *about_clients(benchmark.clients)]
-    print("\n".join(lines))
     if path := benchmark.save(result):
         print(f"saved {path}")
+    print("\n".join(lines))
     return 1 if result["failed"] or not result["completed"] else 0
 
 

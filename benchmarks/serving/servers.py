@@ -208,7 +208,8 @@ class Comparison:
             if result_path.exists():
                 result = json.loads(result_path.read_text(encoding="utf-8"))
                 row = {"engine": job.engine, "model": job.model, "round": number, "startup_seconds": startup, **result}
-                self.served.append(row)
+                if all("client" in run for run in _runs([row])):  # else the first request failed, and none was timed
+                    self.served.append(row)
             if client.returncode:
                 self._failed(job, f"the client ended with code {client.returncode}", client_log)
                 self._keep_log(job, log_path)

@@ -131,9 +131,9 @@ def _block(i, size, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _exchange(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
-              N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
-    """Write this program's blocks of x into all peers' buffers, then wait until theirs have arrived here."""
+def _send(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+          N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+    """Write this program's blocks of x into all peers' buffers, then the number of the call into their flags."""
     program = tl.program_id(0)
     for i in tl.static_range(1, SIZE):
         buffer = _address(buffers, (RANK + i) % SIZE, x.dtype.element_ty) + (half + RANK * CAPACITY)
@@ -144,6 +144,12 @@ def _exchange(x, size, buffers, flags, half, call, RANK: tl.constexpr, SIZE: tl.
     for i in tl.static_range(1, SIZE):
         flag = tl.load(flags + (RANK + i) % SIZE).to(tl.pointer_type(tl.int32)) + RANK * PROGRAMS + program
         tl.atomic_xchg(flag, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_for_peers(flags, call, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Wait until the blocks of all peers' same program have arrived here."""
+    program = tl.program_id(0)
     for i in tl.static_range(1, SIZE):
         flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + (RANK + i) % SIZE * PROGRAMS + program
         _wait_for_flag(flag, call)
@@ -167,7 +173,8 @@ def _all_reduce_kernel(
         wait_for_inputs()
     call = tl.load(calls + program) + 1
     half = (call & 1) * (SIZE * CAPACITY)
-    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, N, BLOCK, PROGRAMS)
+    _send(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, N, BLOCK, PROGRAMS)
+    _wait_for_peers(flags, call, RANK, SIZE, PROGRAMS)
     buffer = _address(buffers, RANK, x.dtype.element_ty) + half
     for block in range(program, tl.cdiv(size, N), PROGRAMS):
         at, inside = _block(block, size, N, BLOCK)
@@ -209,20 +216,26 @@ def _all_gather_kernel(
     call = tl.load(calls + program) + 1
     half = (call & 1) * (SIZE * CAPACITY)
     size = num_rows * COLUMNS
-    _exchange(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, BLOCK, PROGRAMS)
+    _send(x, size, buffers, flags, half, call, RANK, SIZE, CAPACITY, BLOCK, BLOCK, PROGRAMS)
+    for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):  # while the peers' columns are on their way
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        _store_columns(tl.load(x + at, mask=at < size), at, size, out, RANK, COLUMNS, WIDTH)
+    _wait_for_peers(flags, call, RANK, SIZE, PROGRAMS)
     buffer = _address(buffers, RANK, x.dtype.element_ty) + half
     for block in range(program, tl.cdiv(size, BLOCK), PROGRAMS):
         at = block * BLOCK + tl.arange(0, BLOCK)
-        row = at // COLUMNS
-        column = at % COLUMNS
-        for rank in tl.static_range(SIZE):
-            if rank == RANK:
-                values = tl.load(x + at, mask=at < size)
-            else:
-                values = tl.load(buffer + rank * CAPACITY + at, mask=at < size, cache_modifier=".cg")
-            to = out + row.to(tl.int64) * WIDTH + rank * COLUMNS + column
-            tl.store(to, values, mask=(at < size) & (rank * COLUMNS + column < WIDTH))
+        for i in tl.static_range(1, SIZE):
+            come = buffer + (RANK + i) % SIZE * CAPACITY + at
+            values = tl.load(come, mask=at < size, cache_modifier=".cg")
+            _store_columns(values, at, size, out, (RANK + i) % SIZE, COLUMNS, WIDTH)
     tl.store(calls + program, call)
+
+
+@triton.jit
+def _store_columns(values, at, size, out, RANK: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the elements `at` of a rank's columns [T, COLUMNS] at their places in out [T, WIDTH]."""
+    column = RANK * COLUMNS + at % COLUMNS
+    tl.store(out + (at // COLUMNS).to(tl.int64) * WIDTH + column, values, mask=(at < size) & (column < WIDTH))
 
 
 @triton.jit(do_not_specialize=["number", "num_vectors"])

@@ -249,7 +249,7 @@ def pairs() -> None:
 def collectives(dtype: torch.dtype) -> None:
     from kernels.triton import collectives
 
-    x, addresses, out = tensor(3, 1024, dtype=dtype), tensor(2, dtype=I64), tensor(3, 2048, dtype=dtype)
+    x, addresses, out = tensor(3, 1024, dtype=dtype), tensor(4, dtype=I64), tensor(3, 4096, dtype=dtype)
     if dtype != F16:
         small = collectives.Channel(0, 1 << 13, addresses, tensor(16, dtype=I32))
         collectives.all_reduce_small(x, small)
@@ -257,8 +257,10 @@ def collectives(dtype: torch.dtype) -> None:
     channel = collectives.Channel(0, 1 << 16, addresses, tensor(collectives.PROGRAMS, dtype=I32), addresses)
     collectives.all_reduce(x, channel)
     collectives.all_reduce(x, channel, residual=x)
+    collectives.all_reduce(x, channel, residual=x, norm=(x[0], 1e-5))
     collectives.all_gather(x, channel, out)
     collectives.add_arrived(x, x, x, tensor(1, dtype=I32), 7)
+    collectives.add_arrived(x, x, x, tensor(1, dtype=I32), 7, (x[0], 1e-5), x)
 
 
 def prepare() -> None:
