@@ -24,6 +24,7 @@ from engine.models.shard import Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import runner_options
+from engine.worker.cache_widener import CacheWidener
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
@@ -209,7 +210,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout, weights = KVCacheLayout.of_model(decoder.spec, options), bytes_of_parts(decoder)
     buffers = _buffer_bytes(decoder.spec, options, len(layout.groups))
-    activations = _activation_bytes(decoder.spec, options)
+    activations = _activation_bytes(decoder.spec, layout, options)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         num_blocks, _ = asked_for
     else:
@@ -251,15 +252,17 @@ def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> i
     return logits + tables + 4 * options.max_model_len * sum(dims.values())
 
 
-def _activation_bytes(spec: ModelSpec, options: RunnerOptions) -> int:
+def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptions) -> int:
     """Estimate the activations of the largest step: hidden states and widest layer, or logits and their copies."""
     size, widest = options.dtype.itemsize, 0
+    widener = CacheWidener.of_model(spec, layout, options)
+    scratch = widener.scratch_bytes // (size * options.max_num_batched_tokens) if widener else 0
     for layer in spec.layers:
         mixer = layer.mixer
         heads = 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
         if isinstance(mixer, LatentSpec) and can_expand(mixer):
             heads = max(heads, MOST_POSITIONS * expanded_width(mixer))
-        widest = max(widest, heads, _mlp_width(layer.mlp, spec.hidden_size))
+        widest = max(widest, heads + scratch, _mlp_width(layer.mlp, spec.hidden_size))
     hidden = options.max_num_batched_tokens * size * (2 * spec.hidden_size + widest)
     logits = options.max_num_seqs * spec.vocab_size * (size + 4)
     return max(hidden, logits)

@@ -78,6 +78,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.rotary": ("rope_and_store",),
         "kernels.triton.sampling": ("mask_logits", "sample"),
         "kernels.triton.thresholds": ("sampling_thresholds",),
+        "kernels.triton.wide_pages": ("widen_pages",),
     },
 }
 
@@ -140,6 +141,7 @@ route_norms_apart = _dispatched(reference.route_norms_apart)
 experts = _dispatched(reference.experts)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
+widen_pages = _dispatched(reference.widen_pages)
 paged_attention_decode = _dispatched(reference.paged_attention_decode)
 paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
 embedding = _dispatched(reference.embedding)

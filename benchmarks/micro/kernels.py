@@ -3,7 +3,7 @@
     quire bench kernels                      the standard cases
     quire bench kernels --sweep decode       context lengths, head sizes, batch sizes, dtypes and page sizes
     quire bench kernels --sweep experts      a layer's mixture of experts instead, beside its floor; also on a CPU
-    quire bench kernels --kv-cache-dtype fp8 the same over an fp8 cache, beside a wide one
+    quire bench kernels --kv-cache-dtype fp8 the same over an fp8 cache, as the engine does it, beside a wide one
 
 A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 · head_dim
 per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs), blocks in
@@ -29,6 +29,8 @@ from benchmarks.gpu import need_gpus
 from benchmarks.micro import experts
 from benchmarks.report.result_files import save
 from engine.machine import environment
+from engine.models.wide_pages import WidePages
+from kernels.widening import WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,18 @@ class Case:
     @property
     def decode(self) -> bool:
         return all(n == 1 for n in self.query_lens)
+
+    @property
+    def widens(self) -> bool:
+        """Whether the engine computes the case over wide copies of an e4m3 cache's pages."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return (
+            bool(self.kv_dtype)
+            and not self.decode
+            and self.sparse is None
+            and can_gain(torch.cuda.get_device_capability(), *heads, getattr(torch, self.dtype))
+            and seconds_saved(self.query_lens, self.context_lens, self.window, *heads) > 0
+        )
 
     @property
     def bytes(self) -> int:
@@ -192,18 +206,29 @@ class Inputs:
         packed = case.num_heads if case.sparse else case.num_kv_heads
         step = kernels.prefill_tile_queries(case.num_heads, packed, case.head_dim, self.query.dtype)
         grid = kernels.make_prefill_tiles(case.query_lens, case.context_lens, step)
-        tiles = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
+        options["tiles"] = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
+        if case.widens:
+            return self._widening(**options)
         return lambda: kernels.paged_attention_prefill(
-            self.query,
-            key,
-            value,
-            self.block_tables,
-            self.rows,
-            self.query_start,
-            self.context_lens,
-            tiles=tiles,
-            **options,
+            self.query, key, value, self.block_tables, self.rows, self.query_start, self.context_lens, **options
         )
+
+    def _widening(self, **options: Any) -> Callable[[], Tensor]:
+        """Prefill over wide copies of the cache's pages, with the making of these."""
+        case = self.case
+        num_pages = num_wide_pages(case.query_lens, case.context_lens, case.window)
+        num_bytes = 2 * num_pages * WIDE_PAGE * case.num_kv_heads * case.head_dim * self.query.itemsize
+        wide = WidePages.of_step(
+            case.query_lens, case.context_lens, case.window, num_bytes, lambda tensor: tensor.to(self.query.device)
+        )
+
+        def call() -> Tensor:
+            key, value = wide.widen(self.kv, self.block_tables, self.rows, self.context_lens, self.query.dtype)
+            return kernels.paged_attention_prefill(
+                self.query, key, value, wide.block_tables, wide.rows, self.query_start, self.context_lens, **options
+            )
+
+        return call
 
     def flash_attention(self) -> Callable[[], Tensor] | None:
         """FlashAttention 3 as vLLM packs it, on the same values in its own layout; None where it is not installed."""

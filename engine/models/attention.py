@@ -16,6 +16,7 @@ from engine.models.expansion import LatentExpansion
 from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, Stream, empty
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
+from engine.models.wide_pages import WidePages
 
 # Names of the scales of an fp8 cache in checkpoints of AutoFP8, ModelOpt and llm-compressor, and the rows of kv_scale that
 # they fill. Scales of queries and probabilities are ignored, since these are not quantised here.
@@ -50,6 +51,9 @@ class AttentionMetadata:
     decode_lens: Tensor | None = None
     # How latent attention computes the sequences that do not decode; None: over latents.
     expansion: LatentExpansion | None = None
+    wide_pages: WidePages | None = (
+        None  # what the sequences that do not decode see of an e4m3 cache; None: they read the cache
+    )
     # Of the last layer, [N] integer: the tokens whose hidden states it computes. It stores the keys and values of all tokens.
     # None: all tokens.
     logits_indices: Tensor | None = None
@@ -248,8 +252,11 @@ def attend(
             query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=plan, out=out[:n], **options
         )
     if first < len(m.rows):
+        tables, rows, lens = m.block_tables, m.rows[first:], m.context_lens[first:]
+        if m.wide_pages is not None and spec.widens and kv_scale is not None:
+            key_cache, value_cache = m.wide_pages.widen(kv_cache, tables, rows, lens, query.dtype)
+            tables, rows = m.wide_pages.block_tables, m.wide_pages.rows
         kernels.paged_attention_prefill(
-            query, key_cache, value_cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],
-            tiles=tiles, out=out, **options,
-        )  # fmt: skip
+            query, key_cache, value_cache, tables, rows, m.query_start[first:], lens, tiles=tiles, out=out, **options
+        )
     return out

@@ -57,6 +57,13 @@ class AttentionSpec:
     kv_of: int | None = None  # earlier layer whose cached keys and values are read; None: the layer has its own
 
     @property
+    def widens(self) -> bool:
+        """Whether prefill over an e4m3 cache may read wide copies of its pages: the kernel that gains from them computes neither
+        ALiBi nor, with scales, chosen blocks.
+        """
+        return self.sparse is None and not self.alibi
+
+    @property
     def cached(self) -> tuple[int, int, int]:
         """What is cached per token: keys and values of each KV head."""
         return 2, self.num_kv_heads, self.head_dim

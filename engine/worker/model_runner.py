@@ -22,6 +22,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.block_copier import BlockCopier
 from engine.worker.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
+from engine.worker.cache_widener import CacheWidener
 from engine.worker.communicator import StageLink
 from engine.worker.cuda_graphs import PREFILL_SIZES, DecodeGraphs, PrefillGraphs, PrefillShape, graph_sizes
 from engine.worker.device import Event
@@ -151,6 +152,7 @@ class ModelRunner:
                 self._plans[group] = [allocate(n, *heads, window=window) for n in limits]
                 self._tile_queries[group] = kernels.prefill_tile_queries(*heads, options.dtype)
         self.expander = LatentExpander.of_model(model.spec, options)
+        self.widener = CacheWidener.of_model(model.spec, self.kv_layout, options)
         attentions = (layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec))
         if self.device.is_accelerator and (sparse := next((each for each in attentions if each.sparse), None)):
             heads = (sparse.num_heads, sparse.num_kv_heads, sparse.head_dim)
@@ -316,6 +318,8 @@ class ModelRunner:
         groups = self._prepare(on_device, packed.segment, packed.num_seqs, packed.num_tokens, packed.num_decodes, tiles)
         if expander is not None:
             groups = [expander.prepared(group, *prefill_lens) for group in groups]
+        if self.widener is not None and n < len(batch):
+            groups = self.widener.prepared(groups, *prefill_lens)
         return self._forward(packed.num_tokens, groups, indices)[:num_tokens]
 
     @property

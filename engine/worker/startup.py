@@ -198,6 +198,9 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
     _remove(runner, ids)
     if runner.expander is not None:
         _expand_most(runner, runner.expander)
+    if runner.widener is not None:
+        for query_lens, context_lens in runner.widener.fullest_steps:
+            _run_chunks(runner, query_lens, context_lens)
 
 
 def _expand_most(runner: ModelRunner, expander: LatentExpander) -> None:
@@ -208,13 +211,18 @@ def _expand_most(runner: ModelRunner, expander: LatentExpander) -> None:
         return
     num_seqs = min(expander.max_positions // num_positions([context]), options.max_num_seqs)
     new = min(options.max_num_batched_tokens // num_seqs, context)
-    blocks = [[0] * -(-(context + 1) // options.block_size) for _ in runner.cache_groups]
-    ids = [f"dummy-{i}" for i in range(num_seqs)]
-    requests = [
-        NewRequest(EngineRequest(name, [0] * context, SamplingParams()), 0, [0] * context, context - new, blocks)
-        for name in ids
-    ]
-    _run(runner, requests, ScheduledBatch(ids, [new] * num_seqs, num_seqs * new, 0, []))
+    _run_chunks(runner, [new] * num_seqs, [context] * num_seqs)
+
+
+def _run_chunks(runner: ModelRunner, query_lens: list[int], context_lens: list[int]) -> None:
+    """Run a step of the newest chunks of prompts, all on block 0."""
+    ids = [f"dummy-{i}" for i in range(len(query_lens))]
+    requests = []
+    for name, query, context in zip(ids, query_lens, context_lens, strict=True):
+        blocks = [[0] * -(-(context + 1) // runner.options.block_size) for _ in runner.cache_groups]
+        prompt = EngineRequest(name, [0] * context, SamplingParams())
+        requests.append(NewRequest(prompt, 0, [0] * context, context - query, blocks))
+    _run(runner, requests, ScheduledBatch(ids, query_lens, sum(query_lens), 0, []))
     _remove(runner, ids)
 
 

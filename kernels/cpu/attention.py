@@ -80,10 +80,11 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
 
-    A head's piece of a block must be contiguous, and blocks and heads multiples of that apart. Those of an e4m3 cache are made
+    A head's piece of a block must be contiguous, and blocks and heads multiples of that apart. Those with scales are made
     `dtype`, times their scales.
     """
-    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
+    fp8 = key_cache.dtype == torch.float8_e4m3fn
+    assert kv_scale is not None or not fp8
     num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
     piece = block_size * head_dim
     apart, heads_apart = (stride // piece for stride in key_cache.stride()[:2])
@@ -102,7 +103,7 @@ def _gather(
     if kv_scale is None:
         return gathered(key_cache), gathered(value_cache)
     key, value = (
-        gathered(cache.view(torch.uint8)).view(torch.float8_e4m3fn).float()
+        (gathered(cache.view(torch.uint8)).view(cache.dtype) if fp8 else gathered(cache)).float()
         .mul_(scale[heads.start : heads.stop].view(-1, 1, 1, 1)).to(dtype)
         for cache, scale in zip((key_cache, value_cache), kv_scale, strict=True)
     )  # fmt: skip

@@ -48,7 +48,7 @@ def paged_attention_decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`."""
-    if sparse is not None or not _is_native(query, key_cache, value_cache):
+    if sparse is not None or kv_scale is not None or not _is_native(query, key_cache, value_cache):
         return attention.paged_attention_decode(
             query, key_cache, value_cache, block_tables, rows, context_lens, scale=scale, window=window,
             soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, sparse=sparse, kv_scale=kv_scale, plan=plan, out=out,
@@ -81,7 +81,7 @@ def paged_attention_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_prefill`."""
-    if sparse is not None or not _is_native(query, key_cache, value_cache):
+    if sparse is not None or kv_scale is not None or not _is_native(query, key_cache, value_cache):
         return attention.paged_attention_prefill(
             query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale=scale, window=window,
             soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, sparse=sparse, kv_scale=kv_scale, tiles=tiles, out=out,

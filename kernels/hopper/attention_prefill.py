@@ -134,6 +134,7 @@ def _multiply(
     WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr,
     WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: rows [64 * WG, 64 * WG + 64) of every item."""
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
@@ -170,7 +171,7 @@ def _multiply(
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         query_pos = gl.minimum(first_pos + row // GROUP_ROWS, context_len - 1)
         scale_log2 = score_scale
-        if FP8:  # the scores and the sum of values are scaled, not each key and value
+        if SCALED:  # the scores and the sum of values, not each key and value
             scale_log2 *= gl.load(kv_scale + head)
         oldest, end = keys_of(first_pos, context_len, TILE_Q, WINDOW, SPARSE)
         first_tile = oldest // BLOCK_N
@@ -244,7 +245,7 @@ def _multiply(
         mbarrier.arrive(v_empty.index(previous))
 
         factor = 1.0 / l
-        if FP8:
+        if SCALED:
             factor *= gl.load(kv_scale + NUM_KV_HEADS + head)
         acc *= gl.convert_layout(factor, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
         result = gl.convert_layout(acc.to(out.dtype.element_ty), OUT_LAYOUT)
@@ -268,7 +269,7 @@ def _hopper_prefill_kernel(
     NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr,
-    FP8: gl.constexpr, PDL: gl.constexpr,
+    FP8: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Item i is tile i // NUM_KV_HEADS of `tiles` with KV head i % NUM_KV_HEADS. REGISTERS: of a multiplying thread."""
     HALVES: gl.constexpr = 1 if HEAD_DIM <= 64 else 2 if HEAD_DIM <= 128 else 4
@@ -308,13 +309,13 @@ def _hopper_prefill_kernel(
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (bring_items, (
                     query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -332,13 +333,13 @@ def _hopper_prefill_kernel(
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (bring_items, (
                     query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -357,9 +358,9 @@ def _hopper_prefill_kernel(
         )  # fmt: skip
 
 
-def applies(query: Tensor, key_cache: Tensor, scale: float, sparse: BlockSparse | None) -> bool:
+def applies(query: Tensor, key_cache: Tensor, scale: float, sparse: BlockSparse | None, scaled: bool) -> bool:
     """Whether this kernel computes the call: a Hopper GPU, 16-bit queries, a cache of the same dtype or e4m3,
-    64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n."""
+    64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n. scaled: with a kv_scale."""
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
     rows = prefill_query_rows(num_heads // num_kv_heads if sparse is None else 1)
@@ -375,7 +376,7 @@ def applies(query: Tensor, key_cache: Tensor, scale: float, sparse: BlockSparse 
         and page & (page - 1) == 0
         and page >= 8
         and scale > 0
-        and (sparse is None or (sparse.block == 64 and not fp8))
+        and (sparse is None or (sparse.block == 64 and not scaled))
         and query.stride(0) % 8 == 0
         and query.data_ptr() % 16 == 0
     )
@@ -424,7 +425,7 @@ def launch(
     """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
-    fp8, packed = kv_scale is not None, num_kv_heads if sparse is None else num_heads
+    fp8, packed = key_cache.dtype == torch.float8_e4m3fn, num_kv_heads if sparse is None else num_heads
     group, num_items = num_heads // packed, len(tiles) * packed
     rows_of_query = prefill_query_rows(group)
     # Two stages of keys and of values, and the queries, fit; and small windows have few keys beside their edges.
@@ -442,5 +443,5 @@ def launch(
         HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page, STAGES=stages,
         Q_STAGES=2 if head_dim <= 128 else 1, REGISTERS=registers, WINDOW=window,
         SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=soft_cap,
-        SINKS=sinks is not None, FP8=fp8, num_warps=4, **pdl_options(query.device),
+        SINKS=sinks is not None, FP8=fp8, SCALED=kv_scale is not None, num_warps=4, **pdl_options(query.device),
     )  # fmt: skip

@@ -5,12 +5,13 @@ is one tensor [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halve
 block_id * block_size + offset; slot -1 means "do not write". Unwritten slots may hold anything, including NaN.
 
 A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale for each KV head:
-kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
+kv_scale [2, Hkv] float32, which is None for caches of other dtypes. `paged_attention_prefill` also takes it with wide pages:
+those that `widen_pages` has made of such a cache hold the same numbers in another dtype.
 """
 
 from kernels.reference.activation import Gate, add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
-from kernels.reference.kv_cache import store_kv, to_e4m3
+from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
     absorb_and_store,
     latent_attention_decode,
@@ -45,5 +46,5 @@ __all__ = [
     "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "quantize_groups",
     "quantize_rows", "random_bits", "rms_norm", "rms_norm_add", "rope", "rope_and_store", "rotate_and_store", "route",
     "route_norms_apart", "sample", "sampling_thresholds", "scale", "silu_and_mul", "store_kv", "to_e4m3",
-    "token_logprobs",
+    "token_logprobs", "widen_pages",
 ]  # fmt: skip

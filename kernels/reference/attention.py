@@ -13,12 +13,13 @@ from kernels.reference.precision import to_wide, wide_dtype
 
 def _read(cache: Tensor, table: Tensor, positions: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return keys or values [N, Hkv, D] in `dtype` at positions [N] of the sequence with this block table."""
-    assert (scale is not None) == (cache.dtype == torch.float8_e4m3fn)
-    block_size = cache.shape[2]
+    fp8, block_size = cache.dtype == torch.float8_e4m3fn, cache.shape[2]
+    assert scale is not None or not fp8
     slots = (table[positions // block_size].long(), slice(None), positions % block_size)
     if scale is None:
         return cache[slots].to(dtype)
-    return (cache.view(torch.uint8)[slots].view(cache.dtype).float() * scale.unsqueeze(1)).to(dtype)
+    codes = cache.view(torch.uint8)[slots].view(cache.dtype) if fp8 else cache[slots]
+    return (codes.float() * scale.unsqueeze(1)).to(dtype)
 
 
 def paged_attention_decode(

@@ -1,4 +1,4 @@
-"""Writing keys and values to their slots of the paged KV cache."""
+"""Writing keys and values to their slots of the paged KV cache, and widening its pages."""
 
 from __future__ import annotations
 
@@ -36,3 +36,31 @@ def store_kv(
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
+
+
+def widen_pages(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    pages: Tensor,
+    out: Tensor,
+) -> None:
+    """Copy pieces of contexts in e4m3 caches [num_blocks, Hkv, block_size, D] to out [2, P, Hkv, page, D], which has any dtype
+    that holds e4m3 exactly. Scales are not applied.
+
+    pages [P, 2] int32: a page's sequence, and the first position that is needed. The page holds the `page` positions of which
+    the first is a multiple of `page`. Slots before the needed one become 0, and those behind the context are not written.
+    block_tables, rows [S] and context_lens [S] as in `paged_attention_prefill`.
+    """
+    page, block_size = out.shape[3], key_cache.shape[2]
+    for index, (sequence, first) in enumerate(pages.tolist()):
+        begin = first // page * page
+        positions = torch.arange(first, min(begin + page, int(context_lens[sequence])))
+        table = block_tables[int(rows[sequence])]
+        slots = (table[positions // block_size].long(), slice(None), positions % block_size)
+        for side, cache in zip(out[:, index], (key_cache, value_cache), strict=True):  # [Hkv, page, D]
+            codes = cache.view(torch.uint8)[slots].view(cache.dtype)  # bytes, since PyTorch indexes no float8
+            side[:, : first - begin] = 0
+            side[:, first - begin :][:, : len(positions)] = codes.to(out.dtype).transpose(0, 1)

@@ -76,8 +76,8 @@ def _prefill_kernel(
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_HEADS: tl.constexpr, KV_GROUP: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -101,11 +101,11 @@ def _prefill_kernel(
     q_mask = row_mask[:, None] & (d < HEAD_DIM)[None, :]
     tokens = (start + query_index).to(tl.int64)
     q = tl.load(query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
-    if FP8:  # the scores and the sum of values are scaled, not each key and value
+    if SCALED:  # the scores and the sum of values, not each key and value
         scale *= tl.load(kv_scale + kv_head)
-        if q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
-            q = q.to(tl.float16)
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
+    if FP8 and q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
+        q = q.to(tl.float16)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi_slopes + heads)
@@ -155,7 +155,7 @@ def _prefill_kernel(
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
         )  # fmt: skip
     acc = whole_sum(acc)
-    if FP8:
+    if SCALED:
         acc *= tl.load(kv_scale + NUM_KV_HEADS + kv_head)
     acc = normalised(acc, m, l, sinks + heads, row_mask, SINKS)
     tl.store(
@@ -206,9 +206,11 @@ def paged_attention_prefill(
         return out
     assert out.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
-    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
+    scaled = kv_scale is not None
+    assert scaled or key_cache.dtype != torch.float8_e4m3fn
     tuned = block_n or num_stages or num_warps
-    if not tuned and alibi_slopes is None and hopper is not None and hopper.applies(query, key_cache, scale, sparse):
+    plain = not tuned and alibi_slopes is None and hopper is not None
+    if plain and hopper.applies(query, key_cache, scale, sparse, scaled):
         hopper.launch(
             query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, scale, window, soft_cap,
             sinks, sparse, kv_scale,
@@ -227,7 +229,8 @@ def paged_attention_prefill(
         D_PAD=max(16, next_power_of_2(head_dim)), BLOCK_M=block_m,
         TILE_Q=step, BLOCK_N=tile_keys if sparse is None else min(tile_keys, sparse.block), PAGE=page, WINDOW=window,
         SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=soft_cap,
-        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, SCALED=scaled,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=num_stages or (2 if small else 3), num_warps=num_warps or (8 if small and block_m == 128 else 4),
         **pdl_options(query.device),
     )  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.worker import latent_expander
+from engine.worker import cache_widener, latent_expander
+from engine.worker.cache_widener import CacheWidener
 from engine.worker.latent_expander import LatentExpander
 
 pytest.importorskip("triton")
@@ -38,6 +39,31 @@ def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureReque
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
     assert answers(tiny_model, names, **settings) == expected
+
+
+def test_tokens_over_wide_pages_of_an_fp8_cache(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Prompts beside decodes, and the full step at start-up."""
+    settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    names = ["greedy", "long prompt", "late"]
+    expected = answers(tiny_model, names, **settings)
+    request.getfixturevalue("gpu")
+    request.getfixturevalue("exact_float8")
+    monkeypatch.setattr(cache_widener, "can_gain", lambda *_: True)
+    monkeypatch.setattr(cache_widener, "seconds_saved", lambda *_: 1.0)
+    steps, prepared = [], CacheWidener.prepared
+
+    def counted(self: CacheWidener, groups: Any, query_lens: list[int], context_lens: list[int]) -> Any:
+        found = prepared(self, groups, query_lens, context_lens)
+        assert all(group.wide_pages is not None for group in found)
+        steps.append((found[0].num_decodes, query_lens, context_lens))
+        return found
+
+    monkeypatch.setattr(CacheWidener, "prepared", counted)
+    assert answers(tiny_model, names, **settings) == expected
+    assert (0, [24], [48]) in steps, "the full step"
+    assert any(num_decodes for num_decodes, _, _ in steps)
 
 
 def test_tokens_of_expanded_latents(

@@ -35,6 +35,7 @@ from tests.gpu.latent import check_latent
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers
 from tests.gpu.plan import check_plan
+from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_ranks
 from tests.gpu.sampling import check_distribution, check_faults, check_sampling
@@ -42,6 +43,7 @@ from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "attention": (check_attention, check_rounding),
+    "prefill": (check_codes, check_prefill),
     "products": (check_products,),
     "formats": (check_formats,),
     "norms": (check_norms, check_activation),
@@ -71,7 +73,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--device",
         default="cuda",
-        help="cpu: attention, products, formats, families, experts, windows, story, ranks and faults only",
+        help="cpu: attention, prefill, products, formats, families, experts, windows, story, ranks and faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

@@ -49,9 +49,10 @@ class Checks:
         return self.match in name.replace("torch.", "")
 
     def add(
-        self, name: str, error: float, limit: float, call: Callable[[], object] | None = None, num_bytes: int = 0
-    ) -> None:
-        """`call` is timed on a GPU, beside the time in which the device could move `num_bytes`."""
+        self, name: str, error: float, limit: float, call: Callable[[], object] | None = None, num_bytes: int = 0,
+        num_flops: int = 0,
+    ) -> None:  # fmt: skip
+        """`call` is timed on a GPU, beside the time in which the device could move `num_bytes`, or with its rate."""
         name = name.replace("torch.", "")
         if not self.wants(name):
             return
@@ -62,7 +63,9 @@ class Checks:
         result = Result(name, error, limit, us)
         self.results.append(result)
         line = f"{'ok  ' if result.passed else 'FAIL'} {result.name:58} error {error:.1e}"
-        if us is not None:
+        if us is not None and num_flops:
+            line += f" {us:9.1f} us, {num_flops / us / 1e6:4.0f} TFLOP/s"
+        elif us is not None:
             floor = 1e6 * num_bytes / BANDWIDTH
             line += f" {us:9.1f} us, floor {floor:8.1f} us ({100 * floor / us:3.0f} %)"
         print(line, flush=True)

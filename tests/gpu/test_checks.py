@@ -14,6 +14,7 @@ from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
 from tests.gpu.formats import check_formats
 from tests.gpu.moe import SHAPES, Shape, check_expert_products, check_routers
+from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
 
 SMALL = {"contexts": (1, 300, 17, 64), "queries": (1, 130, 17, 5)}
@@ -29,6 +30,8 @@ def test_the_checks_pass_on_the_reference_implementations(monkeypatch: pytest.Mo
     attention.check_attention(checks, **SMALL)
     assert len({result.name for result in checks.results}) == len(checks.results) > 140
     attention.check_rounding(checks, **SMALL)
+    check_codes(checks)
+    check_prefill(checks)
     check_products(checks, [(1, 1000, 1000), (7, 1024, 3072), (11, 1000, 192)])
     check_formats(checks, (1, 7), {"qkv": (384, 256), "gate_up": (512, 256), "down": (256, 512)})
     monkeypatch.setitem(SHAPES, "small", Shape(64, 128, 6, Router(2), ("bfloat16", "mxfp4")))
@@ -96,4 +99,4 @@ def test_parts_and_names_select(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["products", "--device", "cpu", "--match", "no such check"]) == 1
     with pytest.raises(SystemExit):
         main(["atention", "--device", "cpu"])
-    assert "there are attention, products" in capsys.readouterr().err
+    assert "there are attention, prefill, products" in capsys.readouterr().err

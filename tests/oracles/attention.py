@@ -26,15 +26,16 @@ class Paged:
 
     @classmethod
     def make(
-        cls, lens: Sequence[int], block_size: int, head_dim: int, dtype: torch.dtype, device: str, skip: int = 0
-    ) -> Paged:
+        cls, lens: Sequence[int], block_size: int, head_dim: int, dtype: torch.dtype, device: str, skip: int = 0,
+        num_kv_heads: int = NUM_KV_HEADS,
+    ) -> Paged:  # fmt: skip
         """`skip`: blocks of the cache that stay unused before the first one in use."""
         counts = [-(-n // block_size) for n in lens]
-        shape = (2, skip + sum(counts), NUM_KV_HEADS, block_size, head_dim)
+        shape = (2, skip + sum(counts), num_kv_heads, block_size, head_dim)
         kv_scale = None
         if dtype == E4M3:
             kv = torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)  # its NaN
-            kv_scale = torch.rand(2, NUM_KV_HEADS, device=device) + 0.02
+            kv_scale = torch.rand(2, num_kv_heads, device=device) + 0.02
         else:
             kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
         order = (torch.randperm(sum(counts)) + skip).tolist()
@@ -80,11 +81,11 @@ def exact_attention(
     sparse: BlockSparse | None = None,
 ) -> Tensor:
     """[T, H, D] float64: the newest `query_lens` tokens of each sequence over its context, all scores at once."""
-    out = []
+    out, num_kv_heads = [], paged.kv.shape[2]
     for i, q in enumerate(query.double().split(list(query_lens))):
         key, value = paged.context(i)
         length, context = len(q), key.shape[1]
-        q = q.unflatten(1, (NUM_KV_HEADS, -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+        q = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
         scores = q @ key.unsqueeze(1).mT * scale
         if soft_cap:
             scores = soft_cap * (scores / soft_cap).tanh()
@@ -94,10 +95,10 @@ def exact_attention(
         seen = (ages >= 0) & (ages < window) if window else ages >= 0
         if sparse is not None:
             at, heads = torch.arange(context, device=q.device), torch.arange(query.shape[1], device=q.device)
-            seen = seen & sparse.seen(at[context - length :], at, heads).unflatten(0, (NUM_KV_HEADS, -1))
+            seen = seen & sparse.seen(at[context - length :], at, heads).unflatten(0, (num_kv_heads, -1))
         scores = scores.masked_fill_(~seen, float("-inf"))
         if sinks is not None:
-            sink = sinks.double().view(NUM_KV_HEADS, -1, 1, 1).expand(-1, -1, length, 1)
+            sink = sinks.double().view(num_kv_heads, -1, 1, 1).expand(-1, -1, length, 1)
             scores = torch.cat([scores, sink], -1)
         attended = scores.softmax(-1)[..., :context] @ value.unsqueeze(1)
         out.append(attended.permute(2, 0, 1, 3).flatten(1, 2))

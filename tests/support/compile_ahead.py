@@ -25,6 +25,7 @@ from kernels.layout import RowState, StepTensors
 from kernels.moe import ExpertActivation
 from kernels.plan import DecodePlan
 from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.widening import WIDE_PAGE
 from tests.oracles.random_weights import random_weight
 
 META = torch.device("meta")
@@ -123,6 +124,23 @@ def attention(
     paged_attention_prefill(
         query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, kv_scale=scale,
         tiles=tensor(5, 2, dtype=I32), out=query, sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def wide_pages(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, **options: float) -> None:
+    """Prefill over wide copies of an e4m3 cache's pages."""
+    from engine.models.wide_pages import WidePages
+    from kernels.triton.attention_prefill import paged_attention_prefill
+    from kernels.triton.wide_pages import widen_pages
+
+    query, cache = tensor(3, 2 * group, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=E4M3)
+    lens, rows, tables = tensor(3, dtype=I32), tensor(3, dtype=I32), tensor(4, 64, dtype=I32)
+    wide = WidePages.of_step([1, 1, 1], [300, 20, 1], 0, 1 << 20, lambda tensor: tensor.to(META))
+    out = tensor(2, len(wide.pages), 2, WIDE_PAGE, head_dim, dtype=dtype)
+    widen_pages(cache, cache, tables, rows, lens, wide.pages, out)
+    paged_attention_prefill(
+        query, out[0], out[1], wide.block_tables, wide.rows, tensor(4, dtype=I32), lens, scale=0.1, kv_scale=kv_scale(2, cache),
+        tiles=tensor(5, 2, dtype=I32), out=query, **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -312,6 +330,7 @@ E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from
     functools.partial(kv_cache, E4M3),
     functools.partial(rotary, 128, 128, True, BF16, E4M3),
     functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
+    functools.partial(wide_pages, 128, 4, 16),
     functools.partial(quantized, 300, "e4m3", rounds=True, dtype=F16),
     functools.partial(quantized, 300, "e4m3", 128, 128, rounds=True),
 ]
@@ -336,6 +355,8 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
+    functools.partial(wide_pages, 256, 2, 16, window=1024, soft_cap=50.0),
+    functools.partial(wide_pages, 80, 7, 64, F16),
 ]
 
 HOPPER_FILES = (  # for compute capability 9.0 alone

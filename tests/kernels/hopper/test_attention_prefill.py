@@ -82,7 +82,7 @@ def test_prefill_on_hopper(
     tiles = torch.tensor(make_prefill_tiles(query_lens, lens, step), dtype=torch.int32)
     on_gpu = as_a_layer_of_one_tensor(kv.cuda()) if layer else kv.cuda()
     cuda = [query.cuda(), *on_gpu, *(x.cuda() for x in (tables, rows, starts, context_lens))]
-    assert hopper.applies(cuda[0], cuda[1], scale)
+    assert hopper.applies(cuda[0], cuda[1], scale, None, False)
     options = {name: value.cuda() if torch.is_tensor(value) else value for name, value in options.items()}
     first = None
     for _ in range(3):

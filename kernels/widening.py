@@ -1,0 +1,77 @@
+"""Which prefill attention over an e4m3 cache is faster over wide copies of its pages, made once a layer. Needs no Triton.
+
+On Hopper, keys and values from an e4m3 cache reach the matrix unit through registers, and slower than the memory accelerator
+brings wide ones. `widen_pages` takes time for each key, and saves it for each pair of a query and a key that it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+WIDE_PAGE = 128  # slots of a wide page: all keys of a tile of the Hopper kernel, which then loads few boxes
+
+# Operations a second of Hopper's kernel for heads of up to so many channels, over an e4m3 and over a bfloat16 cache, measured
+# on an H200. Narrower heads are as fast over both.
+RATES = {128: (496e12, 581e12), 256: (357e12, 661e12)}
+NARROWEST = 65
+COPIED = 2.5e12  # bytes that `widen_pages` reads and writes a second, an estimate
+LAUNCH = 5e-6  # seconds of one more kernel, an estimate
+
+
+def can_gain(
+    capability: tuple[int, int] | None, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> bool:
+    """Whether Hopper's kernel computes such heads (see its `applies`) and gains from wide pages. `dtype`: of queries."""
+    group = num_heads // num_kv_heads
+    filled = 1 << (group - 1).bit_length()
+    return (
+        capability is not None
+        and capability[0] == 9
+        and dtype in (torch.bfloat16, torch.float16)
+        and NARROWEST <= head_dim <= 256
+        and head_dim % 16 == 0
+        and 4 * group >= 3 * filled
+        and filled <= 64
+    )
+
+
+def first_needed(query_len: int, context_len: int, window: int) -> int:
+    """The first position that any of a sequence's newest `query_len` tokens sees; window 0: all."""
+    return max(context_len - query_len + 1 - window, 0) if window else 0
+
+
+def num_wide_pages(query_lens: Sequence[int], context_lens: Sequence[int], window: int) -> int:
+    """Wide pages of all positions that the sequences' newest tokens see."""
+    return sum(
+        -(-context // WIDE_PAGE) - first_needed(query, context, window) // WIDE_PAGE
+        for query, context in zip(query_lens, context_lens, strict=True)
+    )
+
+
+def num_pairs(query_lens: Sequence[int], context_lens: Sequence[int], window: int) -> int:
+    """Pairs of a query and a key that it sees."""
+    total = 0
+    for queries, context in zip(query_lens, context_lens, strict=True):
+        first = context - queries
+        whole = min(max(window - first, 0), queries) if window else queries  # queries that see all keys up to their own
+        total += whole * first + whole * (whole + 1) // 2 + (queries - whole) * window
+    return total
+
+
+def seconds_saved(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    window: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> float:
+    """What a layer gains from wide pages, an estimate; below 0: it loses. Heads must be those of `can_gain`."""
+    padded = min(channels for channels in RATES if channels >= head_dim)
+    narrow, wide = RATES[padded]
+    num_flops = num_pairs(query_lens, context_lens, window) * num_heads * 4 * padded
+    num_positions = num_wide_pages(query_lens, context_lens, window) * WIDE_PAGE
+    num_bytes = num_positions * num_kv_heads * head_dim * 2 * (1 + 2)  # K and V, read and written
+    return num_flops * (1 / narrow - 1 / wide) - num_bytes / COPIED - LAUNCH
