@@ -51,9 +51,8 @@ class AttentionMetadata:
     decode_lens: Tensor | None = None
     # How latent attention computes the sequences that do not decode; None: over latents.
     expansion: LatentExpansion | None = None
-    wide_pages: WidePages | None = (
-        None  # what the sequences that do not decode see of an e4m3 cache; None: they read the cache
-    )
+    # What the sequences that do not decode see of an e4m3 cache; None: they read the cache.
+    wide_pages: WidePages | None = None
     # Of the last layer, [N] integer: the tokens whose hidden states it computes. It stores the keys and values of all tokens.
     # None: all tokens.
     logits_indices: Tensor | None = None
