@@ -59,21 +59,19 @@ class PeerMemory:
 
     def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
         """sizes: bytes of each section. Create it on all ranks at the same time: they exchange addresses."""
-        from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _unregister_process_group
+        from torch._C._distributed_c10d import ProcessGroup, _register_process_group
         from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
 
         self._offsets, total = {}, 0
         for name, size in sizes.items():
             self._offsets[name], total = total, total + -(-size // 1024) * 1024
         self._memory = Symmetric.empty_strided_p2p((total,), (1,), torch.uint8, device).zero_()
-        # A group of its own, of which PyTorch uses the store alone. While one with a store in Python is registered,
-        # `destroy_process_group` may not return (seen with PyTorch 2.11).
+        # A group of its own, of which PyTorch uses the store alone.
         self._store = RenumberedStore(dist.distributed_c10d._get_default_store())
         self._group = ProcessGroup(self._store, dist.get_rank(), dist.get_world_size())
-        group: Any = f"quire-{uuid4().hex}"
-        _register_process_group(group, self._group)
-        self._handle: Any = Symmetric.rendezvous(self._memory, group)
-        _unregister_process_group(group)
+        name = f"quire-{uuid4().hex}"
+        _register_process_group(name, self._group)  # type: ignore[arg-type]
+        self._handle: Any = Symmetric.rendezvous(self._memory, name)
         torch.cuda.synchronize(device)
         dist.barrier()  # before any rank writes into memory that its owner has still to zero
 

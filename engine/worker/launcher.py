@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import BinaryIO, NoReturn, Protocol
 
 _log = logging.getLogger(__name__)
 EXIT_SECONDS = 10
@@ -53,7 +51,7 @@ class Launcher(Protocol):
     @property
     def locations(self) -> Sequence[Location]: ...  # by rank
     def start(self, lost: Lost) -> Sequence[Follower]: ...  # all ranks except 0
-    def rendezvous(self) -> AbstractContextManager[str]: ...  # a URL for PyTorch, valid while the ranks connect
+    def rendezvous(self) -> str: ...  # a URL for PyTorch's store, valid until `close`
     def close(self) -> None: ...  # release the resources of the ranks
 
 
@@ -62,17 +60,20 @@ class LocalLauncher:
 
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
+        self._store: BinaryIO | None = None
 
     def start(self, lost: Lost) -> Sequence[Follower]:
         return [_Process(rank, lost) for rank in range(1, len(self.locations))]
 
-    @contextmanager
-    def rendezvous(self) -> Iterator[str]:
-        with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:
-            yield f"file://{folder}/store"
+    def rendezvous(self) -> str:
+        # PyTorch's threads read the store until the ranks disconnect, and if its file is gone, they wait for it. A file in
+        # memory is gone with this process, however that ends.
+        self._store = os.fdopen(os.memfd_create("quire-ranks"), "wb")
+        return f"file:///proc/{os.getpid()}/fd/{self._store.fileno()}"
 
     def close(self) -> None:
-        pass
+        if self._store is not None:
+            self._store.close()
 
 
 class _Process:

@@ -274,33 +274,34 @@ class RankedRunner:
         spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
         Stage(0, num_stages).layers(spec.num_layers)
         one_host = len({location.host for location in locations}) == 1
-        with launcher.rendezvous() as rendezvous:
-            builds = [
-                Build(
-                    rank,
-                    Shard(rank % size, size),
-                    Stage(num_stages - 1 - rank // size, num_stages),
-                    location.device_index,
-                    one_host,
-                    rendezvous,
-                    folder,
-                    spec,
-                    options,
-                )
-                for rank, location in enumerate(locations)
-            ]
+        rendezvous = launcher.rendezvous()
+        builds = [
+            Build(
+                rank,
+                Shard(rank % size, size),
+                Stage(num_stages - 1 - rank // size, num_stages),
+                location.device_index,
+                one_host,
+                rendezvous,
+                folder,
+                spec,
+                options,
+            )
+            for rank, location in enumerate(locations)
+        ]
+        followers: Sequence[Follower] = ()
+        try:
             followers = launcher.start(lost)
-            try:
-                for follower, build in zip(followers, builds[1:], strict=True):
-                    follower.send(pickle.dumps(build))
-                runner = _build_part(builds[0], folder, progress)
-            except BaseException:
-                for follower in followers:
-                    follower.end(kill=True)
-                launcher.close()
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                raise
+            for follower, build in zip(followers, builds[1:], strict=True):
+                follower.send(pickle.dumps(build))
+            runner = _build_part(builds[0], folder, progress)
+        except BaseException:
+            for follower in followers:
+                follower.end(kill=True)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            launcher.close()
+            raise
         return cls(builds[0], runner, launcher, followers, Watch(followers, lost))
 
     @property

@@ -13,8 +13,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -140,13 +139,12 @@ class RayLauncher:
                 followers[rank - 1].connection = connection
         return followers
 
-    @contextmanager
-    def rendezvous(self) -> Iterator[str]:
+    def rendezvous(self) -> str:
         host = self._seated[0].host
         with socket.socket() as free:
             free.bind((host, 0))
             port = free.getsockname()[1]
-        yield f"tcp://{host}:{port}"
+        return f"tcp://{host}:{port}"
 
     def close(self) -> None:
         if self._group is not None:

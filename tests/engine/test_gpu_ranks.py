@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -99,9 +98,8 @@ class ForkLauncher:
     def start(self, lost: Lost) -> Sequence[Follower]:
         return [Fork(1)]
 
-    @contextmanager
-    def rendezvous(self) -> Iterator[str]:
-        yield f"file://{self.folder}/store"
+    def rendezvous(self) -> str:
+        return f"file://{self.folder}/store"
 
     def close(self) -> None:
         pass
