@@ -110,9 +110,9 @@ def _errors_of_sums(
         communicator.add_sum(residual, x)
         plain.copy_(communicator.all_reduce(plain))
         norm = communicator.add_sum(normalised, again, (weight, EPS))
+        has_norm = norm is not None  # in a graph there may be none, where there was one before
         if norm is not None:
             normed.copy_(norm)
-            has_norm = True
 
     for each in (x, plain, residual, normalised):
         each.fill_(0)
