@@ -25,10 +25,9 @@ from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_
 from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import dense
     from kernels.hopper import matmul_few as few
 else:
-    few = dense = None  # type: ignore[assignment]
+    few = None  # type: ignore[assignment]
 
 MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats cuBLAS
 
@@ -166,27 +165,12 @@ def _fused(
     return out
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] -> [M, N], where there is no kernel for few tokens."""
-    config = dense.config_for_floats(x, weight, bias, swiglu=False) if dense is not None else None
-    return F.linear(x, weight, bias) if config is None else dense.multiply_floats(x, weight, bias, config)
-
-
-def _gated(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
-    """As `linear_gated`, where there is no kernel for few tokens."""
-    if dense is not None and gate == "silu":
-        config = dense.config_for_floats(x, weight, bias, swiglu=True)
-        if config is not None:
-            return dense.multiply_floats(x, weight, bias, config, swiglu=True)
-    return gate_and_mul(_product(x, weight, bias), gate)
-
-
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear(x, weight, bias)
     out = _fused(x, weight, bias)
-    return _product(x, weight, bias) if out is None else out
+    return F.linear(x, weight, bias) if out is None else out
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -195,9 +179,6 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
         return quantized.linear_add(residual, x, weight, bias)
     if _fused(x, weight, bias, residual=residual) is not None:
         return residual
-    config = dense.config_for_floats(x, weight, bias, swiglu=False) if dense is not None else None
-    if config is not None and residual.is_contiguous():
-        return dense.multiply_floats(x, weight, bias, config, residual=residual)
     residual = residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
 
@@ -207,7 +188,7 @@ def linear_gated(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Ga
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_gated(x, weight, bias, gate)
     out = _fused(x, weight, bias, gate=gate)
-    return _gated(x, weight, bias, gate) if out is None else out
+    return gate_and_mul(F.linear(x, weight, bias), gate) if out is None else out
 
 
 def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
@@ -229,7 +210,7 @@ def norm_linear(
         return fused
     normed = rms_norm(x, norm_weight, eps)
     if out is None:
-        return _product(normed, weight, bias)
+        return F.linear(normed, weight, bias)
     return torch.mm(normed, weight.t(), out=out) if bias is None else torch.addmm(bias, normed, weight.t(), out=out)
 
 
@@ -240,4 +221,4 @@ def norm_gated(
     if isinstance(weight, QuantizedWeight):
         return quantized.norm_gated(x, norm_weight, eps, weight, bias, gate)
     out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate)
-    return _gated(rms_norm(x, norm_weight, eps), weight, bias, gate) if out is None else out
+    return gate_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias), gate) if out is None else out

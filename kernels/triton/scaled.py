@@ -1,7 +1,7 @@
 """Products of x, rounded to codes, with matrices of the same codes, e4m3 or int8: the matrix unit multiplies codes by codes.
 
 x gets a scale for each token, or for each group of channels if the weight has them. Where they apply,
-`kernels.hopper.dense` or cuBLAS multiplies, else the kernel here.
+`kernels.hopper.scaled_dense` or cuBLAS multiplies, else the kernel here.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking
@@ -29,7 +29,7 @@ from kernels.triton.launch import (
 )
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import dense
+    from kernels.hopper import scaled_dense as dense
 else:
     dense = None  # type: ignore[assignment]
 

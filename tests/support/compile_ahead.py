@@ -242,15 +242,6 @@ def parts_of_channels() -> None:
     dense.launch(x, weight, None, out, dense.Config(64, 4, 2), residual=out)
 
 
-def products_of_floats(tokens: int, dtype: torch.dtype, swiglu: bool) -> None:
-    from kernels.hopper import dense
-
-    config = dense.Config(64 if tokens <= 64 else 128, 16, 4)
-    dense.multiply_floats(
-        tensor(tokens, 1024, dtype=dtype), tensor(512, 1024, dtype=dtype), None, config, swiglu=swiglu
-    )
-
-
 def embedding() -> None:
     from kernels.triton.embedding import embedding
 
@@ -347,8 +338,6 @@ E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from
 # Compilation takes long: other devices compile no more than some forms of these.
 HOPPER_VARIANTS: list[Callable[[], None]] = [
     parts_of_channels,
-    functools.partial(products_of_floats, 60, F16, False),
-    functools.partial(products_of_floats, 200, BF16, True),
     functools.partial(attention, 256, 4, 16),
     functools.partial(latent, 128, 40, F16, interleaved=False),
     functools.partial(quantized, 12, "e4m3", 128, 128),
@@ -371,7 +360,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 ]
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
-    "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "scaled_experts", "dense",
+    "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "scaled_experts", "scaled_dense",
 )  # fmt: skip
 HOPPER = (*(f"kernels.hopper.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
 

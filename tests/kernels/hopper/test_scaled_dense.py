@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import reference
-from kernels.hopper import dense, experts_few, scaled_experts
-from kernels.hopper.dense import Config
+from kernels.hopper import experts_few, scaled_dense, scaled_experts
+from kernels.hopper.scaled_dense import Config
 from kernels.triton import matmul, quantized, scaled
 from tests.oracles.random_weights import random_weight
 from tests.support.gluon_on_tensors import run_on_tensors
@@ -21,11 +21,11 @@ F64 = torch.float64
 def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
     run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", ("_quarters", "_sums_of_groups", "_pairs"))
     helpers = ("_bring", "_ask_weight", "_multiply", "_sums")
-    run_on_tensors(monkeypatch, dense, "_dense_kernel", helpers, shared=scaled_experts)
-    monkeypatch.setattr(scaled_experts, "gl", vars(dense)["gl"])
+    run_on_tensors(monkeypatch, scaled_dense, "_scaled_dense_kernel", helpers, shared=scaled_experts)
+    monkeypatch.setattr(scaled_experts, "gl", vars(scaled_dense)["gl"])
     for name in ("_quarters", "_sums_of_groups"):
-        monkeypatch.setattr(dense, name, getattr(scaled_experts, name))
-    monkeypatch.setattr(dense, "_activate", experts_few._activate.fn)
+        monkeypatch.setattr(scaled_dense, name, getattr(scaled_experts, name))
+    monkeypatch.setattr(scaled_dense, "_activate", experts_few._activate.fn)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
     run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
     monkeypatch.setattr(quantized, "few", None)
@@ -40,7 +40,7 @@ def test_products(
     form: str, num_tokens: int, config: Config, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More steps than stages or fewer, the channels in parts, of which the last is short, and tiles of few tokens."""
-    monkeypatch.setattr(dense, "_choose", lambda *_: config)
+    monkeypatch.setattr(scaled_dense, "_choose", lambda *_: config)
     torch.manual_seed(0)
     weight = random_weight(form, 512, 1152)
     x, norm, bias = torch.randn(num_tokens, 1152).bfloat16(), torch.randn(1152).bfloat16(), torch.randn(512).bfloat16()
@@ -59,7 +59,7 @@ def test_products(
 def test_swiglu_is_part_of_the_product(
     form: str, num_tokens: int, config: Config, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "_choose", lambda *_: config)
+    monkeypatch.setattr(scaled_dense, "_choose", lambda *_: config)
     monkeypatch.setattr(scaled, "gate_and_mul", None)
     torch.manual_seed(0)
     weight = random_weight(form, 512, 1152)
@@ -69,59 +69,23 @@ def test_swiglu_is_part_of_the_product(
     assert _error(matmul.norm_gated(x, norm, 1e-6, weight), want) < 0.03
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "config"), [(40, Config(64, 4, 2)), (100, Config(64, 9, 5)), (200, Config(128, 5, 4))]
-)
-def test_products_of_floats(
-    num_tokens: int, config: Config, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense, "_choose_for_floats", lambda *_: config)
-    monkeypatch.setattr(matmul, "few", None)
-    torch.manual_seed(0)
-    x, weight, norm, bias = (
-        torch.randn(*shape).bfloat16() for shape in ((num_tokens, 576), (512, 576), (576,), (512,))
-    )
-    want = x.double() @ weight.double().T + bias.double()
-    assert _error(matmul.linear(x, weight, bias), want) < 6e-3
-    residual = torch.randn(num_tokens, 512).bfloat16()
-    assert _error(matmul.linear_add(residual.clone(), x, weight, bias), want + residual) < 6e-3
-    normed = reference.rms_norm(x, norm, 1e-6)
-    assert _error(matmul.norm_linear(x, norm, 1e-6, weight), normed.double() @ weight.double().T) < 0.012
-
-
-@pytest.mark.parametrize(("num_tokens", "block_m"), [(40, 64), (100, 128)])
-def test_swiglu_of_floats(num_tokens: int, block_m: int, without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_choose_for_floats", lambda *_: Config(block_m, 9, 4))
-    monkeypatch.setattr(matmul, "few", None)
-    monkeypatch.setattr(matmul, "gate_and_mul", None)
-    x, weight = torch.randn(num_tokens, 576).bfloat16(), torch.randn(512, 576).bfloat16()
-    want = reference.silu_and_mul(x.double() @ weight.double().T)
-    assert _error(matmul.linear_gated(x, weight), want) < 8e-3
-
-
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
     x = torch.zeros(40, 256, dtype=torch.bfloat16)
-    assert dense.config(x, random_weight("fp8", 256, 256), None, False)
-    assert not dense.config(x.half(), random_weight("fp8", 256, 256), None, False)
-    assert not dense.config(x, random_weight("fp8", 128, 256), None, False)
-    assert not dense.config(x, random_weight("fp8 rows of blocks", 256, 256), None, False)
-    assert not dense.config(x, random_weight("fp8", 512, 256), x[0], True)
-    assert not dense.config(x, random_weight("fp8", 512, 256), None, True)  # too few tiles
-    weight = torch.zeros(256, 256, dtype=torch.bfloat16)
-    assert dense.config_for_floats(x, weight, None, False)
-    assert not dense.config_for_floats(x.float(), weight.float(), None, False)
-    assert not dense.config_for_floats(x, weight[:128], None, False)
-    assert not dense.config_for_floats(x[:, 1:129], weight[:, :128].contiguous(), None, False)  # not aligned
-    assert not dense.config_for_floats(torch.zeros(300, 256, dtype=torch.bfloat16), weight, None, False)
+    assert scaled_dense.config(x, random_weight("fp8", 256, 256), None, False)
+    assert not scaled_dense.config(x.half(), random_weight("fp8", 256, 256), None, False)
+    assert not scaled_dense.config(x, random_weight("fp8", 128, 256), None, False)
+    assert not scaled_dense.config(x, random_weight("fp8 rows of blocks", 256, 256), None, False)
+    assert not scaled_dense.config(x, random_weight("fp8", 512, 256), x[0], True)
+    assert not scaled_dense.config(x, random_weight("fp8", 512, 256), None, True)  # too few tiles
 
 
 def test_all_multiprocessors_have_a_program_where_cublas_has_too_few_tiles() -> None:
     """The products of Llama-3.1-8B: rows, channels, and the parts of the channels for each number of tokens."""
     for n, k, wanted in ((6144, 4096, (3, 0, 0)), (4096, 4096, (4, 4, 0)), (4096, 14336, (4, 4, 4))):
         for num_tokens, parts in zip((24, 128, 256), wanted, strict=True):
-            config = dense._choose(num_tokens, n, k, False)
+            config = scaled_dense._choose(num_tokens, n, k, False)
             assert (-(-k // 128 // config.part) if config else 0) == parts
-    assert [dense._choose(n, 28672, 4096, True) for n in (64, 256)] == [Config(64, 32, 5), Config(128, 32, 4)]
+    assert [scaled_dense._choose(n, 28672, 4096, True) for n in (64, 256)] == [Config(64, 32, 5), Config(128, 32, 4)]
 
 
 def _rounded(x: torch.Tensor, form: str) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Products of tens to hundreds of tokens on Hopper's matrix unit, in Gluon: of floats, or of e4m3 codes and codes.
+"""Products of tens to hundreds of tokens with e4m3 weights, both as codes, on Hopper's matrix unit, in Gluon.
 
-A warpgroup multiplies 64 tokens by 256 rows of the weight, one half after the other, 128 bytes of their channels a step.
-With scales of blocks, a step's sums are scaled before they are added up, else all of them at the end, in float32. Another
-warp asks for the operands, stages ahead, and for the first of the weight before x is there. Where tiles are too few for all
-multiprocessors, the channels are divided among programs, and `sum_parts` adds up. With SwiGLU gate and up rows lie side by
-side in a half, so that one thread has the sums of both.
+A warpgroup multiplies 64 tokens by 256 rows of the weight, one half after the other, 128 channels a step. With scales of
+blocks, a step's sums are scaled before they are added up, else all of them at the end, in float32. Another warp asks for
+codes, stages ahead, and for the first of the weight before x is there. Where tiles are too few for all multiprocessors, the
+channels are divided among programs, and `sum_parts` adds up. With SwiGLU gate and up rows lie side by side in a half, so that
+one thread has the sums of both.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -36,51 +36,50 @@ from kernels.triton.parts import sum_parts
 
 @gluon.jit
 def _bring(
-    x_desc, weight_desc, x_smem, weight_smem, full, empty, token, row, first, steps,
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, token, row, first, steps,
     N: gl.constexpr, PIECES: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for each step's operands once its stage is empty: the weight's for the first steps before x is there."""
+    """Ask for each step's codes once its stage is empty: those of the weight for the first steps before x is there."""
     for step in gl.static_range(STAGES):
         if step < steps:
-            _ask_weight(x_desc, weight_desc, weight_smem, full, step, row, first + step, N, PIECES, WARPGROUPS)
+            _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, first + step, N, PIECES, WARPGROUPS)
     if PDL:
         wait_for_inputs()
     for step in range(steps):
         stage = step % STAGES
         if step >= STAGES:
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            _ask_weight(x_desc, weight_desc, weight_smem, full, stage, row, first + step, N, PIECES, WARPGROUPS)
+            _ask_weight(x_desc, codes_desc, codes_smem, full, stage, row, first + step, N, PIECES, WARPGROUPS)
         for i in gl.static_range(WARPGROUPS):
             tma.async_copy_global_to_shared(
-                x_desc, [token + i * 64, (first + step) * x_desc.block_shape[1]], full.index(stage),
-                x_smem.index(stage * WARPGROUPS + i),
-            )  # fmt: skip
+                x_desc, [token + i * 64, (first + step) * 128], full.index(stage), x_smem.index(stage * WARPGROUPS + i)
+            )
 
 
 @gluon.jit
 def _ask_weight(
-    x_desc, weight_desc, weight_smem, full, stage, row, step,
+    x_desc, codes_desc, codes_smem, full, stage, row, step,
     N: gl.constexpr, PIECES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Expect the bytes of a step, and ask for the weight's: with two pieces gate rows and up rows."""
-    ROWS: gl.constexpr = weight_desc.block_shape[0]
+    ROWS: gl.constexpr = codes_desc.block_shape[0]
     mbarrier.expect(
-        full.index(stage), 2 * PIECES * weight_desc.block_type.nbytes + WARPGROUPS * x_desc.block_type.nbytes
+        full.index(stage), 2 * PIECES * codes_desc.block_type.nbytes + WARPGROUPS * x_desc.block_type.nbytes
     )
     for i in gl.static_range(2 * PIECES):
         tma.async_copy_global_to_shared(
-            weight_desc, [row + i // PIECES * ROWS + i % PIECES * N, step * weight_desc.block_shape[1]], full.index(stage),
-            weight_smem.index(stage * 2 * PIECES + i),
+            codes_desc, [row + i // PIECES * ROWS + i % PIECES * N, step * 128], full.index(stage),
+            codes_smem.index(stage * 2 * PIECES + i),
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    scale, x_scale, out, x_smem, weight_smem, full, empty, token, num_tokens, n, first, steps,
-    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr,
-    SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUPED: gl.constexpr, SWIGLU: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 64 tokens. See `_dense_kernel`."""
+    """A warpgroup's 64 tokens. See `_scaled_dense_kernel`."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     tokens = token + WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, QUARTER))
@@ -92,25 +91,21 @@ def _multiply(
         of_rows = scale + n // 128 * GROUPS + first
         q0, q1, q2, q3 = _sums_of_groups(
             of_rows, of_rows + (N // 128 if SWIGLU else 1) * GROUPS, x_scale + inside.to(gl.int64) * GROUPS + first,
-            x_smem, weight_smem, full, empty, steps, WARPGROUP, SWIGLU, BLOCK_M, STAGES,
+            x_smem, codes_smem, full, empty, steps, WARPGROUP, SWIGLU, BLOCK_M, STAGES,
         )  # fmt: skip
-    elif SCALED:
+    else:
         of_tokens = gl.load(x_scale + inside)[:, None]
         s0 = gl.load(scale + n + columns)[None, :]
         s1 = gl.load(scale + n + (N if SWIGLU else 64) + columns)[None, :]
         s2 = gl.load(scale + n + (64 if SWIGLU else 128) + columns)[None, :]
         s3 = gl.load(scale + n + (N + 64 if SWIGLU else 192) + columns)[None, :]
-        low, high = _sums(x_smem, weight_smem, full, empty, steps, WARPGROUP, BLOCK_M, STAGES, 32)
+        low, high = _sums(x_smem, codes_smem, full, empty, steps, WARPGROUP, BLOCK_M, STAGES)
         q0, q1 = _quarters(low)
         q2, q3 = _quarters(high)
         q0 = q0 * of_tokens * s0
         q1 = q1 * of_tokens * s1
         q2 = q2 * of_tokens * s2
         q3 = q3 * of_tokens * s3
-    else:
-        low, high = _sums(x_smem, weight_smem, full, empty, steps, WARPGROUP, BLOCK_M, STAGES, 16)
-        q0, q1 = _quarters(low)
-        q2, q3 = _quarters(high)
     mask = (tokens < num_tokens)[:, None]
     at = out + tokens.to(gl.int64)[:, None] * N + n + columns[None, :]
     if SWIGLU:
@@ -125,50 +120,48 @@ def _multiply(
 
 @gluon.jit
 def _sums(
-    x_smem, weight_smem, full, empty, steps,
-    WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
+    x_smem, codes_smem, full, empty, steps, WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """[64, 128] of each half of the rows, without scales; DEPTH: channels that the matrix unit takes at once."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, DEPTH])
+    """[64, 128] of each half of the rows, without scales."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     low = gl.zeros([64, 128], gl.float32, ACC)
     high = gl.zeros([64, 128], gl.float32, ACC)
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
-        low = warpgroup_mma(x, weight_smem.index(stage * 2).permute((1, 0)), low, is_async=True)
-        high = warpgroup_mma(x, weight_smem.index(stage * 2 + 1).permute((1, 0)), high, is_async=True)
+        low = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), low, is_async=True)
+        high = warpgroup_mma(x, codes_smem.index(stage * 2 + 1).permute((1, 0)), high, is_async=True)
         low, high = warpgroup_mma_wait(0, deps=[low, high])
         mbarrier.arrive(empty.index(stage))
     return low, high
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "part"])
-def _dense_kernel(
-    x_desc, weight_desc, scale, x_scale, out, num_tokens, part,
-    N: gl.constexpr, K: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr, SWIGLU: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+def _scaled_dense_kernel(
+    x_desc, codes_desc, scale, x_scale, out, num_tokens, part,
+    N: gl.constexpr, K: gl.constexpr, GROUPED: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A part of out [parts, M, N], of so many steps, from x [M, K] and a weight of N rows, or 2N with SWIGLU.
+    """A part of out [parts, M, N], of so many steps, from codes x [M, K] and their scales [M, 1], or [M, K / 128] with GROUPED.
 
-    With SCALED both are codes. Their scales are [M, 1] and [rows, 1], or with GROUPED [M, K / 128] and [rows / 128, K / 128].
+    The weight has N rows, or 2N with SWIGLU, and scales [rows, 1], or [rows / 128, K / 128].
     """
     PIECES: gl.constexpr = 2 if SWIGLU else 1
     OWN: gl.constexpr = 256 // PIECES  # rows of out
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
-    CHANNELS: gl.constexpr = x_desc.block_shape[1]
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 if SCALED else 16, rank=2)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     columns = (num_tokens + BLOCK_M - 1) // BLOCK_M
     token = gl.program_id(0) % columns * BLOCK_M
     n = gl.program_id(0) // columns * OWN
     first = gl.program_id(1) * part
-    steps = gl.minimum(part, K // CHANNELS - first)
+    steps = gl.minimum(part, K // 128 - first)
     out += gl.program_id(1).to(gl.int64) * num_tokens * N
     if PDL:
         launch_dependents()
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS, 64, CHANNELS], TILE)
-    weight_boxes = gl.allocate_shared_memory(weight_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, CHANNELS], TILE)
-    weight_smem = weight_boxes._reinterpret(weight_desc.dtype, [STAGES * 2, 128, CHANNELS], TILE)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
+    codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
+    codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -179,11 +172,11 @@ def _dense_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    scale, x_scale, out, x_smem, weight_smem, full, empty, token, num_tokens, n, first, steps,
-                    gl.constexpr(0), N, K, SCALED, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
+                    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                    gl.constexpr(0), N, K, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
                 )),
                 (_bring, (
-                    x_desc, weight_desc, x_smem, weight_boxes, full, empty, token, n, first, steps,
+                    x_desc, codes_desc, x_smem, codes_boxes, full, empty, token, n, first, steps,
                     N, PIECES, WARPGROUPS, STAGES, PDL,
                 )),
             ],
@@ -193,15 +186,15 @@ def _dense_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    scale, x_scale, out, x_smem, weight_smem, full, empty, token, num_tokens, n, first, steps,
-                    gl.constexpr(0), N, K, SCALED, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
+                    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                    gl.constexpr(0), N, K, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
                 )),
                 (_multiply, (
-                    scale, x_scale, out, x_smem, weight_smem, full, empty, token, num_tokens, n, first, steps,
-                    gl.constexpr(1), N, K, SCALED, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
+                    scale, x_scale, out, x_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
+                    gl.constexpr(1), N, K, GROUPED, SWIGLU, BLOCK_M, STAGES, PDL,
                 )),
                 (_bring, (
-                    x_desc, weight_desc, x_smem, weight_boxes, full, empty, token, n, first, steps,
+                    x_desc, codes_desc, x_smem, codes_boxes, full, empty, token, n, first, steps,
                     N, PIECES, WARPGROUPS, STAGES, PDL,
                 )),
             ],
@@ -210,14 +203,13 @@ def _dense_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_dense_kernel`."""
+    """How a product is cut up; see `_scaled_dense_kernel`."""
 
     block_m: int
     part: int  # steps of a program
     stages: int
 
 
-BYTES = 128  # of channels in a step
 MAX_TOKENS = 256
 MIN_TILES = 66  # that SwiGLU is part of: their channels are not divided
 MAX_PARTS = 5  # more take longer to add up
@@ -266,35 +258,6 @@ def config(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool
     return None
 
 
-@functools.cache
-def _choose_for_floats(num_tokens: int, n: int, k: int, swiglu: bool) -> Config | None:
-    """As `_choose`, for a step of 64 channels."""
-    steps, block_m = k // 64, 64 if num_tokens <= 64 else 128
-    tiles, parts = n // 256 * cdiv(num_tokens, block_m), 1
-    if not swiglu:
-        parts = max(min(132 // tiles, steps // 8, MAX_PARTS), 1)
-    elif tiles < MIN_TILES:
-        return None
-    return Config(block_m, cdiv(steps, parts), SHARED_BYTES // ((256 + block_m) * BYTES))
-
-
-def config_for_floats(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool) -> Config | None:
-    """How to multiply x [M, K] by the weight; None where this kernel does not apply, or cuBLAS is faster."""
-    n, k = weight.shape
-    if (
-        len(x) <= MAX_TOKENS
-        and not (swiglu and bias is not None)
-        and x.dtype == weight.dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and n % 256 == k % 64 == 0
-        and x.stride(1) == 1
-        and x.stride(0) % 8 == x.data_ptr() % 16 == 0
-        and is_hopper(x.device)
-    ):
-        return _choose_for_floats(len(x), n, k, swiglu)
-    return None
-
-
 def multiply(
     codes: Tensor,
     x_scale: Tensor,
@@ -307,47 +270,16 @@ def multiply(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Codes x [M, K] and their scales, times the weight, plus bias, or SwiGLU of that; in `residual`, added to it."""
-    return _multiply_boxes(
-        codes, weight.codes, (weight.scale, x_scale), weight.rows == GROUP, bias, config, dtype, swiglu, residual
-    )
-
-
-def multiply_floats(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: Config,
-    *,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """x [M, K] times the weight, as `multiply` does."""
-    return _multiply_boxes(x, weight, None, False, bias, config, x.dtype, swiglu, residual)
-
-
-def _multiply_boxes(
-    x: Tensor,
-    weight: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    grouped: bool,
-    bias: Tensor | None,
-    config: Config,
-    dtype: torch.dtype,
-    swiglu: bool,
-    residual: Tensor | None,
-) -> Tensor:
-    """scales: of the weight and of x, if they are codes; `grouped`: of blocks."""
-    num_tokens, k = x.shape
-    n, channels = len(weight) // (2 if swiglu else 1), BYTES // x.itemsize
-    steps = k // channels
-    assert not (swiglu and (bias is not None or config.part < steps))
-    parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=dtype, device=x.device)
-    scale, x_scale = scales or (parts, parts)  # a pointer that is not read stands for None
+    num_tokens, n = len(codes), len(weight) // (2 if swiglu else 1)
+    steps = weight.num_channels // 128
+    assert codes.is_contiguous()
     assert x_scale.is_contiguous()
-    _dense_kernel[(cdiv(num_tokens, config.block_m) * (len(weight) // 256), len(parts))](
-        _boxes(x, 64, channels, BYTES), _boxes(weight, 64 if swiglu else 128, channels, BYTES), scale, x_scale, parts,
-        num_tokens, config.part, N=n, K=k, SCALED=scales is not None, GROUPED=grouped, SWIGLU=swiglu,
-        BLOCK_M=config.block_m, STAGES=config.stages, num_warps=4, **pdl_options(x.device),
+    assert not (swiglu and (bias is not None or config.part < steps))
+    parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=dtype, device=codes.device)
+    _scaled_dense_kernel[(cdiv(num_tokens, config.block_m) * (len(weight) // 256), len(parts))](
+        _boxes(codes, 64, 128, 128), _boxes(weight.codes, 64 if swiglu else 128, 128, 128), weight.scale, x_scale,
+        parts, num_tokens, config.part, N=n, K=weight.num_channels, GROUPED=weight.rows == GROUP, SWIGLU=swiglu,
+        BLOCK_M=config.block_m, STAGES=config.stages, num_warps=4, **pdl_options(codes.device),
     )  # fmt: skip
     if len(parts) == 1 and bias is None and residual is None:
         return parts[0]
