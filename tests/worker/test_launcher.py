@@ -25,8 +25,9 @@ def test_ranks_can_read_their_store_until_the_launcher_is_closed() -> None:
     path = urlsplit(launcher.rendezvous()).path
     store = FileStore(path, 2)
     store.set("rank 0", "was first")
-    command = [sys.executable, "-c", CHECK, path]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "was first False\n"
+    command, inherited = [sys.executable, "-c", CHECK, path], [int(Path(path).name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=inherited)
+    assert done.stdout == "was first False\n"
     assert store.get("rank 1") == b"is here"
     del store
     inode = Path(path).stat().st_ino
