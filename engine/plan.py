@@ -256,6 +256,7 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
     """Estimate the activations of the largest step: hidden states and widest layer, or logits and their copies."""
     size, widest = options.dtype.itemsize, 0
     widener = CacheWidener.of_model(spec, layout, options)
+    # Per token, as the widths are.
     scratch = widener.scratch_bytes // (size * options.max_num_batched_tokens) if widener else 0
     for layer in spec.layers:
         mixer = layer.mixer

@@ -110,9 +110,14 @@ def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype
 
 @functools.cache
 def prefill_query_rows(group: int) -> int:
-    """A query's rows in a tile: its heads; on Hopper padded to 2^n, which that kernel needs, if that adds at most a third."""
+    """A query's rows in a tile: its heads, on Hopper padded."""
+    return padded_query_rows(group) if _on_hopper() else group
+
+
+def padded_query_rows(group: int) -> int:
+    """The number of heads padded to 2^n, which Hopper's kernel needs, if that adds at most a third; else the number itself."""
     filled = 1 << (group - 1).bit_length()
-    return filled if _on_hopper() and 4 * group >= 3 * filled else group
+    return filled if 4 * group >= 3 * filled else group
 
 
 def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:

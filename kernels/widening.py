@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.plan import padded_query_rows
+
 WIDE_PAGE = 128  # slots of a wide page: all keys of a tile of the Hopper kernel, which then loads few boxes
 
 PADDED = (128, 256)  # channels of heads for which Hopper's kernel gains; narrower heads are as fast over both
@@ -24,16 +26,15 @@ def can_gain(
     capability: tuple[int, int] | None, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> bool:
     """Whether Hopper's kernel computes such heads (see its `applies`) and gains from wide pages. `dtype`: of queries."""
-    group = num_heads // num_kv_heads
-    filled = 1 << (group - 1).bit_length()
+    rows = padded_query_rows(num_heads // num_kv_heads)
     return (
         capability is not None
         and capability[0] == 9
         and dtype in (torch.bfloat16, torch.float16)
         and NARROWEST <= head_dim <= 256
         and head_dim % 16 == 0
-        and 4 * group >= 3 * filled
-        and filled <= 64
+        and rows & (rows - 1) == 0
+        and rows <= 64
     )
 
 

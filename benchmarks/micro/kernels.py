@@ -30,7 +30,7 @@ from benchmarks.micro import experts
 from benchmarks.report.result_files import save
 from engine.machine import environment
 from engine.models.wide_pages import WidePages
-from kernels.widening import WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
+from kernels.widening import can_gain, seconds_saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +216,8 @@ class Inputs:
     def _widening(self, **options: Any) -> Callable[[], Tensor]:
         """Prefill over wide copies of the cache's pages, with the making of these."""
         case = self.case
-        num_pages = num_wide_pages(case.query_lens, case.context_lens, case.window)
-        num_bytes = 2 * num_pages * WIDE_PAGE * case.num_kv_heads * case.head_dim * self.query.itemsize
-        wide = WidePages.of_step(
-            case.query_lens, case.context_lens, case.window, num_bytes, lambda tensor: tensor.to(self.query.device)
-        )
+        device = self.query.device
+        wide = WidePages.of_step(case.query_lens, case.context_lens, case.window, lambda tensor: tensor.to(device))
 
         def call() -> Tensor:
             key, value = wide.widen(self.kv, self.block_tables, self.rows, self.context_lens, self.query.dtype)

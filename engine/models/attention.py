@@ -252,7 +252,7 @@ def attend(
         )
     if first < len(m.rows):
         tables, rows, lens = m.block_tables, m.rows[first:], m.context_lens[first:]
-        if m.wide_pages is not None and spec.widens and kv_scale is not None:
+        if m.wide_pages is not None and spec.widens and kv_scale is not None:  # scales are calibrated over a wide cache
             key_cache, value_cache = m.wide_pages.widen(kv_cache, tables, rows, lens, query.dtype)
             tables, rows = m.wide_pages.block_tables, m.wide_pages.rows
         kernels.paged_attention_prefill(

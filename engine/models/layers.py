@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Span, Stage
+from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Span, Stage, WeightAndEps
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names
 
@@ -288,10 +288,7 @@ class Linear(Matrix):
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
         """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
-        if norm is None and multiplier == 1:
-            if self.is_partial:
-                self.communicator.add_product(residual, x, self)
-                return residual
+        if norm is None and multiplier == 1 and not self.is_partial:
             return kernels.linear_add(residual, x, self.weight, self.bias)
         return add_normed(residual, self.summed(x), norm, multiplier)
 
@@ -439,8 +436,8 @@ class Residual(nn.Module):
     def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
         norm = self._norm_to_compute(hidden)
-        if norm is not None and self.is_sum and linear.is_partial:
-            return Stream(hidden, linear.communicator.add_product(hidden, x, linear, (norm.weight, norm.eps)))
+        if self.is_sum and linear.is_partial:
+            return Stream(hidden, linear.communicator.add_product(hidden, x, linear, norm))
         if norm is None or self.is_sum:
             return Stream(linear.add_to(hidden, x, self.after, self.multiplier))
         return self.add_output(hidden, linear.summed(x))
@@ -449,8 +446,7 @@ class Residual(nn.Module):
         """Add the sum of all ranks' partial outputs [T, hidden] to hidden [T, hidden] in place."""
         if not self.is_sum:
             return self.add_output(hidden, communicator.all_reduce(partial))
-        norm = self._norm_to_compute(hidden)
-        return Stream(hidden, communicator.add_sum(hidden, partial, None if norm is None else (norm.weight, norm.eps)))
+        return Stream(hidden, communicator.add_sum(hidden, partial, self._norm_to_compute(hidden)))
 
     def add_output(self, hidden: Tensor, output: Tensor) -> Stream:
         """Add a sublayer's finished output [T, hidden] to hidden [T, hidden] in place."""
@@ -459,15 +455,15 @@ class Residual(nn.Module):
             return Stream(add_normed(hidden, output, after, self.multiplier))
         assert after is None or isinstance(after, RMSNorm), "a model has norms of one kind"
         weight, eps = (None, 0.0) if after is None else (after.weight, after.eps)
-        normed = kernels.add_rms_norm(hidden, output, norm.weight, norm.eps, weight, eps, self.multiplier)
+        normed = kernels.add_rms_norm(hidden, output, *norm, weight, eps, self.multiplier)
         return Stream(hidden, normed)
 
-    def _norm_to_compute(self, hidden: Tensor) -> RMSNorm | None:
+    def _norm_to_compute(self, hidden: Tensor) -> WeightAndEps | None:
         """Return the next sublayer's norm if it is to be computed with the sum."""
         if self._next is None:
             return None
         norm, norms_apart = self._next
-        return norm if norms_apart(hidden) else None
+        return (norm.weight, norm.eps) if norms_apart(hidden) else None
 
     @property
     def is_sum(self) -> bool:

@@ -20,8 +20,8 @@ class WidePages:
     pages: Tensor  # [P, 2] int32: sequence, first position that is needed
     rows: Tensor  # [S] int32: 0, 1, ...
     block_tables: Tensor  # [S, max_pages] int32: of the P pages; entries for positions that no query sees mean nothing
-    # Of every step alike, since a step takes the peak of memory for granted that was measured at start-up.
-    scratch_bytes: int
+    # At least so many are allocated: of every step alike, so that none exceeds the peak of memory measured at start-up.
+    scratch_bytes: int = 0
 
     @classmethod
     def of_step(
@@ -29,8 +29,8 @@ class WidePages:
         query_lens: Sequence[int],
         context_lens: Sequence[int],
         window: int,
-        scratch_bytes: int,
         upload: Callable[[Tensor], Tensor],
+        scratch_bytes: int = 0,
     ) -> WidePages:
         """`window`: keys that a query sees; 0: all."""
         oldest = [first_needed(*lens, window) for lens in zip(query_lens, context_lens, strict=True)]
@@ -60,7 +60,8 @@ class WidePages:
         """
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         shape = (2, len(self.pages), num_kv_heads, WIDE_PAGE, head_dim)
-        scratch = torch.empty(self.scratch_bytes // dtype.itemsize, dtype=dtype, device=kv_cache.device)
-        wide = scratch[: math.prod(shape)].view(shape)
+        count = math.prod(shape)
+        scratch = torch.empty(max(count, self.scratch_bytes // dtype.itemsize), dtype=dtype, device=kv_cache.device)
+        wide = scratch[:count].view(shape)
         kernels.widen_pages(kv_cache[0], kv_cache[1], block_tables, rows, context_lens, self.pages, wide)
         return wide

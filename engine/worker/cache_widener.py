@@ -57,7 +57,7 @@ class CacheWidener:
         self._layers, self._upload = layers, options.device.upload
         self.scratch_bytes = max(each.page_bytes * each.max_pages for each in layers.values())
         # For start-up: they reach the peak of memory use, since scratch memory is the same in all steps, and need every kernel.
-        self.fullest_steps = [each.fullest_step(options) for each in set(layers.values())]
+        self.fullest_steps = [each.fullest_step(options) for each in dict.fromkeys(layers.values())]
 
     @classmethod
     def of_model(cls, spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptions) -> CacheWidener | None:
@@ -91,7 +91,7 @@ class CacheWidener:
             if layers.gain(query_lens, context_lens):
                 if layers.window not in found:
                     found[layers.window] = WidePages.of_step(
-                        query_lens, context_lens, layers.window, self.scratch_bytes, self._upload
+                        query_lens, context_lens, layers.window, self._upload, self.scratch_bytes
                     )
                 prepared[group] = replace(prepared[group], wide_pages=found[layers.window])
         return prepared

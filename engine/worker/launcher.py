@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 _log = logging.getLogger(__name__)
 EXIT_SECONDS = 10
@@ -50,8 +50,8 @@ class Launcher(Protocol):
 
     @property
     def locations(self) -> Sequence[Location]: ...  # by rank
-    def rendezvous(self) -> str: ...  # a URL for PyTorch's store, valid until `close`; before `start`
     def start(self, lost: Lost) -> Sequence[Follower]: ...  # all ranks except 0
+    def rendezvous(self) -> str: ...  # a URL for PyTorch's store, valid until `close`
     def close(self) -> None: ...  # release the resources of the ranks
 
 
@@ -60,28 +60,25 @@ class LocalLauncher:
 
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
-        self._store: BinaryIO | None = None
-
-    def rendezvous(self) -> str:
         # PyTorch's threads read the store until the ranks disconnect, and if its file is gone, they wait for it. A file in
         # memory, which the followers inherit, is there until all have ended, however they end.
         self._store = os.fdopen(os.memfd_create("quire-ranks"), "wb")
-        return f"file:///proc/self/fd/{self._store.fileno()}"
 
     def start(self, lost: Lost) -> Sequence[Follower]:
-        inherited = [] if self._store is None else [self._store.fileno()]
-        return [_Process(rank, lost, inherited) for rank in range(1, len(self.locations))]
+        return [_Process(rank, lost, self._store.fileno()) for rank in range(1, len(self.locations))]
+
+    def rendezvous(self) -> str:
+        return f"file:///proc/self/fd/{self._store.fileno()}"
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
 
 class _Process:
     """A follower with its standard input as lifeline: it exits when this process does."""
 
-    def __init__(self, rank: int, lost: Lost, inherited: Sequence[int]) -> None:
-        """inherited: file descriptors."""
+    def __init__(self, rank: int, lost: Lost, store: int) -> None:
+        """store: a file descriptor, which the process inherits."""
         self.rank, self._lost = rank, lost
         self.connection, theirs = Pipe()
         root = str(Path(__file__).resolve().parents[2])
@@ -89,7 +86,7 @@ class _Process:
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.worker.follower", str(theirs.fileno())],
             stdin=subprocess.PIPE,
-            pass_fds=[theirs.fileno(), *inherited],
+            pass_fds=[theirs.fileno(), store],
             process_group=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )

@@ -271,26 +271,25 @@ class RankedRunner:
     ) -> RankedRunner:
         """Start the followers and load all parts in parallel. Raises `ModelError` as `startup.build_runner` does."""
         size, num_stages, locations = options.num_ranks_per_stage, options.num_stages, launcher.locations
-        spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
-        Stage(0, num_stages).layers(spec.num_layers)
-        one_host = len({location.host for location in locations}) == 1
-        rendezvous = launcher.rendezvous()
-        builds = [
-            Build(
-                rank,
-                Shard(rank % size, size),
-                Stage(num_stages - 1 - rank // size, num_stages),
-                location.device_index,
-                one_host,
-                rendezvous,
-                folder,
-                spec,
-                options,
-            )
-            for rank, location in enumerate(locations)
-        ]
         followers: Sequence[Follower] = ()
         try:
+            spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
+            Stage(0, num_stages).layers(spec.num_layers)
+            one_host, rendezvous = len({location.host for location in locations}) == 1, launcher.rendezvous()
+            builds = [
+                Build(
+                    rank,
+                    Shard(rank % size, size),
+                    Stage(num_stages - 1 - rank // size, num_stages),
+                    location.device_index,
+                    one_host,
+                    rendezvous,
+                    folder,
+                    spec,
+                    options,
+                )
+                for rank, location in enumerate(locations)
+            ]
             followers = launcher.start(lost)
             for follower, build in zip(followers, builds[1:], strict=True):
                 follower.send(pickle.dumps(build))

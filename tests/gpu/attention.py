@@ -19,7 +19,6 @@ from torch import Tensor
 
 import kernels
 from engine.models.wide_pages import WidePages
-from kernels.widening import WIDE_PAGE, num_wide_pages
 from tests.gpu.checks import BF16, E4M3, F16, F32, LIMITS, Checks, relative_error
 from tests.oracles.attention import NUM_KV_HEADS, Paged, exact_attention
 
@@ -108,10 +107,7 @@ def wide_prefill(
     query: Tensor, paged: Paged, contexts: Sequence[int], queries: Sequence[int], window: int = 0, **options: Any
 ) -> Tensor:
     """Prefill as a step of the engine does it that widens the pages of an e4m3 cache."""
-    num_bytes = (
-        2 * num_wide_pages(queries, contexts, window) * WIDE_PAGE * paged.kv[0, 0, :, 0].numel() * query.itemsize
-    )
-    wide = WidePages.of_step(queries, contexts, int(window), num_bytes, lambda tensor: tensor.to(query.device))
+    wide = WidePages.of_step(queries, contexts, int(window), lambda tensor: tensor.to(query.device))
     start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=query.device)
     keys, values = wide.widen(paged.kv, paged.block_tables, paged.rows, paged.context_lens, query.dtype)
     return kernels.paged_attention_prefill(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kernels
 from engine.models.wide_pages import WidePages
-from kernels.widening import WIDE_PAGE, can_gain, num_pairs, num_wide_pages, seconds_saved
+from kernels.widening import WIDE_PAGE, can_gain, num_pairs, seconds_saved
 from tests.gpu.checks import BF16, E4M3, F16, LIMITS, Checks, relative_error
 from tests.oracles.attention import Paged, exact_attention
 
@@ -82,14 +82,7 @@ class Step:
         narrow = self.paged.kv.dtype == E4M3
         calls: dict[str, Callable[[], Tensor]] = {"bfloat16": self.over_cache}
         if narrow:
-            pages = 2 * num_wide_pages(self.queries, self.contexts, 0), NUM_KV_HEADS, WIDE_PAGE, self.query.shape[2]
-            wide = WidePages.of_step(
-                self.queries,
-                self.contexts,
-                0,
-                2 * torch.Size(pages).numel(),
-                lambda tensor: tensor.to(self.query.device),
-            )
+            wide = WidePages.of_step(self.queries, self.contexts, 0, lambda tensor: tensor.to(self.query.device))
             calls = {"fp8, wide pages": partial(self.over_wide_pages, wide), "fp8": self.over_cache}
         for path, call in calls.items():
             star = " *" if narrow and (path != "fp8") == self.gains() else ""

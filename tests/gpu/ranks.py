@@ -36,9 +36,9 @@ def _answers(folder: Path, num_ranks: int, dtype: str, device: str) -> list[list
     ready = time.perf_counter()
     faulthandler.dump_traceback_later(STUCK_SECONDS)
     answers = llm.generate(prompts, [greedy] * NUM_GREEDY + sampled, use_tqdm=False)
-    faulthandler.cancel_dump_traceback_later()
     done = time.perf_counter()
     llm.close()
+    faulthandler.cancel_dump_traceback_later()
     closed = time.perf_counter() - done
     times = f"start {ready - begin:.1f} s, texts {done - ready:.1f} s, end {closed:.1f} s"
     print(f"{folder.name} model, {num_ranks} ranks, {dtype}: {times}", flush=True)

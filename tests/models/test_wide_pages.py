@@ -34,7 +34,7 @@ LENS, QUERY_LENS = [5, 200, 300, 128, 17], [1, 1, 140, 128, 2]  # two sequences 
 def test_attention_is_that_over_the_cache(shape: dict[str, Any], widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused slots of the cache are NaN, and so is what has not been widened."""
     spec, paged = replace(SPEC, **shape), Paged.make(LENS, 16, 32, torch.float8_e4m3fn, "cpu")
-    wide = WidePages.of_step(QUERY_LENS[2:], LENS[2:], spec.window, 1 << 21, lambda tensor: tensor)
+    wide = WidePages.of_step(QUERY_LENS[2:], LENS[2:], spec.window, lambda tensor: tensor)
     widened, widen = [], WidePages.widen
 
     def counted(self: WidePages, *args: Any) -> torch.Tensor:
@@ -64,13 +64,13 @@ def test_attention_is_that_over_the_cache(shape: dict[str, Any], widens: bool, m
 def test_no_kernel_is_compiled_anew_for_other_lengths() -> None:
     """Triton does so where a stride becomes a multiple of 16, or no longer is one."""
     for lens in ([1, 128, 129], [700, 1300, 2], [16 * WIDE_PAGE + 1, 1, 1]):
-        wide = WidePages.of_step(lens, lens, 0, 1 << 20, lambda tensor: tensor)
+        wide = WidePages.of_step(lens, lens, 0, lambda tensor: tensor)
         assert wide.block_tables.stride(0) % 16 == 0
         assert len(wide.pages) == sum(-(-n // WIDE_PAGE) for n in lens)
 
 
 def test_only_what_a_window_shows_is_widened() -> None:
-    wide = WidePages.of_step([10, 200], [1000, 200], 300, 1 << 20, lambda tensor: tensor)
+    wide = WidePages.of_step([10, 200], [1000, 200], 300, lambda tensor: tensor)
     assert wide.pages.tolist() == [[0, 691], [0, 768], [0, 896], [1, 0], [1, 128]]
     assert wide.block_tables[0, 5:8].tolist() == [0, 1, 2]
     assert wide.block_tables[1, :2].tolist() == [3, 4]

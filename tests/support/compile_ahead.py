@@ -135,7 +135,7 @@ def wide_pages(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, 
 
     query, cache = tensor(3, 2 * group, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=E4M3)
     lens, rows, tables = tensor(3, dtype=I32), tensor(3, dtype=I32), tensor(4, 64, dtype=I32)
-    wide = WidePages.of_step([1, 1, 1], [300, 20, 1], 0, 1 << 20, lambda tensor: tensor.to(META))
+    wide = WidePages.of_step([1, 1, 1], [300, 20, 1], 0, lambda tensor: tensor.to(META))
     out = tensor(2, len(wide.pages), 2, WIDE_PAGE, head_dim, dtype=dtype)
     widen_pages(cache, cache, tables, rows, lens, wide.pages, out)
     paged_attention_prefill(

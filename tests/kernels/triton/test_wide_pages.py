@@ -24,7 +24,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def steps_pages(lens: list[int], query_lens: list[int], window: int = 0) -> WidePages:
-    return WidePages.of_step(query_lens, lens, window, 1 << 24, lambda tensor: tensor)
+    return WidePages.of_step(query_lens, lens, window, lambda tensor: tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -53,8 +53,8 @@ def test_pages_of_ragged_contexts(head_dim: int, block_size: int, window: int, l
     kv = as_a_layer_of_one_tensor(paged.kv) if layer else paged.kv
     shape = (2, len(wide.pages), 2, WIDE_PAGE, head_dim)
     got, want = (torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in "ab")
-    for module, out in ((wide_pages, got), (reference, want)):
-        module.widen_pages(kv[0], kv[1], paged.block_tables, paged.rows, paged.context_lens, wide.pages, out)  # type: ignore[attr-defined]
+    for widen, out in ((wide_pages.widen_pages, got), (reference.widen_pages, want)):
+        widen(kv[0], kv[1], paged.block_tables, paged.rows, paged.context_lens, wide.pages, out)
     assert bits(got).equal(bits(want))
     page = int(wide.block_tables[1, 2])  # of the sequence of 300, its last 44 positions
     assert got[:, page, :, :44].isfinite().all()
