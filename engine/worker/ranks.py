@@ -272,6 +272,7 @@ class RankedRunner:
         """Start the followers and load all parts in parallel. Raises `ModelError` as `startup.build_runner` does."""
         size, num_stages, locations = options.num_ranks_per_stage, options.num_stages, launcher.locations
         followers: Sequence[Follower] = ()
+        is_in_use = dist.is_initialized()  # by another engine of this process
         try:
             spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
             Stage(0, num_stages).layers(spec.num_layers)
@@ -297,7 +298,7 @@ class RankedRunner:
         except BaseException:
             for follower in followers:
                 follower.end(kill=True)
-            if dist.is_initialized():
+            if dist.is_initialized() and not is_in_use:
                 dist.destroy_process_group()
             launcher.close()
             raise
