@@ -244,8 +244,10 @@ def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
 
 
 def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> int:
-    """Return the bytes of CUDA graph logits, block tables and rotary tables."""
-    logits = graph_sizes(options.max_num_seqs)[-1] * spec.vocab_size * options.dtype.itemsize
+    """Return the bytes of CUDA graphs' logits (all, and with several ranks one's own), block tables and rotary tables."""
+    num_ranks = options.num_ranks_per_stage
+    columns = spec.vocab_size + (Shard(0, num_ranks).padded_span(spec.vocab_size)[1] if num_ranks > 1 else 0)
+    logits = graph_sizes(options.max_num_seqs)[-1] * columns * options.dtype.itemsize
     max_blocks = -(-options.max_model_len // options.block_size)
     tables = 4 * (options.max_num_seqs + 1) * num_groups * max_blocks
     dims = {layer.mixer.rope: layer.mixer.rope.rotary_dim for layer in spec.layers if layer.mixer.rope}

@@ -76,7 +76,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
         "kernels.triton.prepare": ("prepare_step",),
         "kernels.triton.rotary": ("rope_and_store",),
-        "kernels.triton.sampling": ("mask_logits", "sample"),
+        "kernels.triton.sampling": ("best_keys", "best_tokens", "mask_logits", "sample"),
         "kernels.triton.thresholds": ("sampling_thresholds",),
         "kernels.triton.wide_pages": ("widen_pages",),
     },
@@ -153,6 +153,8 @@ latent_attention_prefill = _dispatched(reference.latent_attention_prefill)
 mark_faults = _dispatched(reference.mark_faults)
 mask_logits = _dispatched(reference.mask_logits)
 sample = _dispatched(reference.sample)
+best_keys = _dispatched(reference.best_keys)
+best_tokens = _dispatched(reference.best_tokens)
 sampling_thresholds = _dispatched(reference.sampling_thresholds)
 random_bits = _dispatched(reference.random_bits)
 token_logprobs = _dispatched(reference.token_logprobs)

@@ -1,7 +1,8 @@
 """Times sums and gathers over the GPUs of a host: `python -m benchmarks.micro.all_reduce --gpus 2`.
 
 Sums with the residual sum inside CUDA graphs, by each kernel that can do it, beside NCCL and PyTorch's symmetric memory. Then
-gathers of logits, and products of many tokens with their sums, which no graph holds. Rows of 4,096 bfloat16.
+gathers of logits, and of the keys that ranks exchange instead to sample; and products of many tokens with their sums, which
+no graph holds. Rows of 4,096 bfloat16.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def _rank(rank: int, size: int, rows: list[int], products: list[int]) -> None:
             x = torch.randn(count, WIDTH, dtype=torch.bfloat16, device=device)
             _print(f"sum of {count:5} rows, {x.nbytes >> 10:6} KiB", _sums(ours, nccl, x))
         for count in rows:
-            _print(f"gather of {count:5} rows of {VOCAB} logits", _gathers(ours, nccl, count, size, device))
+            x = torch.randn(count, VOCAB // size, dtype=torch.bfloat16, device=device)
+            _print(f"gather of {count:5} rows of {VOCAB} logits", _gathers(ours, nccl, x, size))
+            x = torch.zeros(count, -(-VOCAB // size // 4096), dtype=torch.int64, device=device)
+            _print(f"gather of {count:5} rows of {size * x.shape[1]} keys", _gathers(ours, nccl, x, size))
         for count in products:
             for inner in (4096 // size, 14336 // size):
                 _print(f"product of {count:5} rows, {inner} channels", _products(ours, nccl, count, inner, device))
@@ -75,11 +79,8 @@ def _sums(ours: GpuCommunicator, nccl: GroupCommunicator, x: Tensor) -> dict[str
     return {name: _microseconds(call) for name, call in calls.items()}
 
 
-def _gathers(
-    ours: GpuCommunicator, nccl: GroupCommunicator, count: int, size: int, device: torch.device
-) -> dict[str, float]:
-    x = torch.randn(count, VOCAB // size, dtype=torch.bfloat16, device=device)
-    out = x.new_empty(count, VOCAB)
+def _gathers(ours: GpuCommunicator, nccl: GroupCommunicator, x: Tensor, size: int) -> dict[str, float]:
+    out = x.new_empty(len(x), size * x.shape[1])
     return {
         "this": _microseconds(lambda: ours.all_gather(x, out)),
         "NCCL": _microseconds(lambda: nccl.all_gather(x, out)),

@@ -121,8 +121,12 @@ class Decoder(nn.Module):
             stream = layer(stream, positions, kv, metadata, vector)
         return stream.hidden
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, in `out` if given."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, the same on all ranks."""
+        return self.lm_head.gather(self.own_logits(hidden))
+
+    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `logits`, only of this rank's tokens: [N, n], in `out` if given, for `lm_head.gather`."""
         logits, multiplier, cap = self.lm_head.after_norm(hidden, self.norm, out), *self._of_logits
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 

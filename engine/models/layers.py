@@ -314,19 +314,24 @@ def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
 
 
 class LMHead(Linear):
-    """The output head. Each rank computes a part of the vocabulary; every rank gets all logits."""
+    """The output head. Each rank computes the logits of n = `num_rows` tokens, from `first_id` on; `gather` combines them.
+
+    The last ranks have fewer tokens, or none: their columns beyond the vocabulary hold anything, NaN too.
+    """
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__(scope, hidden_size, {"lm_head": vocab_size}, shard="vocab")
-        self.vocab_size = vocab_size
+        self.vocab_size, self.first_id = vocab_size, scope.shard.padded_span(vocab_size)[0].start
 
-    def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
+    def gather(self, own: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return all logits [N, vocab], in `out` if given, from each rank's own [N, n]. One rank's own are all."""
         if self.shard.size == 1:
-            return super().after_norm(x, norm, out)
-        own = super().after_norm(x, norm)
-        if out is None:
-            out = own.new_empty(len(own), self.vocab_size)
-        return self.communicator.all_gather(own, out)
+            return own if out is None else out.copy_(own)
+        return self.communicator.all_gather(own, own.new_empty(len(own), self.vocab_size) if out is None else out)
+
+    def gather_keys(self, keys: Tensor) -> Tensor:
+        """Return the keys [N, size · K] of all ranks from each one's [N, K], see `kernels.best_keys`."""
+        return self.communicator.all_gather(keys, keys.new_empty(len(keys), self.shard.size * keys.shape[1]))
 
 
 class Embedding(CheckpointModule):

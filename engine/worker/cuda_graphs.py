@@ -27,7 +27,7 @@ PREFILL_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 class DecodeGraphs:
-    """Graphs of `decode(packed, size)`, which returns logits and tokens, and `filtered(logits, tokens)`, for each size.
+    """Graphs of `decode(packed, size)`, which returns own logits and tokens, and `filtered(own_logits, tokens)`, for each size.
 
     Owns the static buffer from which the graphs read packed steps.
     """
@@ -64,7 +64,7 @@ class DecodeGraphs:
         return len(packed) <= len(self._buffer)
 
     def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Queue a step that is packed for a captured size. The returned (logits, tokens) belong to the graph."""
+        """Queue a step that is packed for a captured size. The returned (own logits, tokens) belong to the graph."""
         self._buffer[: len(packed)].copy_(packed, non_blocking=True)
         self._graphs[size][0].replay()
         return self._outputs[size]

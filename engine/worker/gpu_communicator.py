@@ -22,6 +22,7 @@ from engine.worker.communicator import GroupCommunicator
 
 SMALL_BYTES = 256 << 10  # up to this size, sums send 32 bits at a time, each with its own tag
 LARGE_BYTES = 8 << 20  # beyond this size, copy engines and NCCL are faster than kernels that write into peers' memory
+CHANNEL_BYTES = 64 << 20  # of all ranks together: what a kernel gathers at once
 CHUNK_BYTES = 32 << 20  # of a large sum, computed while the chunk before is on its way
 NUM_SLOTS = 4  # for chunks on their way, see `OverlappedSum`
 NUMBERS = 16 * NUM_SLOTS  # chunks are numbered modulo this
@@ -87,6 +88,11 @@ class PeerMemory:
         return torch.tensor(pointers, dtype=torch.int64, device=self._memory.device)
 
 
+def channel_capacity(num_ranks: int) -> int:
+    """Return how many bytes of each rank the channel for larger tensors holds: enough for sums, and so that parts are aligned."""
+    return max(CHANNEL_BYTES // num_ranks, LARGE_BYTES) // 1024 * 1024
+
+
 class GpuCommunicator(GroupCommunicator):
     """Collectives between the GPUs of one host. Every rank makes the same calls in the same order."""
 
@@ -97,8 +103,8 @@ class GpuCommunicator(GroupCommunicator):
         super().__init__(device)
         self._kernels: ModuleType = collectives
         rank, size, programs = dist.get_rank(), dist.get_world_size(), collectives.PROGRAMS
-        words = SMALL_BYTES // 4
-        sizes = {"small": 2 * size * 8 * words, "large": 2 * size * LARGE_BYTES, "flags": 4 * size * programs}
+        words, capacity = SMALL_BYTES // 4, channel_capacity(size)
+        sizes = {"small": 2 * size * 8 * words, "large": 2 * size * capacity, "flags": 4 * size * programs}
         if size == 2:
             sizes |= OverlappedSum.sizes
         memory = self._memory = PeerMemory(device, sizes)  # which must live as long as the addresses in it are used
@@ -108,7 +114,7 @@ class GpuCommunicator(GroupCommunicator):
 
         self.small = collectives.Channel(rank, words, memory.addresses("small"), calls(words // collectives.WORDS))
         buffers, flags = memory.addresses("large"), memory.addresses("flags")
-        self.large = collectives.Channel(rank, LARGE_BYTES, buffers, calls(programs), flags)
+        self.large = collectives.Channel(rank, capacity, buffers, calls(programs), flags)
         self._overlapped = OverlappedSum(device, memory, rank, collectives.add_arrived) if size == 2 else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -134,7 +140,7 @@ class GpuCommunicator(GroupCommunicator):
         return super().add_product(residual, x, product, norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
-        fits = x.is_contiguous() and out.is_contiguous() and x[:1].nbytes <= LARGE_BYTES
+        fits = x.is_contiguous() and out.is_contiguous() and x[:1].nbytes <= self.large.capacity
         gathered: Tensor = self._kernels.all_gather(x, self.large, out) if fits else super().all_gather(x, out)
         return gathered
 

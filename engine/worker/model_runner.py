@@ -133,7 +133,9 @@ class ModelRunner:
         self._tile_queries, self._sparse_tile_queries = [0] * num_groups, 0  # of each group
         if self.device.is_accelerator:
             # Shared by all graphs: the logits of one are read before the next one runs.
-            self._logits = torch.empty(graph_sizes(max_seqs)[-1], spec.vocab_size, dtype=options.dtype, device=device)
+            new_logits = partial(torch.empty, graph_sizes(max_seqs)[-1], dtype=options.dtype, device=device)
+            self._logits, head = new_logits(spec.vocab_size), model.lm_head
+            self._own_logits = self._logits if head.shard.size == 1 else new_logits(head.num_rows)  # this rank's
             self._host_tokens = [
                 self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(max(RING, options.num_stages + 1))
             ]
@@ -350,20 +352,33 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Run a decode step of `size` sequences and return logits and unfiltered tokens. Captured in a graph."""
-        logits = self.decode(packed, size, out=self._logits[:size])
-        return logits, self._sampler.sample_unfiltered(logits)
+        """Run a decode step of `size` sequences and return its own logits, see `decode`, and unfiltered tokens. Captured in a
+        graph.
+        """
+        own_logits, head = self.decode(packed, size, out=self._own_logits[:size]), self.model.lm_head
+        if head.shard.size == 1:
+            return own_logits, self._sampler.sample_unfiltered(own_logits)
+        return own_logits, self._sampler.sample_own(own_logits, head.first_id, head.gather_keys)
 
     @torch.inference_mode()
     def decode(self, packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
-        """Return the logits [size, V] of a packed decode step of `size` sequences, in `out` if given."""
+        """Return this rank's logits [size, n] of a packed decode step of `size` sequences, in `out` if given. A single rank's are
+        all.
+        """
         groups = self._prepare(packed, segment_of(size), size, size, size, {})
-        return self.model.logits(self._forward(size, groups), out)
+        return self.model.own_logits(self._forward(size, groups), out)
 
     @torch.inference_mode()
-    def run_filtered(self, logits: Tensor, tokens: Tensor) -> None:
-        """Sample filtered requests from the results of `run_decode`. Captured in a second graph."""
-        self._sampler.sample_filtered(logits, tokens)
+    def run_filtered(self, own_logits: Tensor, tokens: Tensor) -> None:
+        """Sample filtered requests from the results of `run_decode`. Captured in a second graph. Leaves all logits, in rows with
+        masks the masked ones, in `_logits`.
+        """
+        self._sampler.sample_filtered(self._gathered(own_logits), tokens)
+
+    def _gathered(self, own_logits: Tensor) -> Tensor:
+        """Return all logits [size, V], in `_logits`, of what `run_decode` has left of them on each rank."""
+        head = self.model.lm_head
+        return own_logits if head.shard.size == 1 else head.gather(own_logits, self._logits[: len(own_logits)])
 
     def _prepare(
         self,
@@ -428,12 +443,17 @@ class ModelRunner:
         deferred: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU. `size`: of the
-        graph that ran; 0: none did.
+        graph that ran, which has left its own logits; 0: none did, and `logits` are all.
+
+        The plan is the same on all ranks, so all gather logits or none does.
         """
         if plan.filtered and self.graphs is not None and size:
             self.graphs.run_filtered(size)
+            logits = self._logits[:size]
         elif plan.filtered:
             self._sampler.sample_filtered(logits, tokens)
+        elif size and (plan.groups or plan.with_logprobs):
+            logits = self._gathered(logits)
         self._sampler.sample_groups(plan, logits, tokens)
         self._defer(handle, packed, deferred)
         if plan.with_logprobs:

@@ -1,8 +1,8 @@
 """Several ranks that run one model: rank 0 in this process, the followers in processes started by a launcher.
 
-Every rank launches the same steps. Each computes its heads and columns, all gather the same logits, and so all sample
-the same tokens, which need not be sent back. Rank 0 sends only the scheduler's output and grammar masks to the
-followers.
+Every rank launches the same steps. Each computes its heads and columns, all gather the same logits, or the same keys of
+each one's best tokens, and so all sample the same tokens, which need not be sent back. Rank 0 sends only the scheduler's
+output and grammar masks to the followers.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ from kernels.reference.sampling import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     Part,
+    best_keys,
+    best_tokens,
     gumbel,
     likeliest,
     mark_faults,
@@ -39,12 +41,12 @@ from kernels.reference.sampling import (
 from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [
-    "NOTHING_ALLOWED", "NOT_FINITE", "Gate", "Part", "absorb_and_store", "add_rms_norm", "add_scaled", "dequantize",
-    "embedding", "experts", "gate_and_mul", "gelu_and_mul", "gumbel", "latent_attention_decode",
-    "latent_attention_prefill", "likeliest", "linear", "linear_add", "linear_gated", "mark_faults", "mask_logits",
-    "norm_gated", "norm_linear", "norm_route", "norms_apart", "pack_e2m1", "pack_nibbles", "pack_weight",
-    "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "quantize_groups",
-    "quantize_rows", "random_bits", "rms_norm", "rms_norm_add", "rope", "rope_and_store", "rotate_and_store", "route",
-    "route_norms_apart", "sample", "sampling_thresholds", "scale", "silu_and_mul", "store_kv", "to_e4m3",
-    "token_logprobs", "widen_pages",
+    "NOTHING_ALLOWED", "NOT_FINITE", "Gate", "Part", "absorb_and_store", "add_rms_norm", "add_scaled", "best_keys",
+    "best_tokens", "dequantize", "embedding", "experts", "gate_and_mul", "gelu_and_mul", "gumbel",
+    "latent_attention_decode", "latent_attention_prefill", "likeliest", "linear", "linear_add", "linear_gated",
+    "mark_faults", "mask_logits", "norm_gated", "norm_linear", "norm_route", "norms_apart", "pack_e2m1",
+    "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step",
+    "quantize_groups", "quantize_rows", "random_bits", "rms_norm", "rms_norm_add", "rope", "rope_and_store",
+    "rotate_and_store", "route", "route_norms_apart", "sample", "sampling_thresholds", "scale", "silu_and_mul",
+    "store_kv", "to_e4m3", "token_logprobs", "widen_pages",
 ]  # fmt: skip

@@ -132,7 +132,7 @@ def sample(
     With `Part.PLAIN` the other rows get token 0. With `Part.REST` the other rows of `out` stay as they are; mask_of [B] int32
     is not -1 for rows with a mask, which `mask_logits` has applied.
     """
-    filtered = (temperature > 0) & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0))
+    filtered = _is_filtered(temperature, top_k, top_p, min_p, logits.shape[1])
     rows = torch.ones_like(filtered)
     if part is Part.PLAIN:
         rows = ~filtered
@@ -149,6 +149,10 @@ def sample(
         return out.copy_(_sample(logits, *arguments))
     out[rows] = _sample(logits[rows], *(x[rows] for x in arguments))
     return out
+
+
+def _is_filtered(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+    return (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
 
 
 def _sample(
@@ -174,6 +178,51 @@ def _sample(
             x = torch.full_like(x, -math.inf).index_put_((row, token), perturbed)
         chosen[rows] = x.argmax(-1)
     return chosen
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """The bits of float32 as int32 of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def best_keys(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int,
+    vocab_size: int,
+) -> Tensor:
+    """The first half of `sample` with `Part.PLAIN`, on a rank with a part of the logits: [B, n] -> keys [B, K] int64.
+
+    The columns are the tokens from `first_id` on. Those at or beyond `vocab_size`, the size of the whole vocabulary, are ignored;
+    they may be all. The other arguments are as in `sample`. K depends on n alone. `best_tokens` takes the keys of all ranks.
+
+    A key stands for the best token of some columns: of its value, the argument of `sample`'s argmax, and of its id. The value's
+    float32 as an integer of the same order is the high half, and the id is subtracted from the whole, so the best token has the
+    highest key, and of equal values the lowest id. The value inf stands for NaN, too. Keys of rows that are not plain are 0.
+    """
+    token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    wide = to_wide(logits).masked_fill(token_ids >= vocab_size, -math.inf)
+    noise = gumbel(random_bits(seeds.unsqueeze(1), positions.unsqueeze(1), token_ids))
+    limits = torch.finfo(wide.dtype)
+    noisy = (wide / temperature.unsqueeze(1)).add_(noise).clamp_(limits.min, limits.max)
+    values = torch.where((temperature > 0).unsqueeze(1) & wide.isfinite(), noisy, wide)
+    best, column = values.masked_fill_(values.isnan(), math.inf).float().max(-1)
+    order = _ordered(best.masked_fill_(best == 0, 0.0).view(torch.int32))  # -0.0 equals 0.0
+    keys = (order.long() << 32) - token_ids[column]
+    return keys.masked_fill_(_is_filtered(temperature, top_k, top_p, min_p, vocab_size), 0).unsqueeze(1)
+
+
+def best_tokens(keys: Tensor) -> Tensor:
+    """The keys [B, K] of all columns, see `best_keys` -> token ids [B] int64 as of `sample` with `Part.PLAIN`."""
+    best = keys.amax(1)
+    token_ids = -best & 0xFFFFFFFF
+    order = (best + token_ids) >> 32
+    return mark_faults(token_ids, _ordered(order.int()).view(torch.float32))
 
 
 def mark_faults(token_ids: Tensor, highest: Tensor) -> Tensor:

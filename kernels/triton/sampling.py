@@ -2,9 +2,10 @@
 
 The thresholds are those of `kernels.triton.thresholds`. Two kernels follow, whose grids depend on shapes alone, so that
 a CUDA graph can hold them: one program for each row and piece of the vocabulary adds the noise and takes the piece's best
-token, and one for each row takes the best of its pieces. NaN counts as inf, which noise leaves as it is: so a row that is not
-finite is known by its best value. With grammars one more kernel precedes them all: it masks the logits
-of the rows that have a mask.
+token, and one for each row takes the best of its pieces. Pieces are compared by keys, as `kernels.reference.best_keys`
+describes them; those of several ranks are gathered in between. NaN counts as inf, which noise leaves as it is: so a row that is
+not finite is known by its best key. With grammars one more kernel precedes them all: it masks the logits of the rows that have a
+mask.
 
 The noise is a pure function of (seed, position, token id); see `kernels.reference.random_bits`.
 
@@ -24,10 +25,12 @@ from triton.language.extra import libdevice
 from kernels import reference
 from kernels.reference import Part
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.triton.thresholds import is_filtered, sampling_thresholds
+from kernels.triton.thresholds import is_filtered, sampling_thresholds, to_key
 
 NEG_INF, INF = tl.constexpr(float("-inf")), tl.constexpr(float("inf"))
 LARGEST = tl.constexpr(3.4028234e38)  # float32 below inf
+ORDER_OF_INF, ORDER_OF_NEG_INF = tl.constexpr(0x7F800000), tl.constexpr(-0x7F800001)  # by `to_key`
+LOWEST_KEY = tl.constexpr(-0x7F800001 << 32)
 NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(reference.NOT_FINITE), tl.constexpr(reference.NOTHING_ALLOWED)
 PIECE = 4096  # tokens for each program
 PLAIN, REST = tl.constexpr(Part.PLAIN.value), tl.constexpr(Part.REST.value)
@@ -97,19 +100,37 @@ def _gumbel(bits, FAST: tl.constexpr):
 
 
 @triton.jit
+def _key(value, token):
+    """int64 that orders tokens by value, and those of equal value by their ids; see `kernels.reference.best_keys`."""
+    order = to_key(tl.where(value == 0, 0.0, value), 0)  # -0.0 equals 0.0
+    return (order.to(tl.int64) << 32) - token
+
+
+@triton.jit
+def _token_of(key):
+    """The id, int64, or what stands in its place for a row that is at fault."""
+    token = -key & 0xFFFFFFFF
+    order = (key + token) >> 32
+    token = tl.where(order < ORDER_OF_INF, token, NOT_FINITE)
+    return tl.where(order > ORDER_OF_NEG_INF, token, NOTHING_ALLOWED)
+
+
+@triton.jit(do_not_specialize=["first_id"])
 def _pick_kernel(
-    logits, temperature, top_k, top_p, min_p, mask_of, thresholds, seeds, positions, best_values, best_tokens,
-    stride_row, vocab_size, PIECE: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, top_k, top_p, min_p, mask_of, thresholds, seeds, positions, keys, stride_row, num_columns,
+    first_id, vocab_size, PIECE: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The key of the best of each piece of the columns, which are the tokens from `first_id` on."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    row = tl.program_id(0)
+    row, piece = tl.program_id(0), tl.program_id(1)
+    key = keys + row * tl.num_programs(1) + piece
     if _is_part(temperature, top_k, top_p, min_p, mask_of, row, vocab_size, PART):
-        piece = tl.program_id(1)
-        tokens = piece * PIECE + tl.arange(0, PIECE)
-        at = logits + row.to(tl.int64) * stride_row + tokens
-        x = tl.load(at, mask=tokens < vocab_size, other=NEG_INF).to(tl.float32)
+        columns = piece * PIECE + tl.arange(0, PIECE)
+        tokens = first_id + columns
+        at = logits + row.to(tl.int64) * stride_row + columns
+        x = tl.load(at, mask=columns < num_columns, other=NEG_INF).to(tl.float32)
         x = tl.where(x == x, x, INF)  # from here on inf stands for NaN too, and nothing else becomes inf
         t = tl.load(temperature + row)
         if t > 0:
@@ -120,29 +141,29 @@ def _pick_kernel(
             else:
                 x = tl.where((x >= tl.load(thresholds + row)) | (x == INF), noisy, NEG_INF)
         value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-        at = row * tl.num_programs(1) + piece
-        tl.store(best_values + at, value)
-        tl.store(best_tokens + at, piece * PIECE + index)
+        tl.store(key, _key(value, first_id + piece * PIECE + index))
+    elif PART == PLAIN:
+        tl.store(key, tl.zeros([], tl.int64))  # that of token 0
 
 
 @triton.jit
 def _reduce_kernel(
-    temperature, top_k, top_p, min_p, mask_of, best_values, best_tokens, token_ids, vocab_size,
-    NUM_PIECES: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    temperature, top_k, top_p, min_p, mask_of, keys, token_ids, vocab_size,
+    NUM_KEYS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The token of each row's highest key. Only with REST are there rows without keys, and the filters read."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
     row = tl.program_id(0)
-    if _is_part(temperature, top_k, top_p, min_p, mask_of, row, vocab_size, PART):
+    if PART == REST:
+        has_keys = _is_part(temperature, top_k, top_p, min_p, mask_of, row, vocab_size, PART)
+    else:
+        has_keys = True
+    if has_keys:
         offs = tl.arange(0, BLOCK)
-        values = tl.load(best_values + row * NUM_PIECES + offs, mask=offs < NUM_PIECES, other=NEG_INF)
-        value, piece = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-        token = tl.load(best_tokens + row * NUM_PIECES + piece).to(tl.int64)
-        token = tl.where(value < INF, token, NOT_FINITE)
-        tl.store(token_ids + row, tl.where(value > NEG_INF, token, NOTHING_ALLOWED))
-    elif PART == PLAIN:
-        tl.store(token_ids + row, tl.zeros([], tl.int64))
+        key = tl.max(tl.load(keys + row * NUM_KEYS + offs, mask=offs < NUM_KEYS, other=LOWEST_KEY), 0)
+        tl.store(token_ids + row, _token_of(key))
 
 
 def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
@@ -179,15 +200,52 @@ def sample(
         return token_ids
     filters = temperature, top_k, top_p, min_p
     thresholds = temperature if part == Part.PLAIN else sampling_thresholds(logits, *filters)
-    best_values = torch.empty(batch, num_pieces, dtype=torch.float32, device=logits.device)
-    best_tokens = torch.empty(batch, num_pieces, dtype=torch.int32, device=logits.device)
+    keys = torch.empty(batch, num_pieces, dtype=torch.int64, device=logits.device)
     masks = top_k if mask_of is None else mask_of
     _pick_kernel[batch, num_pieces](
-        logits, *filters, masks, thresholds, seeds, positions, best_values, best_tokens, logits.stride(0), vocab_size,
+        logits, *filters, masks, thresholds, seeds, positions, keys, logits.stride(0), vocab_size, 0, vocab_size,
         PIECE=PIECE, PART=part.value, FAST=logits.device.type != "cpu", num_warps=4, **pdl,
     )  # fmt: skip
     _reduce_kernel[(batch,)](
-        *filters, masks, best_values, best_tokens, token_ids, vocab_size,
-        NUM_PIECES=num_pieces, BLOCK=next_power_of_2(num_pieces), PART=part.value, num_warps=1, **pdl,
+        *filters, masks, keys, token_ids, vocab_size,
+        NUM_KEYS=num_pieces, BLOCK=next_power_of_2(num_pieces), PART=part.value, num_warps=1, **pdl,
     )  # fmt: skip
+    return token_ids
+
+
+def best_keys(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int,
+    vocab_size: int,
+) -> Tensor:
+    """See `kernels.reference.best_keys`. Rows of logits must be contiguous, the row stride is free."""
+    batch, n = logits.shape
+    assert logits.stride(1) == 1
+    num_pieces, num_columns = cdiv(n, PIECE), min(max(vocab_size - first_id, 0), n)
+    keys = torch.empty(batch, num_pieces, dtype=torch.int64, device=logits.device)
+    if batch:
+        _pick_kernel[batch, num_pieces](
+            logits, temperature, top_k, top_p, min_p, top_k, temperature, seeds, positions, keys,
+            logits.stride(0), num_columns, first_id, vocab_size,
+            PIECE=PIECE, PART=Part.PLAIN.value, FAST=logits.device.type != "cpu", num_warps=4, **pdl_options(logits.device),
+        )  # fmt: skip
+    return keys
+
+
+def best_tokens(keys: Tensor) -> Tensor:
+    """See `kernels.reference.best_tokens`. Keys must be contiguous."""
+    batch, num_keys = keys.shape
+    assert keys.is_contiguous()
+    token_ids = torch.empty(batch, dtype=torch.int64, device=keys.device)
+    if batch:
+        _reduce_kernel[(batch,)](
+            keys, keys, keys, keys, keys, keys, token_ids, 0,  # keys in place of what is not read
+            NUM_KEYS=num_keys, BLOCK=next_power_of_2(num_keys), PART=Part.PLAIN.value, num_warps=1, **pdl_options(keys.device),
+        )  # fmt: skip
     return token_ids

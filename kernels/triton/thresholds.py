@@ -38,7 +38,7 @@ def load_logits(at, mask):
 
 
 @triton.jit
-def _to_key(x, SHIFT: tl.constexpr):
+def to_key(x, SHIFT: tl.constexpr):
     """float32 -> int32 of the same order. SHIFT drops the low bits that the logits' dtype does not have."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
@@ -46,7 +46,7 @@ def _to_key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _from_key(key, SHIFT: tl.constexpr):
-    """The float32 that _to_key maps to `key` and that has none of the dropped bits."""
+    """The float32 that to_key maps to `key` and that has none of the dropped bits."""
     ordered = key.to(tl.int32) << SHIFT
     ordered = tl.where(key < 0, ordered | ((1 << SHIFT) - 1), ordered)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -97,7 +97,7 @@ def _search(x, low, high, target, peak, temperature, floor, MASS: tl.constexpr, 
 
     `low` itself must be such a key, as int64. -inf in x counts for nothing above it.
     """
-    key = _to_key(x, SHIFT)
+    key = to_key(x, SHIFT)
     weight = _weigh(x, peak, temperature, floor) if MASS else tl.full(x.shape, 1.0, tl.float32)
     while low < high:
         key_1, key_2, key_3 = _quarter(low, high, 1), _quarter(low, high, 2), _quarter(low, high, 3)
@@ -122,7 +122,7 @@ def _search_row(
         for start in tl.range(0, num, BLOCK, num_stages=3):
             offs = start + tl.arange(0, BLOCK)
             x = load_logits(logits + offs, offs < num)
-            key = _to_key(x, SHIFT)
+            key = to_key(x, SHIFT)
             if MASS:
                 weight = _weigh(x, peak, temperature, floor)
             else:
@@ -186,7 +186,7 @@ def _bound_kernel(
             # The k-th largest of the groups' best is a bound for the k-th largest of all.
             if k <= NUM_PIECES * TOPS:
                 least = tl.min(tl.min(tl.where(inside, best, peak), 1), 0)
-                low, high = _to_key(least, SHIFT).to(tl.int64), _to_key(peak, SHIFT).to(tl.int64)
+                low, high = to_key(least, SHIFT).to(tl.int64), to_key(peak, SHIFT).to(tl.int64)
                 flat = tl.reshape(best, (PIECES * TOPS,))
                 bound = _from_key(_search(flat, low, high, k, peak, t, NEG_INF, False, SHIFT), SHIFT)
         elif p < 1:
@@ -249,13 +249,13 @@ def _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT: tl.constexpr
 
     mass: what all logits at or above `threshold` weigh, where top_k does not filter.
     """
-    highest = _to_key(peak, SHIFT).to(tl.int64)
+    highest = to_key(peak, SHIFT).to(tl.int64)
     if limited:
-        key = _search(x, _to_key(bound, SHIFT).to(tl.int64), highest, k, peak, t, NEG_INF, False, SHIFT)
+        key = _search(x, to_key(bound, SHIFT).to(tl.int64), highest, k, peak, t, NEG_INF, False, SHIFT)
         threshold = tl.maximum(threshold, _from_key(key, SHIFT))
         mass = tl.sum(_weigh(x, peak, t, threshold), 0)
     if p < 1:
-        low = _to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
+        low = to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
         key = _search(x, low, highest, p * mass, peak, t, threshold, True, SHIFT)
         threshold = tl.maximum(threshold, _from_key(key, SHIFT))
     return threshold
@@ -266,9 +266,9 @@ def _find_in_row(
     at, vocab_size, k, p, limited, threshold, bound, peak, t, mass, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """As `_find`, in a whole row in memory."""
-    highest = _to_key(peak, SHIFT).to(tl.int64)
+    highest = to_key(peak, SHIFT).to(tl.int64)
     if limited:
-        low = _to_key(bound, SHIFT).to(tl.int64)
+        low = to_key(bound, SHIFT).to(tl.int64)
         key = _search_row(at, vocab_size, low, highest, k, peak, t, threshold, False, SHIFT, BLOCK)
         threshold = tl.maximum(threshold, _from_key(key, SHIFT))
         mass = 0.0
@@ -277,7 +277,7 @@ def _find_in_row(
             x = load_logits(at + offs, offs < vocab_size)
             mass += tl.sum(tl.where(offs < vocab_size, _weigh(x, peak, t, threshold), 0.0), 0)
     if p < 1:
-        low = _to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
+        low = to_key(tl.maximum(threshold, bound), SHIFT).to(tl.int64)
         key = _search_row(at, vocab_size, low, highest, p * mass, peak, t, threshold, True, SHIFT, BLOCK)
         threshold = tl.maximum(threshold, _from_key(key, SHIFT))
     return threshold

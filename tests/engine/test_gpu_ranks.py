@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.worker import gpu_communicator, ranks
 from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
 from engine.worker.launcher import Follower, Location, Lost
+from engine.worker.model_runner import ModelRunner
 from engine.worker.startup import Membership
 
 pytest.importorskip("triton")
@@ -113,8 +114,10 @@ def join(build: ranks.Build) -> Membership:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     interpret(monkeypatch)
+    monkeypatch.setattr(gpu_communicator, "CHANNEL_BYTES", 0)  # no more than sums need
     memory = tuple(torch.zeros(5 * LARGE_BYTES, dtype=torch.uint8).share_memory_() for _ in range(SIZE))
     monkeypatch.setattr(SharedMemory, "memory", memory)
+    monkeypatch.setattr(collectives, "PROGRAMS", 8)  # more only take time
     monkeypatch.setattr(gpu_communicator, "PeerMemory", SharedMemory)
     monkeypatch.setattr(gpu_communicator.OverlappedSum, "sizes", {})
     monkeypatch.setattr(gpu_communicator.OverlappedSum, "__init__", lambda *_: None)
@@ -148,10 +151,22 @@ def test_tokens_are_those_of_one_rank(
         return all_reduce(*arguments)
 
     monkeypatch.setattr(collectives, "all_reduce", recorded)
+    finish = ModelRunner._finish
+    kinds: set[tuple[bool, bool]] = set()  # of decode graphs' steps: are some filtered? are logits needed besides?
+
+    def finished(
+        self: ModelRunner, handle: Any, packed: Any, plan: Any, logits: Any, tokens: Any, size: int, deferred: Any = ()
+    ) -> None:
+        if size:
+            kinds.add((plan.filtered, bool(plan.groups or plan.with_logprobs)))
+        finish(self, handle, packed, plan, logits, tokens, size, deferred)
+
+    monkeypatch.setattr(ModelRunner, "_finish", finished)
     with unwritten_is_nan():
         assert answers(tiny_model, tensor_parallel_size=SIZE, **settings) == expected
     prefill = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, torch.Tensor)]
     decode = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, tuple)]
     assert all(graph.num_replays for graph in (*decode, *prefill))
     assert bool(prefill) == bool(settings)
+    assert settings or kinds == {(False, False), (False, True), (True, False), (True, True)}
     assert any(len(arguments) == 4 for arguments in sums) == (small_bytes < SMALL_BYTES)  # the fourth is the norm

@@ -15,6 +15,7 @@ from engine.models.families import read_spec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes, load_model
 from engine.options import runner_options
 from engine.plan import GPUS, Plan, alternatives, find_gpu, gpu_here, make_plan, on_all_gpus
+from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CudaDevice, Memory
 from engine.worker.startup import build_runner
 from server.commands.plan import NAMES
@@ -66,6 +67,8 @@ def test_what_a_well_known_model_needs(plan_of: Any) -> None:
     assert two.num_parameters == plan.num_parameters
     assert two.weight_bytes == pytest.approx(plan.weight_bytes / 2, rel=1e-3)
     assert two.kv_bytes(1) == plan.kv_bytes(1) / 2
+    logits = 2 * graph_sizes(plan.options.max_num_seqs)[-1] * plan.spec.vocab_size  # and a rank's own, half of them
+    assert two.buffers == plan.buffers + logits / 2
     assert plan_of("gemma-3-12b").kv_bytes(100_000) < 0.2 * 100_000 * plan_of("gemma-3-12b").kv_bytes(1)
 
 

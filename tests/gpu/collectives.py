@@ -58,6 +58,9 @@ def _rank(rank: int, size: int, port: str, queue: Any) -> None:
             for shape in ((1, 64), (3, 64128), (256, 64128)):
                 errors = _errors_of_gathers(communicator, shape, dtype, device)
                 _report(queue, f"{dtype}: gather of {shape}", errors, 0.0)
+        for shape in ((1, 16), (256, 16), (1024, 5)):
+            errors = _errors_of_gathers(communicator, shape, torch.int64, device)
+            _report(queue, f"gather of {shape} keys", errors, 0.0)
         for tokens in (1, 300, 1500, 5000, 16384):
             errors = _errors_of_products(communicator, tokens, device)
             _report(queue, f"products of {tokens} tokens", errors, LIMITS[BF16])
@@ -75,6 +78,8 @@ def _report(queue: Any, name: str, errors: list[float], limit: float) -> None:
 def _inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Of all ranks."""
     size, generator = dist.get_world_size(), torch.Generator(device).manual_seed(seed)
+    if dtype == torch.int64:
+        return [torch.randint(-(2**62), 2**62, shape, generator=generator, device=device) for _ in range(size)]
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(size)]
 
 
@@ -141,7 +146,8 @@ def _errors_of_gathers(
     rank, size, chance, errors = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank()), []
     for seed in range(6):
         inputs = _inputs(shape, seed, dtype, device)
-        out = torch.full((shape[0], size * shape[1] - seed), torch.nan, dtype=dtype, device=device)
+        width = size * shape[1] - (seed if dtype.is_floating_point else 0)
+        out = torch.full((shape[0], width), torch.nan if dtype.is_floating_point else -1, dtype=dtype, device=device)
         _late(chance)
         communicator.all_gather(inputs[rank], out)
         want = torch.cat(inputs, 1)[:, : out.shape[1]]

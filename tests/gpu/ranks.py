@@ -16,18 +16,23 @@ from tests.gpu.models import story_folder
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
 TEXT = "once upon a time the little fox saw old king castle river what is quire write story about why how many"
 NUM_GREEDY, NUM_SAMPLED, NUM_TOKENS = 200, 50, 48
-KINDS = {"greedy": slice(0, NUM_GREEDY), "sampled": slice(NUM_GREEDY, None)}
+KINDS = {
+    "greedy": slice(0, NUM_GREEDY),
+    "sampled": slice(NUM_GREEDY, NUM_GREEDY + NUM_SAMPLED),
+    "random": slice(NUM_GREEDY + NUM_SAMPLED, None),
+}
 STUCK_SECONDS = 60  # after which the stacks of all threads are printed
 BF16_DIFFERING = 0.75  # of texts: sums of bfloat16 in another order decide near-ties otherwise; some half do so
 
 
 def _answers(folder: Path, num_ranks: int, dtype: str, device: str) -> list[list[int]]:
-    """Greedy texts, then sampled ones, after the same prompts for any number of ranks."""
+    """Greedy texts, then sampled ones, with filters and without, after the same prompts for any number of ranks."""
     chance = random.Random(0)
-    count = NUM_GREEDY + NUM_SAMPLED
+    count = NUM_GREEDY + 2 * NUM_SAMPLED
     prompts = [" ".join(chance.choices(TEXT.split(), k=chance.randint(2, 40))).capitalize() for _ in range(count)]
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     sampled = [greedy.clone(temperature=0.8, top_p=0.9, seed=i, logprobs=2) for i in range(NUM_SAMPLED)]
+    random_ones = [greedy.clone(temperature=0.8, seed=i) for i in range(NUM_SAMPLED)]
     begin = time.perf_counter()
     llm = LLM(
         str(folder), device=device, dtype=dtype, tensor_parallel_size=num_ranks, max_num_seqs=64,
@@ -35,7 +40,7 @@ def _answers(folder: Path, num_ranks: int, dtype: str, device: str) -> list[list
     )  # fmt: skip
     ready = time.perf_counter()
     faulthandler.dump_traceback_later(STUCK_SECONDS)
-    answers = llm.generate(prompts, [greedy] * NUM_GREEDY + sampled, use_tqdm=False)
+    answers = llm.generate(prompts, [greedy] * NUM_GREEDY + sampled + random_ones, use_tqdm=False)
     done = time.perf_counter()
     llm.close()
     faulthandler.cancel_dump_traceback_later()

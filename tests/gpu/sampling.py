@@ -35,12 +35,38 @@ def check_sampling(checks: Checks) -> None:
             checks.add(
                 f"sample {batch} x {vocab_size} {dtype} spread {spread} {name}", error, 0.02, call, logits.nbytes
             )
-            if name not in ("greedy", "none"):
+            if name in ("greedy", "none"):
+                check_parts(checks, name, logits, *filters, seeds, positions)
+            else:
                 got = kernels.sampling_thresholds(logits, *filters)
                 want = reference.sampling_thresholds(logits.float(), *filters)
                 left, expected = ((logits.float() >= x.unsqueeze(1)).sum(1) for x in (got, want))
                 error = float(((left - expected).abs() / expected).max())
                 checks.add(f"  its thresholds leave {int(left.min())} to {int(left.max())} tokens", error, 1e-3)
+
+
+def check_parts(
+    checks: Checks, name: str, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    seeds: Tensor, positions: Tensor,
+) -> None:  # fmt: skip
+    """What ranks with parts of the logits choose together, beside one that has them all."""
+    vocab_size = logits.shape[1]
+    want = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, positions, Part.PLAIN)
+    for size in (2, 8):
+        n = -(-vocab_size // size)
+        parts = [part.contiguous() for part in logits.split(n, 1)]
+        calls = [
+            partial(
+                kernels.best_keys, part, temperature, top_k, top_p, min_p, seeds, positions, rank * n, vocab_size
+            )
+            for rank, part in enumerate(parts)
+        ]  # fmt: skip
+        keys = torch.cat([call() for call in calls], 1)
+        error = float((kernels.best_tokens(keys) != want).float().mean())
+        checks.add(f"  {name}: keys of one of {size} ranks", error, 0.0, calls[-1], parts[-1].nbytes)
+        checks.add(
+            f"  {name}: tokens of all {keys.shape[1]} keys", error, 0.0, partial(kernels.best_tokens, keys), keys.nbytes
+        )
 
 
 def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor) -> None:

@@ -153,15 +153,17 @@ def test_a_vocabulary_that_ranks_cannot_divide(size: int) -> None:
             module.weight.fill_(torch.nan)  # type: ignore[operator]  # what memory may hold where no row is
             for tensor in module.tensors():
                 tensor.memory.copy_(value[tensor.index])
-        buffer = torch.empty(5, 9)
-        assert modules[1].after_norm(hidden, modules[2], buffer) is buffer
-        assert torch.equal(modules[1].after_norm(hidden, modules[2]), buffer)
-        return modules[0](ids), buffer
+        own, buffer, row = modules[1].after_norm(hidden, modules[2]), torch.empty(5, 9), torch.zeros(5)
+        assert modules[1].gather(own, buffer) is buffer
+        assert torch.equal(modules[1].gather(own), buffer)
+        keys = kernels.best_keys(own, row, row.int(), row + 1, row, row.long(), row.int(), modules[1].first_id, 9)
+        return modules[0](ids), buffer, kernels.best_tokens(modules[1].gather_keys(keys))
 
     want = torch.nn.functional.rms_norm(hidden, (8,), norm, 1e-6) @ head.T
-    for embedded, got in on_ranks(size, work):
+    for embedded, got, best in on_ranks(size, work):
         assert torch.equal(embedded, table[ids])
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        assert torch.equal(best, want.argmax(-1))
 
 
 def test_kv_scales_of_a_ranks_heads(tmp_path: Path) -> None:

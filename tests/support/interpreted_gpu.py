@@ -51,7 +51,7 @@ REQUESTS = {
             structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
         ),
     ),
-    "late": ([4] * 30, SamplingParams(temperature=0, max_tokens=5)),
+    "late": ([4] * 30, SamplingParams(temperature=0.9, logprobs=1, seed=6, max_tokens=5)),
 }
 
 
@@ -104,6 +104,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
+    """The tokens of each request, and where it wants log-probabilities the ranks of these and the likeliest tokens."""
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 8}
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", max_model_len=64, block_size=8, **few | settings
@@ -122,5 +123,7 @@ def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> di
             engine.add_request(EngineRequest("late", *REQUESTS["late"]))
         for output in engine.step():
             tokens[output.request_id] += output.new_token_ids
+            for each in output.logprobs or ():
+                tokens[output.request_id] += [each.rank, *each.top_ids]
     engine.close()
     return tokens

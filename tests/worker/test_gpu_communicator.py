@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine.worker.gpu_communicator import RenumberedStore, chunks
+from engine.worker.gpu_communicator import LARGE_BYTES, RenumberedStore, channel_capacity, chunks
 
 
 def exchange(store: Store, number: int, rank: int, value: str) -> str:
@@ -33,3 +33,15 @@ def test_chunks_are_all_rows_in_order_and_none_is_too_large(num_rows: int, most:
     lengths = [chunk.stop - chunk.start for chunk in found]
     assert max(lengths) <= most
     assert len(lengths) <= -(-num_rows // most) + 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8, 16])
+def test_a_channel_holds_what_sums_need_and_no_more_memory_than_that_of_eight_ranks(num_ranks: int) -> None:
+    capacity = channel_capacity(num_ranks)
+    assert capacity >= LARGE_BYTES
+    assert capacity % 16 == 0
+    assert capacity * num_ranks <= max(8, num_ranks) * LARGE_BYTES
+
+
+def test_two_ranks_gather_the_logits_of_256_rows_at_once() -> None:
+    assert channel_capacity(2) >= 256 * (128_256 // 2) * 2

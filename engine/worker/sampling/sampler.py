@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,7 +78,7 @@ class Sampler:
     There are three passes, and a step runs those that it needs. Random numbers depend only on seed and position, so a
     later pass replaces the tokens of an earlier one:
 
-    1. `sample_unfiltered`, in the step's CUDA graph: for sequences that use only temperature;
+    1. `sample_unfiltered`, or with several ranks `sample_own`, in the step's CUDA graph: for sequences that use only temperature;
     2. `sample_filtered`, in a separate graph: for sequences with top_k, top_p or min_p, or with only a grammar mask;
     3. `sample_groups`: for sequences with processors, from copies of their logits.
     """
@@ -126,6 +127,16 @@ class Sampler:
         self._store(tokens)
         return tokens
 
+    def sample_own(self, own_logits: Tensor, first_id: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """As `sample_unfiltered`, from this rank's logits [B, n], those of the tokens from `first_id` on.
+
+        `gather`: returns the columns of all ranks, given this one's.
+        """
+        keys = kernels.best_keys(own_logits, *self._params(len(own_logits)), first_id, self._vocab_size)
+        tokens = kernels.best_tokens(gather(keys))
+        self._store(tokens)
+        return tokens
+
     def sample_filtered(self, logits: Tensor, tokens: Tensor) -> None:
         """Sample filtered and masked sequences into tokens [B]. Applies masks to the logits [B, V] in place."""
         mask_of = self._mask_of[: len(logits)]
@@ -141,9 +152,13 @@ class Sampler:
     def _sample(
         self, logits: Tensor, part: kernels.Part, mask_of: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        step, n = self._step, len(logits)
+        return kernels.sample(logits, *self._params(len(logits)), part, mask_of, out)
+
+    def _params(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The parameters of the first n sequences, in the order of `kernels.sample`."""
+        step = self._step
         params = step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n]
-        return kernels.sample(logits, *params, step.seed[:n], step.next_position[:n], part, mask_of, out)
+        return *params, step.seed[:n], step.next_position[:n]
 
     def _store(self, tokens: Tensor) -> None:
         """Store the tokens in their rows, where the next step reads them."""

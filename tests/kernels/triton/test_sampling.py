@@ -320,3 +320,99 @@ def test_parts(module: Any, small_blocks: Any) -> None:
     rest = module.sample(logits, *arguments, part=Part.REST, mask_of=mask_of, out=out)
     assert rest is out
     assert rest.tolist() == [token if i in filtered | {2, 6} else -1 - i for i, token in enumerate(everywhere)]
+
+
+def sample_on_ranks(module: Any, logits: Tensor, arguments: Any, size: int) -> Tensor:
+    """`sample` with `Part.PLAIN`, with the columns divided among ranks as `Shard.padded_span` does."""
+    vocab_size = logits.shape[1]
+    n = -(-vocab_size // size)
+    padded = torch.full((len(logits), n * size), INF, dtype=logits.dtype)  # with what no row may see
+    padded[:, :vocab_size] = logits
+    firsts = [min(rank * n, vocab_size) for rank in range(size)]
+    parts = zip(padded.split(n, 1), firsts, strict=True)
+    keys = [module.best_keys(own.contiguous(), *arguments, first, vocab_size) for own, first in parts]
+    assert all(each.dtype == torch.int64 for each in keys)
+    return torch.as_tensor(module.best_tokens(torch.cat(keys, 1)))
+
+
+def mixed(batch: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Logits with equals, greedy rows and random ones, some of which are filtered."""
+    logits = (3 * torch.randn(batch, vocab_size)).to(dtype)
+    logits[: batch // 4] = torch.randint(-1, 2, (batch // 4, vocab_size)).to(dtype)
+    logits[0] = torch.where(torch.rand(vocab_size) < 0.5, 0.0, -0.0)  # which are equal, too
+    kinds, random = torch.arange(batch) % 8, torch.rand(2, batch)
+    arguments = options(
+        batch,
+        temperature=(random[0] + 0.3).where(kinds % 2 > 0, 0).tolist(),
+        top_k=torch.tensor([0, 0, 3, vocab_size, vocab_size + 1, vocab_size - 1, 0, 0])[kinds].tolist(),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5])[kinds].tolist(),
+        min_p=torch.where(random[1] < 0.1, 0.1, 0.0).tolist(),
+        seeds=torch.randint(-(2**63), 2**63 - 1, (batch,)),
+        positions=torch.randint(0, 2**20, (batch,)).int(),
+    )
+    return logits, arguments
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_with_parts_of_the_logits(module: Any, dtype: torch.dtype, size: int, small_blocks: Any) -> None:
+    """Parts of several pieces or one, uneven ones, and ranks without any token: they choose what one rank does."""
+    for vocab_size in (1, 2, 9, 129, 333):
+        logits, arguments = mixed(32, vocab_size, dtype)
+        expected = module.sample(logits, *arguments, part=Part.PLAIN)
+        assert sample_on_ranks(module, logits, arguments, size).equal(expected), vocab_size
+        assert vocab_size == 1 or expected.any()
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ranks_see_each_others_infinities_and_nans(module: Any, temperature: float, small_blocks: Any) -> None:
+    logits = torch.full((9, 130), -INF)
+    logits[:5, 41] = 0
+    for row, (token, fault) in enumerate([(7, INF), (129, INF), (0, math.nan), (100, -math.nan)]):
+        logits[1 + row, token] = fault
+    logits[5, 7], logits[5, 129] = math.nan, INF
+    logits[7:] = torch.randn(2, 130)
+    logits[7, 3], logits[8, 128] = math.nan, -math.nan  # of rows that are filtered
+    arguments = options(9, temperature=temperature, top_k=[0] * 7 + [5 if temperature else 0] * 2)
+    faults = [kernels.NOT_FINITE] * 5 + [kernels.NOTHING_ALLOWED]
+    expected = [41, *faults, *([0, 0] if temperature else [kernels.NOT_FINITE] * 2)]
+    assert module.sample(logits, *arguments, part=Part.PLAIN).tolist() == expected
+    for size in (1, 2, 3, 4):
+        assert sample_on_ranks(module, logits, arguments, size).tolist() == expected
+
+
+@BOTH
+def test_a_rank_whose_best_value_overflows(module: Any) -> None:
+    """It is as large as finite numbers are: no fault, and the lowest of such tokens is chosen."""
+    logits = torch.full((2, 100), 1e30)
+    logits[0, :70] = -1.0
+    arguments = options(2, temperature=1e-30)
+    expected = [70, 0]
+    assert module.sample(logits, *arguments, part=Part.PLAIN).tolist() == expected
+    assert sample_on_ranks(module, logits, arguments, 4).tolist() == expected
+
+
+def test_kernel_and_reference_choose_the_same_tokens_from_parts() -> None:
+    """Of ranks with pieces of the size that they have on a GPU."""
+    logits, arguments = mixed(16, 2 * sampling.PIECE + 101, torch.bfloat16)
+    expected = sample_on_ranks(reference, logits, arguments, 2)
+    # Noise differs in its last bits: one row may.
+    assert int((sample_on_ranks(sampling, logits, arguments, 2) != expected).sum()) <= 1
+
+
+@BOTH
+def test_keys_order_tokens_by_value_then_id(module: Any) -> None:
+    values = torch.tensor([[-INF, -1e30, -1.5, -1e-40, -0.0, 0.0, 1e-40, 2.0, 3.4e38, INF]])
+    keys = torch.stack(
+        [module.best_keys(values[:, i : i + 1], *options(1, temperature=0.0), i, 10)[0, 0] for i in range(10)]
+    )
+    assert keys.diff().gt(0).tolist() == [True, True, True, True, False, True, True, True, True]
+    last = module.best_keys(values[:, 8:9], *options(1, temperature=0.0), 2**31 - 2, 2**31 - 1)
+    assert module.best_tokens(torch.stack([keys[7:8], last[0]], 1)).tolist() == [2**31 - 2]
+
+
+@BOTH
+def test_keys_of_an_empty_batch(module: Any) -> None:
+    assert sample_on_ranks(module, torch.empty(0, 50), options(0), 2).shape == (0,)
