@@ -75,6 +75,11 @@ class Replica:
     def takes_requests(self) -> bool:
         return self.ready is not None and self.states.state.is_ready and not self._is_draining
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it takes requests, but may have stopped: see `Supervisor.is_late`."""
+        return self.supervisor.is_late
+
     async def run(self, start: Start) -> str:
         """Keep a process running. Returns why the last one ended. Raises `EngineError` if the first cannot start."""
         reason = await self.supervisor.run(Start(self.config, start.eos_token_ids, self.index))

@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 WINDOW_SECONDS = 600.0  # restarts are counted within this time
 MAX_DELAY_SECONDS = 30.0  # before a restart
 DRAIN_SECONDS = 1.0  # time for the last messages of a dead process to arrive
-MAX_LOOK_SECONDS = 1.0  # longest interval between checks of the heartbeat
+MAX_LOOK_SECONDS = 0.5  # longest interval between checks of the heartbeat
+LATE_SECONDS = 2.0  # silence after which other replicas are preferred for new requests
 STOPPED_SECONDS = 7.0  # silence after which a stopped process is lost: it is not working on anything that takes long
 
 
@@ -98,7 +99,13 @@ class Supervisor:
         self._owner, self._states, self._policy = owner, states, policy
         self.watchdog_timeout = watchdog_timeout
         self._takes_commands = False
+        self._silent = 0.0
         self._restart_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the process, which accepts commands, has given no sign of life for some seconds."""
+        return self._silent >= LATE_SECONDS
 
     def send(self, command: Command) -> bool:
         """Send a command to the process. Returns False, without sending it, while no process accepts commands."""
@@ -201,7 +208,7 @@ class Supervisor:
                 self._states.advance(phase, done / total if total else None)
             case Ready() as ready:
                 process.remove_files()
-                self._takes_commands = True
+                self._takes_commands, self._silent = True, 0.0
                 self._states.enter("ready")
                 self._owner.started(ready)
             case Failed(message=reason):
@@ -221,7 +228,7 @@ class Supervisor:
             count = process.heartbeat.read() if self._takes_commands else process.cpu_ticks()
             if not timeout or count is None:
                 continue
-            silent = watchdog.look(count, interval)
+            self._silent = silent = watchdog.look(count, interval)
             is_silent = silent >= timeout / 2
             if silent >= timeout:
                 seconds = f"{timeout:.0f} s{self._moment()} (--engine-watchdog-timeout)"

@@ -142,6 +142,26 @@ def test_a_stopped_replica_is_lost_long_before_the_watchdogs_time(
     asyncio.run(test())
 
 
+def test_new_requests_avoid_a_replica_that_stands_still(tiny_model: Path) -> None:
+    async def test() -> None:
+        async with replicas(tiny_model, max_num_seqs=1) as engine:
+            stopped, other = engine.replicas
+            os.kill(stopped.pid, signal.SIGSTOP)
+            await until(lambda: stopped.is_late and not other.is_late)
+            assert stopped.takes_requests, "it is not lost yet"
+            running = [engine.generate(EngineRequest(str(i), [1, i], LONG)) for i in range(6)]
+            assert {owner_of(engine, str(i)) for i in range(6)} == {other}
+            os.kill(stopped.pid, signal.SIGCONT)
+            await until(lambda: not stopped.is_late)
+            assert {owner_of(engine, str(i)) for i in range(6)} == {other}, "those stay"
+            running.append(engine.generate(EngineRequest("new", [1, 9], LONG)))
+            assert owner_of(engine, "new") is stopped
+            for updates in running:
+                await updates.aclose()
+
+    asyncio.run(test())
+
+
 def test_a_replica_that_cannot_start_ends_the_start(make_model: Callable[[Path], Path], tmp_path: Path) -> None:
     broken = make_model(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nothing")
