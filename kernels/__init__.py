@@ -33,6 +33,7 @@ from kernels.reference import NOT_FINITE as NOT_FINITE
 from kernels.reference import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.reference import Gate as Gate
 from kernels.reference import Part as Part
+from kernels.reference import WideCopy as WideCopy
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
 

@@ -1,7 +1,8 @@
 """Which prefill attention over an e4m3 cache is faster over wide copies of its pages, made once a layer. Needs no Triton.
 
 On Hopper, keys and values from an e4m3 cache reach the matrix unit through registers, and slower than the memory accelerator
-brings wide ones. `widen_pages` takes time for each key, and saves it for each pair of a query and a key that it sees.
+brings wide ones. A wide copy takes time for each key, and saves it for each pair of a query and a key that it sees. New keys and
+values are only written once more when they are stored; older ones are read, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NARROWEST = 65
 # As measured on an H100 with 8,192 new tokens in prompts of 512 to 8,192 (`python -m tests.gpu prefill`).
 SAVED = 6e-16  # seconds for each operation: 4.6e-16 to 8.4e-16, with 128 and 256 channels
 COPIED = 2.4e12  # bytes that `widen_pages` reads and writes a second
-LAUNCH = 5e-6  # seconds of one more kernel, an estimate
+LAUNCH = 5e-6  # seconds of one more kernel, or of a layer's part of preparing the step on the CPU: an estimate
 
 
 def can_gain(
@@ -72,6 +73,7 @@ def seconds_saved(
     """What a layer gains from wide pages, an estimate; below 0: it loses. Heads must be those of `can_gain`."""
     padded = min(channels for channels in PADDED if channels >= head_dim)
     num_flops = num_pairs(query_lens, context_lens, window) * num_heads * 4 * padded
-    num_positions = num_wide_pages(query_lens, context_lens, window) * WIDE_PAGE
-    num_bytes = num_positions * num_kv_heads * head_dim * 2 * (1 + 2)  # K and V, read and written
+    num_new = sum(query_lens)
+    num_old = max(num_wide_pages(query_lens, context_lens, window) * WIDE_PAGE - num_new, 0)
+    num_bytes = num_kv_heads * head_dim * 2 * (2 * num_new + (1 + 2) * num_old)  # K and V, written, and read if old
     return num_flops * SAVED - num_bytes / COPIED - LAUNCH

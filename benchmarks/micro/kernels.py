@@ -220,7 +220,8 @@ class Inputs:
         wide = WidePages.of_step(case.query_lens, case.context_lens, case.window, lambda tensor: tensor.to(device))
 
         def call() -> Tensor:
-            key, value = wide.widen(self.kv, self.block_tables, self.rows, self.context_lens, self.query.dtype)
+            key, value = made = wide.allocate(self.kv, self.query.dtype).pages
+            wide.fill(made, self.kv, self.block_tables, self.rows, self.context_lens)
             return kernels.paged_attention_prefill(
                 self.query, key, value, wide.block_tables, wide.rows, self.query_start, self.context_lens, **options
             )

@@ -134,6 +134,9 @@ class Attention(CheckpointModule):
             qkv, slots = F.pad(qkv, (0, 2 * spec.num_kv_heads * spec.head_dim)), torch.full_like(slots, -1)
         elif self.v_norm is not None and k_norm is not None:
             qkv = self._with_normed_values(qkv, self.v_norm, k_norm.eps)
+        pages = metadata.wide_pages
+        # Scales are calibrated over a wide cache.
+        wide = pages.allocate(kv, qkv.dtype) if pages is not None and spec.widens and kv_scale is not None else None
         query = kernels.rope_and_store(
             qkv,
             positions,
@@ -148,8 +151,12 @@ class Attention(CheckpointModule):
             eps=q_norm.eps if q_norm else 0.0,
             kv_scale=kv_scale,
             interleaved=spec.rope is not None and spec.rope.interleaved,
+            wide=wide if spec.kv_of is None else None,
         )  # [T, H, D]
-        out = attend(query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
+        out = attend(
+            query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes,
+            wide=None if wide is None else wide.pages,
+        )  # fmt: skip
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
     def norms_apart(self, hidden: Tensor) -> bool:
@@ -226,11 +233,13 @@ def attend(
     kv_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    wide: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
     query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D]. kv_scale [2, num_kv_heads] float32
-    for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has them.
+    for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has them. `wide`: the pages of
+    `metadata.wide_pages`, which hold the K and V that the layer has stored.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
     options = _Options(
@@ -252,8 +261,9 @@ def attend(
         )
     if first < len(m.rows):
         tables, rows, lens = m.block_tables, m.rows[first:], m.context_lens[first:]
-        if m.wide_pages is not None and spec.widens and kv_scale is not None:  # scales are calibrated over a wide cache
-            key_cache, value_cache = m.wide_pages.widen(kv_cache, tables, rows, lens, query.dtype)
+        if m.wide_pages is not None and wide is not None:
+            m.wide_pages.fill(wide, kv_cache, tables, rows, None if spec.kv_of is None else lens)
+            key_cache, value_cache = wide[0], wide[1]
             tables, rows = m.wide_pages.block_tables, m.wide_pages.rows
         kernels.paged_attention_prefill(
             query, key_cache, value_cache, tables, rows, m.query_start[first:], lens, tiles=tiles, out=out, **options

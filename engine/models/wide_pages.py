@@ -15,11 +15,18 @@ from kernels.widening import WIDE_PAGE, first_needed
 
 @dataclass(frozen=True, slots=True)
 class WidePages:
-    """Which positions a step's layers widen. S sequences that prefill; what their queries see is in P pages."""
+    """The P wide pages of a step: of S sequences that prefill, what their queries see.
 
-    pages: Tensor  # [P, 2] int32: sequence, first position that is needed
+    A layer's new keys and values go there when they are stored; older ones are copied from the cache.
+    """
+
+    num_pages: int
     rows: Tensor  # [S] int32: 0, 1, ...
     block_tables: Tensor  # [S, max_pages] int32: of the P pages; entries for positions that no query sees mean nothing
+    slots: Tensor  # [T] int64: of each of the step's tokens in the P pages; -1: of a sequence that does not prefill
+    old_lens: Tensor  # [S] int32: context lengths before the step
+    old_pages: Tensor  # [N, 3] int32: the pages with older positions, as `kernels.widen_pages` takes them
+    pages: Tensor  # [P, 3] int32: all, for layers that store nothing
     # At least so many are allocated: of every step alike, so that none exceeds the peak of memory measured at start-up.
     scratch_bytes: int = 0
 
@@ -30,38 +37,61 @@ class WidePages:
         context_lens: Sequence[int],
         window: int,
         upload: Callable[[Tensor], Tensor],
+        *,
+        num_others: int = 0,
+        num_tokens: int | None = None,
         scratch_bytes: int = 0,
     ) -> WidePages:
-        """`window`: keys that a query sees; 0: all."""
-        oldest = [first_needed(*lens, window) for lens in zip(query_lens, context_lens, strict=True)]
-        pages = [
-            (sequence, max(first, page * WIDE_PAGE))
-            for sequence, (first, context) in enumerate(zip(oldest, context_lens, strict=True))
-            for page in range(first // WIDE_PAGE, -(-context // WIDE_PAGE))
-        ]
-        made = torch.tensor(pages, dtype=torch.int32)
-        sequences, positions = made.long().T
+        """`window`: keys that a query sees; 0: all. The sequences' tokens come after those of `num_others` others, in a step of
+        `num_tokens`; None: there are no more.
+        """
+        lens = list(zip(query_lens, context_lens, strict=True))
+        oldest = [first_needed(*each, window) for each in lens]
+        pages = torch.tensor(
+            [
+                (sequence, max(first, page * WIDE_PAGE))
+                for sequence, (first, context) in enumerate(zip(oldest, context_lens, strict=True))
+                for page in range(first // WIDE_PAGE, -(-context // WIDE_PAGE))
+            ]
+        )
+        sequences, firsts = pages.T
         # Triton compiles a kernel anew where a stride is no multiple of 16, or 1: this one always is.
         width = -(-max(context_lens) // (16 * WIDE_PAGE)) * 16
-        tables = torch.zeros(len(query_lens), width, dtype=torch.int32)
-        tables[sequences, positions // WIDE_PAGE] = torch.arange(len(pages), dtype=torch.int32)
+        tables = torch.zeros(len(lens), width, dtype=torch.int64)
+        tables[sequences, firsts // WIDE_PAGE] = torch.arange(len(pages))
+        old_lens = torch.tensor([context - query for query, context in lens])
+        slots = torch.full((num_others + sum(query_lens) if num_tokens is None else num_tokens,), -1)
+        end = num_others
+        for table, (query, context) in zip(tables, lens, strict=True):
+            positions = torch.arange(context - query, context)
+            slots[end : end + query] = table[positions // WIDE_PAGE] * WIDE_PAGE + positions % WIDE_PAGE
+            end += query
+        pages = torch.cat((pages, torch.arange(len(pages)).unsqueeze(1)), 1).int()
         return cls(
-            pages=upload(made),
-            rows=upload(torch.arange(len(query_lens), dtype=torch.int32)),
-            block_tables=upload(tables),
+            num_pages=len(pages),
+            rows=upload(torch.arange(len(lens), dtype=torch.int32)),
+            block_tables=upload(tables.int()),
+            slots=upload(slots),
+            old_lens=upload(old_lens.int()),
+            # A page whose needed positions are all new may have unneeded slots before them, which must not stay unwritten.
+            old_pages=upload(pages[firsts // WIDE_PAGE * WIDE_PAGE < old_lens[sequences]]),
+            pages=upload(pages),
             scratch_bytes=scratch_bytes,
         )
 
-    def widen(
-        self, kv_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the pages [2, P, Hkv, WIDE_PAGE, D] in `dtype`. kv_cache [2, num_blocks, Hkv, block_size, D] in e4m3, and
-        block_tables, rows [S] and context_lens [S] as for attention over it.
-        """
+    def allocate(self, kv_cache: Tensor, dtype: torch.dtype) -> kernels.WideCopy:
+        """Return pages [2, P, Hkv, WIDE_PAGE, D] in `dtype` for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
-        shape = (2, len(self.pages), num_kv_heads, WIDE_PAGE, head_dim)
+        shape = (2, self.num_pages, num_kv_heads, WIDE_PAGE, head_dim)
         count = math.prod(shape)
         scratch = torch.empty(max(count, self.scratch_bytes // dtype.itemsize), dtype=dtype, device=kv_cache.device)
-        wide = scratch[:count].view(shape)
-        kernels.widen_pages(kv_cache[0], kv_cache[1], block_tables, rows, context_lens, self.pages, wide)
-        return wide
+        return kernels.WideCopy(scratch[:count].view(shape), self.slots)
+
+    def fill(self, out: Tensor, kv_cache: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor | None) -> None:
+        """Copy what is not there yet to the pages `out`, from kv_cache [2, num_blocks, Hkv, block_size, D] in e4m3.
+
+        block_tables and rows [S] as for attention over the cache. `lens` [S]: context lengths, of a layer that stored nothing;
+        None: it stored its new keys and values in `out`, too.
+        """
+        lens, pages = (self.old_lens, self.old_pages) if lens is None else (lens, self.pages)
+        kernels.widen_pages(kv_cache[0], kv_cache[1], block_tables, rows, lens, pages, out)

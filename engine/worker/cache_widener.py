@@ -91,7 +91,13 @@ class CacheWidener:
             if layers.gain(query_lens, context_lens):
                 if layers.window not in found:
                     found[layers.window] = WidePages.of_step(
-                        query_lens, context_lens, layers.window, self._upload, self.scratch_bytes
+                        query_lens,
+                        context_lens,
+                        layers.window,
+                        self._upload,
+                        num_others=groups[group].num_decodes,
+                        num_tokens=len(groups[group].slot_mapping),
+                        scratch_bytes=self.scratch_bytes,
                     )
                 prepared[group] = replace(prepared[group], wide_pages=found[layers.window])
         return prepared

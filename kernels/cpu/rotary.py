@@ -69,6 +69,7 @@ def rope_and_store(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
     interleaved: bool = False,
+    wide: reference.WideCopy | None = None,
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`."""
     native, head_dim = library(), key_cache.shape[3]
@@ -83,6 +84,7 @@ def rope_and_store(
         return reference.rope_and_store(
             qkv, positions, cos_sin, key_cache, value_cache, slot_mapping, num_heads=num_heads,
             num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scale=kv_scale, interleaved=interleaved,
+            wide=wide,
         )  # fmt: skip
     assert qkv.stride(1) == slot_mapping.stride(0) == positions.stride(0) == 1
     assert slot_mapping.dtype == torch.int64

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
+
+
+class WideCopy(NamedTuple):
+    """Where the new keys and values of an e4m3 cache go, too: pages as those of `widen_pages`."""
+
+    pages: Tensor  # [2, P, Hkv, page, D], contiguous, of a dtype that holds e4m3 exactly
+    slots: Tensor  # [T] int64: page * page size + offset of each token; -1: it has none
 
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
@@ -23,11 +31,19 @@ def store_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     kv_scale: Tensor | None = None,
+    wide: WideCopy | None = None,
 ) -> None:
-    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D]."""
+    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D].
+
+    `wide`: where the numbers that an e4m3 cache now holds go, too.
+    """
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
-    if kv_scale is not None:  # bytes, since PyTorch indexes no float8
-        key, value = to_e4m3(key, kv_scale[0]).view(torch.uint8), to_e4m3(value, kv_scale[1]).view(torch.uint8)
+    if kv_scale is not None:
+        key, value = to_e4m3(key, kv_scale[0]), to_e4m3(value, kv_scale[1])
+        if wide is not None:
+            pages = wide.pages
+            store_kv(key.to(pages.dtype), value.to(pages.dtype), pages[0], pages[1], wide.slots)
+        key, value = key.view(torch.uint8), value.view(torch.uint8)  # bytes, since PyTorch indexes no float8
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     if len(slot_mapping) and int(slot_mapping.min()) < 0:
         written = slot_mapping >= 0
@@ -43,21 +59,21 @@ def widen_pages(
     value_cache: Tensor,
     block_tables: Tensor,
     rows: Tensor,
-    context_lens: Tensor,
+    lens: Tensor,
     pages: Tensor,
     out: Tensor,
 ) -> None:
     """Copy pieces of contexts in e4m3 caches [num_blocks, Hkv, block_size, D] to out [2, P, Hkv, page, D], which has any dtype
     that holds e4m3 exactly. Scales are not applied.
 
-    pages [P, 2] int32: a page's sequence, and the first position that is needed. The page holds the `page` positions of which
-    the first is a multiple of `page`. Slots before the needed one become 0, and those behind the context are not written.
-    block_tables, rows [S] and context_lens [S] as in `paged_attention_prefill`.
+    pages [N, 3] int32: a sequence, the first position that is needed, and which of the P pages to write. That holds the `page`
+    positions of which the first is a multiple of `page`. Slots before the needed one become 0; those from position
+    lens[sequence] on are not written. lens [S] int32; block_tables and rows [S] as in `paged_attention_prefill`.
     """
     page, block_size = out.shape[3], key_cache.shape[2]
-    for index, (sequence, first) in enumerate(pages.tolist()):
+    for sequence, first, index in pages.tolist():
         begin = first // page * page
-        positions = torch.arange(first, min(begin + page, int(context_lens[sequence])))
+        positions = torch.arange(first, min(begin + page, int(lens[sequence])))
         table = block_tables[int(rows[sequence])]
         slots = (table[positions // block_size].long(), slice(None), positions % block_size)
         for side, cache in zip(out[:, index], (key_cache, value_cache), strict=True):  # [Hkv, page, D]

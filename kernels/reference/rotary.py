@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.kv_cache import store_kv
+from kernels.reference.kv_cache import WideCopy, store_kv
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 
@@ -73,6 +73,7 @@ def rope_and_store(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
     interleaved: bool = False,
+    wide: WideCopy | None = None,
 ) -> Tensor:
     """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
 
@@ -85,5 +86,5 @@ def rope_and_store(
         query, key = rotated.split((num_heads, num_kv_heads), 1)
     else:
         query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps, interleaved)
-    store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale, wide)
     return query

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.reference import WideCopy
 from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -19,14 +20,15 @@ from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_
 @triton.jit
 def _rope_heads(
     source, target, weight, table, scales, stride_table, stride_target, position, eps, first_head,
+    wide, stride_wide, is_wide,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
 
     A head is read as the first and the second channels of the pairs among its ROTARY first ones, and the rest of them. An
-    e4m3 `target` has `scales`.
+    e4m3 `target` has `scales`; what goes there goes to `wide`, too, if `is_wide`, which only matters with WIDE.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
@@ -70,17 +72,25 @@ def _rope_heads(
     tl.store(to + a + OTHER, second, mask=mask)
     if REST > 0:
         tl.store(to + j, rest, mask=rest_mask)
+    if WIDE:
+        to = wide + heads * stride_wide
+        tl.store(to + a, first.to(wide.dtype.element_ty), mask=mask & is_wide)
+        tl.store(to + a + OTHER, second.to(wide.dtype.element_ty), mask=mask & is_wide)
+        if REST > 0:
+            tl.store(to + j, rest.to(wide.dtype.element_ty), mask=rest_mask & is_wide)
 
 
 @triton.jit
 def _rope_kernel(
-    qkv, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, kv_scale, eps,
+    qkv, positions, table, q_norm, k_norm, query_out, key_cache, value_cache, slot_mapping, kv_scale,
+    wide_keys, wide_values, wide_slots, eps,
     stride_qkv, stride_table, stride_block, stride_head, stride_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDE_PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """WIDE_PAGE: slots of a page of `wide_keys` and `wide_values`, [P, NUM_KV_HEADS, WIDE_PAGE, HEAD_DIM]; 0: there are none."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -93,19 +103,25 @@ def _rope_kernel(
     if part < QUERY_PARTS:
         _rope_heads(
             source, query_out + token * (NUM_HEADS * HEAD_DIM), q_norm, table, kv_scale, stride_table,
-            HEAD_DIM, position, eps, part * HEADS,
-            NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE, INTERLEAVED,
+            HEAD_DIM, position, eps, part * HEADS, query_out, 0, False,
+            NUM_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, Q_NORM, ROTATE, INTERLEAVED, False,
         )  # fmt: skip
     else:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
             at = slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE)
             part -= QUERY_PARTS
+            if WIDE_PAGE > 0:
+                wide_slot = tl.load(wide_slots + token)
+                wide_at = slot_offset(wide_slot, NUM_KV_HEADS * WIDE_PAGE * HEAD_DIM, HEAD_DIM, WIDE_PAGE)
+            else:
+                wide_slot = slot
+                wide_at = at
             if part < KEY_PARTS:
                 _rope_heads(
                     source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, kv_scale, stride_table, stride_head,
-                    position, eps, part * HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE,
-                    INTERLEAVED,
+                    position, eps, part * HEADS, wide_keys + wide_at, WIDE_PAGE * HEAD_DIM, wide_slot >= 0,
+                    NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE, INTERLEAVED, WIDE_PAGE > 0,
                 )  # fmt: skip
             else:
                 heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -117,6 +133,9 @@ def _rope_kernel(
                     scales = kv_scale + NUM_KV_HEADS + heads
                     values = to_e4m3(values, tl.load(scales, mask=heads < NUM_KV_HEADS, other=1.0))
                 tl.store(value_cache + at + heads * stride_head + d, values, mask=mask)
+                if WIDE_PAGE > 0:
+                    to = wide_values + wide_at + heads * (WIDE_PAGE * HEAD_DIM) + d
+                    tl.store(to, values.to(wide_values.dtype.element_ty), mask=mask & (wide_slot >= 0))
 
 
 def rope_and_store(
@@ -134,6 +153,7 @@ def rope_and_store(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
     interleaved: bool = False,
+    wide: WideCopy | None = None,
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
     num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -141,19 +161,23 @@ def rope_and_store(
     assert qkv.stride(1) == key_cache.stride(3) == 1
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
+    assert wide is None or (kv_scale is not None and wide.pages.is_contiguous() and wide.slots.stride() == (1,))
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         heads = min(next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
-        table = positions if cos_sin is None else cos_sin  # a pointer that is not read takes the place of None
+        table = positions if cos_sin is None else cos_sin  # pointers that are not read take the place of None
+        wide_keys, wide_values, wide_slots = (out, out, slot_mapping) if wide is None else (*wide.pages, wide.slots)
         _rope_kernel[(num_tokens, cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads))](
             qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            out, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale, eps,
+            out, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale,
+            wide_keys, wide_values, wide_slots, eps,
             qkv.stride(0), table.stride(0), *key_cache.stride()[:3],
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
             HALF_PAD=next_power_of_2(rotary_dim // 2),
             REST_PAD=next_power_of_2(max(head_dim - rotary_dim, 1)),
             D_PAD=next_power_of_2(head_dim), HEADS=heads,
             Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None, INTERLEAVED=interleaved,
-            BLOCK_SIZE=key_cache.shape[2], num_warps=4, **pdl_options(qkv.device),
+            BLOCK_SIZE=key_cache.shape[2], WIDE_PAGE=0 if wide is None else wide.pages.shape[3],
+            num_warps=4, **pdl_options(qkv.device),
         )  # fmt: skip
     return out

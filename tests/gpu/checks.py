@@ -23,6 +23,16 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float(difference / torch.linalg.vector_norm(want.double()).clamp(min=1e-30))
 
 
+def captured(call: Callable[[], object]) -> Callable[[], None]:
+    """The call in a CUDA graph, after a call without."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """One check. `microseconds`: what the call took, where it was timed."""
@@ -50,16 +60,19 @@ class Checks:
 
     def add(
         self, name: str, error: float, limit: float, call: Callable[[], object] | None = None, num_bytes: int = 0,
-        num_flops: int = 0,
+        num_flops: int = 0, graph: bool = False,
     ) -> None:  # fmt: skip
-        """`call` is timed on a GPU, beside the time in which the device could move `num_bytes`, or with its rate."""
+        """`call` is timed on a GPU, beside the time in which the device could move `num_bytes`, or with its rate.
+
+        `graph`: in a CUDA graph, so that the time in which the CPU launches kernels does not count.
+        """
         name = name.replace("torch.", "")
         if not self.wants(name):
             return
         us = None
         if call and self.device != "cpu":
             with unwritten_is_unknown():
-                us = 1e3 * do_bench(call, return_mode="median")
+                us = 1e3 * do_bench(captured(call) if graph else call, return_mode="median")
         result = Result(name, error, limit, us)
         self.results.append(result)
         line = f"{'ok  ' if result.passed else 'FAIL'} {result.name:58} error {error:.1e}"

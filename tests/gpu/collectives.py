@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import kernels
 from engine.worker.gpu_communicator import GpuCommunicator
-from tests.gpu.checks import BF16, ELEMENTWISE_LIMITS, F16, F32, LIMITS, Checks, relative_error
+from tests.gpu.checks import BF16, ELEMENTWISE_LIMITS, F16, F32, LIMITS, Checks, captured, relative_error
 
 WIDTH = 4096
 SUMS = ((1, 64), (1, WIDTH), (3, 2), (7, WIDTH), (33, 2880), (256, WIDTH), (1024, WIDTH), (3001, WIDTH), (16384, WIDTH))
@@ -89,17 +88,6 @@ def _late(chance: random.Random) -> None:
         torch.cuda._sleep(chance.randint(0, 2_000_000))  # type: ignore[no-untyped-call]
 
 
-def _captured(work: Callable[[], None], graph: bool) -> Callable[[], None]:
-    work()
-    torch.cuda.synchronize()
-    if not graph:
-        return work
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        work()
-    return captured.replay
-
-
 def _errors_of_sums(
     communicator: GpuCommunicator, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, graph: bool
 ) -> tuple[list[float], list[float]]:
@@ -121,7 +109,7 @@ def _errors_of_sums(
 
     for each in (x, plain, residual, normalised):
         each.fill_(0)
-    run = _captured(work, graph)
+    run = captured(work) if graph else work
     for seed in range(REPEATS if shape[0] < 3000 else 4):
         inputs, residuals = _inputs(shape, seed, dtype, device), _inputs(shape, 99 + seed, dtype, device)[0]
         for each, value in ((x, inputs[rank]), (plain, inputs[rank]), (residual, residuals), (normalised, residuals)):

@@ -1,4 +1,6 @@
-"""Prefill attention over a bfloat16 cache, over an e4m3 cache, and over wide copies of its pages: results, and times.
+"""Prefill over a bfloat16 cache, over an e4m3 cache, and over wide copies of its pages: results, and times.
+
+Times are of a layer: keys and values are stored, older ones widened, and attention is computed.
 
 A name that ends with a star is of what the engine does with such a step on Hopper (`kernels.widening`).
 """
@@ -34,7 +36,7 @@ COMPARED = 32  # of each sequence the newest queries, as many as float64 has mem
 def check_codes(checks: Checks) -> None:
     """Widening changes no code's number: of all 256, NaN among them."""
     codes = torch.arange(256, dtype=torch.uint8, device=checks.device).view(E4M3).view(1, 1, 16, 16)
-    zero = torch.zeros(1, 2, dtype=torch.int32, device=checks.device)
+    zero = torch.zeros(1, 3, dtype=torch.int32, device=checks.device)
     for dtype in (BF16, F16):
         wide = torch.empty(2, 1, 1, WIDE_PAGE, 16, dtype=dtype, device=checks.device)
         kernels.widen_pages(codes, codes, zero, zero[0, :1], zero[0, :1] + 16, zero, wide)
@@ -44,7 +46,6 @@ def check_codes(checks: Checks) -> None:
 
 
 def check_prefill(checks: Checks) -> None:
-    """Times are of a layer: over wide pages, with widening."""
     steps = STEPS if checks.device != "cpu" else {"1 x 200": ([200], [200]), "2 x 40 after 100": ([40] * 2, [140] * 2)}
     for (num_heads, head_dim), (name, (queries, contexts)) in itertools.product(HEADS, steps.items()):
         for kv_dtype in (BF16, E4M3):
@@ -55,6 +56,8 @@ def check_prefill(checks: Checks) -> None:
 @dataclass(frozen=True, slots=True)
 class Step:
     query: Tensor  # [T, H, D]
+    qkv: Tensor  # [T, (H + 2 Hkv) D]: with the keys and values that are in the cache already
+    slots: Tensor  # [T]
     paged: Paged
     queries: list[int]
     contexts: list[int]
@@ -69,8 +72,12 @@ class Step:
         grid = kernels.make_prefill_tiles(
             queries, contexts, kernels.prefill_tile_queries(num_heads, NUM_KV_HEADS, head_dim, BF16)
         )
+        query = torch.randn(sum(queries), num_heads, head_dim, dtype=BF16, device=device)
+        keys, values, slots = paged.newest(queries)
         return cls(
-            torch.randn(sum(queries), num_heads, head_dim, dtype=BF16, device=device),
+            query,
+            torch.cat((query, keys.to(BF16), values.to(BF16)), 1).flatten(1),
+            slots,
             paged,
             queries,
             contexts,
@@ -87,10 +94,13 @@ class Step:
         for path, call in calls.items():
             star = " *" if narrow and (path != "fp8") == self.gains() else ""
             if checks.wants(full := f"{name} {path}{star}"):
-                checks.add(full, self.error(call()), LIMITS[BF16], call, num_flops=self.num_flops)
+                checks.add(full, self.error(call()), LIMITS[BF16], call, num_flops=self.num_flops, graph=True)
+        if checks.wants(full := f"{name} {'fp8' if narrow else 'bfloat16'} store"):
+            num_bytes = self.qkv.nbytes + self.query.nbytes + self.paged.kv[:, 0, :, 0].nbytes * len(self.slots)
+            checks.add(full, 0.0, 0.0, self.store, num_bytes, graph=True)
         if narrow and checks.wants(full := f"{name} widening"):
             num_bytes = self.paged.kv[:, 0, :, 0].numel() * sum(self.contexts) * 3
-            checks.add(full, 0.0, 0.0, partial(self.widen, wide), num_bytes)
+            checks.add(full, 0.0, 0.0, partial(self.widen, wide), num_bytes, graph=True)
 
     def gains(self) -> bool:
         _, num_heads, head_dim = self.query.shape
@@ -103,18 +113,31 @@ class Step:
         return 4 * num_pairs(self.queries, self.contexts, 0) * self.query.shape[1] * self.query.shape[2]
 
     def over_cache(self) -> Tensor:
-        return self.attend(self.paged.kv, self.paged.block_tables, self.paged.rows)
+        return self.attend(self.store(), self.paged.kv, self.paged.block_tables, self.paged.rows)
 
     def over_wide_pages(self, wide: WidePages) -> Tensor:
-        return self.attend(self.widen(wide), wide.block_tables, wide.rows)
+        paged, copy = self.paged, wide.allocate(self.paged.kv, BF16)
+        query = self.store(copy)
+        wide.fill(copy.pages, paged.kv, paged.block_tables, paged.rows, None)
+        return self.attend(query, copy.pages, wide.block_tables, wide.rows)
+
+    def store(self, wide: kernels.WideCopy | None = None) -> Tensor:
+        """Return the queries."""
+        kv = self.paged.kv
+        return kernels.rope_and_store(
+            self.qkv, self.slots, None, kv[0], kv[1], self.slots, num_heads=self.query.shape[1], num_kv_heads=NUM_KV_HEADS,
+            kv_scale=self.paged.kv_scale, wide=wide,
+        )  # fmt: skip
 
     def widen(self, wide: WidePages) -> Tensor:
-        paged = self.paged
-        return wide.widen(paged.kv, paged.block_tables, paged.rows, paged.context_lens, BF16)
+        """All keys and values, which no layer does that stores new ones."""
+        paged, out = self.paged, wide.allocate(self.paged.kv, BF16).pages
+        wide.fill(out, paged.kv, paged.block_tables, paged.rows, paged.context_lens)
+        return out
 
-    def attend(self, kv: Tensor, block_tables: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, block_tables: Tensor, rows: Tensor) -> Tensor:
         return kernels.paged_attention_prefill(
-            self.query, kv[0], kv[1], block_tables, rows, self.start, self.paged.context_lens,
+            query, kv[0], kv[1], block_tables, rows, self.start, self.paged.context_lens,
             scale=self.query.shape[2] ** -0.5, kv_scale=self.paged.kv_scale, tiles=self.tiles,
         )  # fmt: skip
 

@@ -28,7 +28,10 @@ def test_what_queries_see() -> None:
     [
         ([8 * K], [8 * K], 0, 128, True),
         ([2 * K] * 4, [2 * K] * 4, 0, 128, True),
-        ([K // 2] * 16, [K // 2] * 16, 0, 128, False),  # each key has 256 queries on average
+        ([K // 2] * 16, [K // 2] * 16, 0, 128, True),  # each key has 256 queries on average
+        ([K // 2] * 16, [K] * 16, 0, 128, True),
+        ([K // 4] * 32, [K // 4] * 32, 0, 128, False),
+        ([K // 2] * 16, [2 * K] * 16, K // 4, 128, False),  # most of what is seen is older
         ([K] * 8, [K] * 8, 0, 256, True),
         ([8 * K], [32 * K], 0, 128, True),
         ([16], [32 * K], 0, 128, False),

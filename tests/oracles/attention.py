@@ -64,6 +64,22 @@ class Paged:
             mine *= self.kv_scale.double().view(2, -1, 1, 1)
         return mine[0], mine[1]
 
+    def newest(self, query_lens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [T, Hkv, D] in float64 of each sequence's newest tokens, as `context` returns them, and the tokens'
+        slots [T] int64.
+        """
+        keys, values, slots = [], [], []
+        block_size = self.kv.shape[3]
+        for i, count in enumerate(query_lens):
+            n = int(self.context_lens[i])
+            key, value = self.context(i)
+            keys.append(key[:, n - count :].transpose(0, 1))
+            values.append(value[:, n - count :].transpose(0, 1))
+            positions = torch.arange(n - count, n, device=self.kv.device)
+            blocks = self.block_tables[int(self.rows[i])].long()[positions // block_size]
+            slots.append(blocks * block_size + positions % block_size)
+        return torch.cat(keys), torch.cat(values), torch.cat(slots)
+
 
 def _bits(x: Tensor) -> Tensor:
     """Float8, of which PyTorch indexes none, as bytes; anything else as it is."""

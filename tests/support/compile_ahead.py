@@ -65,7 +65,9 @@ def rotary(
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype | None = None,
     interleaved: bool = False,
+    wide: bool = False,
 ) -> None:
+    from kernels.reference import WideCopy
     from kernels.triton.rotary import rope_and_store
 
     cache = tensor(10, 8, 16, head_dim, dtype=kv_dtype or dtype)
@@ -74,7 +76,7 @@ def rotary(
     rope_and_store(
         tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), table, cache, cache, tensor(3, dtype=I64),
         num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight, kv_scale=kv_scale(8, cache),
-        interleaved=interleaved,
+        interleaved=interleaved, wide=WideCopy(tensor(2, 5, 8, WIDE_PAGE, head_dim), tensor(3, dtype=I64)) if wide else None,
     )  # fmt: skip
 
 
@@ -331,6 +333,8 @@ VARIANTS: list[Callable[[], None]] = [
 E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from compute capability 8.9
     functools.partial(kv_cache, E4M3),
     functools.partial(rotary, 128, 128, True, BF16, E4M3),
+    functools.partial(rotary, 256, 256, True, BF16, E4M3, wide=True),
+    functools.partial(rotary, 128, 64, False, BF16, E4M3, wide=True),
     functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
     functools.partial(wide_pages, 128, 4, 16),
     functools.partial(quantized, 300, "e4m3", rounds=True, dtype=F16),

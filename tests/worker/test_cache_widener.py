@@ -43,15 +43,15 @@ def widener_of(spec: ModelSpec, options: RunnerOptions = OPTIONS) -> CacheWidene
     return CacheWidener.of_model(spec, KVCacheLayout.of_model(spec, options), options)
 
 
-def metadata() -> AttentionMetadata:
+def metadata(num_tokens: int) -> AttentionMetadata:
     none = torch.empty(0, dtype=torch.int32)
-    return AttentionMetadata(0, none, none, none, none, none)
+    return AttentionMetadata(0, none, none, none, none, torch.zeros(num_tokens, dtype=torch.int64))
 
 
 def widened(widener: CacheWidener, query_lens: list[int], context_lens: list[int], num_groups: int) -> list[int]:
     """Widened pages of each cache group."""
-    groups = widener.prepared([metadata()] * num_groups, query_lens, context_lens)
-    return [0 if group.wide_pages is None else len(group.wide_pages.pages) for group in groups]
+    groups = widener.prepared([metadata(sum(query_lens))] * num_groups, query_lens, context_lens)
+    return [0 if group.wide_pages is None else group.wide_pages.num_pages for group in groups]
 
 
 def test_long_prompts_are_widened(folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_long_prompts_are_widened(folder: Path) -> None:
     assert widener is not None
     assert widened(widener, [8192], [8192], 1) == [64]
     assert widened(widener, [2, 8190], [3, 32000], 1) == [1 + 250]
-    assert widened(widener, [512] * 16, [512] * 16, 1) == [0]
+    assert widened(widener, [256] * 32, [256] * 32, 1) == [0]
     assert widened(widener, [16], [32000], 1) == [0]
 
 
@@ -107,6 +107,6 @@ def test_what_never_widens(folder: Path) -> None:
     spec = spec_of("llama-3.1-8b", folder)
     assert widener_of(spec, replace(OPTIONS, kv_dtype=torch.bfloat16)) is None
     assert widener_of(spec, replace(OPTIONS, device=CpuDevice())) is None
-    assert widener_of(spec, replace(OPTIONS, max_model_len=512)) is None, "its prompts are short"
+    assert widener_of(spec, replace(OPTIONS, max_model_len=256)) is None, "its prompts are short"
     assert widener_of(spec_of("gpt-oss-20b", folder)) is None, "its heads are narrow"
     assert widener_of(spec_of("glm-4.7-flash", folder)) is None, "it caches latents"

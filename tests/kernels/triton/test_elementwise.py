@@ -220,6 +220,28 @@ def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float
     assert ((got != expected) & ~expected.isnan()).float().mean() < 0.02
 
 
+@pytest.mark.parametrize("module", [reference, rotary], ids=["reference", "triton"])
+@pytest.mark.parametrize("rotary_dim", [0, 40, 80])
+def test_what_goes_into_an_e4m3_cache_goes_into_wide_pages(module: Any, rotary_dim: int, exact_float8: None) -> None:
+    """But of a token without a slot there, or in the cache."""
+    step = Step(4, 3, 80, torch.float16)
+    table = torch.randn(40, rotary_dim) if rotary_dim else None
+    caches, scale = quantised(step)
+    slots = torch.randperm(2 * 32)[: len(step.slots)]
+    slots[1] = -1
+    pages = torch.full((2, 2, 3, 32, 80), NAN, dtype=torch.float16)
+    module.rope_and_store(
+        step.qkv.contiguous(), step.positions, table, *caches, step.slots, num_heads=4, num_kv_heads=3, kv_scale=scale,
+        wide=reference.WideCopy(pages, slots),
+    )  # fmt: skip
+    size, both = caches.shape[3], (slots >= 0) & (step.slots >= 0)
+    want = caches.half()[:, step.slots[both] // size, :, step.slots[both] % size]
+    same_bits(pages[:, slots[both] // 32, :, slots[both] % 32], want)
+    pages[:, slots[both] // 32, :, slots[both] % 32] = NAN
+    if module is rotary:
+        assert pages.isnan().all()
+
+
 @pytest.mark.parametrize("module", [reference, kv_cache], ids=["reference", "triton"])
 @pytest.mark.parametrize("e4m3", [False, True], ids=["float32", "e4m3"])
 def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, e4m3: bool, exact_float8: None) -> None:

@@ -35,7 +35,7 @@ def test_every_code_stays_the_number_it_is(module: Any, dtype: torch.dtype, exac
     values = codes.view(torch.uint8).flip(0).view(E4M3).view(1, 1, 16, 16)
     one, lens = torch.zeros(1, dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
     out = torch.empty(2, 1, 1, 32, 16, dtype=dtype)
-    module.widen_pages(keys, values, one.view(1, 1), one, lens, torch.zeros(1, 2, dtype=torch.int32), out)
+    module.widen_pages(keys, values, one.view(1, 1), one, lens, torch.zeros(1, 3, dtype=torch.int32), out)
     for got, cache in zip(out, (keys, values), strict=True):
         torch.testing.assert_close(got[0, 0, :16].double(), cache[0, 0].double(), rtol=0, atol=0, equal_nan=True)
 
