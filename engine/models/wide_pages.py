@@ -47,18 +47,17 @@ class WidePages:
         """
         lens = list(zip(query_lens, context_lens, strict=True))
         oldest = [first_needed(*each, window) for each in lens]
-        pages = torch.tensor(
-            [
-                (sequence, max(first, page * WIDE_PAGE))
-                for sequence, (first, context) in enumerate(zip(oldest, context_lens, strict=True))
-                for page in range(first // WIDE_PAGE, -(-context // WIDE_PAGE))
-            ]
-        )
-        sequences, firsts = pages.T
+        needed = [
+            (sequence, max(first, page * WIDE_PAGE))
+            for sequence, (first, context) in enumerate(zip(oldest, context_lens, strict=True))
+            for page in range(first // WIDE_PAGE, -(-context // WIDE_PAGE))
+        ]
+        pages = torch.tensor([(*each, index) for index, each in enumerate(needed)])
+        sequences, firsts, indices = pages.T
         # Triton compiles a kernel anew where a stride is no multiple of 16, or 1: this one always is.
         width = -(-max(context_lens) // (16 * WIDE_PAGE)) * 16
         tables = torch.zeros(len(lens), width, dtype=torch.int64)
-        tables[sequences, firsts // WIDE_PAGE] = torch.arange(len(pages))
+        tables[sequences, firsts // WIDE_PAGE] = indices
         old_lens = torch.tensor([context - query for query, context in lens])
         slots = torch.full((num_others + sum(query_lens) if num_tokens is None else num_tokens,), -1)
         end = num_others
@@ -66,16 +65,16 @@ class WidePages:
             positions = torch.arange(context - query, context)
             slots[end : end + query] = table[positions // WIDE_PAGE] * WIDE_PAGE + positions % WIDE_PAGE
             end += query
-        pages = torch.cat((pages, torch.arange(len(pages)).unsqueeze(1)), 1).int()
+        has_old = firsts // WIDE_PAGE * WIDE_PAGE < old_lens[sequences]
         return cls(
             num_pages=len(pages),
             rows=upload(torch.arange(len(lens), dtype=torch.int32)),
             block_tables=upload(tables.int()),
             slots=upload(slots),
             old_lens=upload(old_lens.int()),
-            # A page whose needed positions are all new may have unneeded slots before them, which must not stay unwritten.
-            old_pages=upload(pages[firsts // WIDE_PAGE * WIDE_PAGE < old_lens[sequences]]),
-            pages=upload(pages),
+            # Also those of which no old position is needed: unneeded slots before new ones must not stay unwritten.
+            old_pages=upload(pages[has_old].int()),
+            pages=upload(pages.int()),
             scratch_bytes=scratch_bytes,
         )
 
