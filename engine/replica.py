@@ -76,9 +76,9 @@ class Replica:
         return self.ready is not None and self.states.state.is_ready and not self._is_draining
 
     @property
-    def is_late(self) -> bool:
-        """Whether it takes requests, but may have stopped: see `Supervisor.is_late`."""
-        return self.supervisor.is_late
+    def stands_still(self) -> bool:
+        """Whether it takes requests, but does not seem to work on any."""
+        return self.supervisor.stands_still
 
     async def run(self, start: Start) -> str:
         """Keep a process running. Returns why the last one ended. Raises `EngineError` if the first cannot start."""

@@ -20,7 +20,8 @@ WINDOW_SECONDS = 600.0  # restarts are counted within this time
 MAX_DELAY_SECONDS = 30.0  # before a restart
 DRAIN_SECONDS = 1.0  # time for the last messages of a dead process to arrive
 MAX_LOOK_SECONDS = 0.5  # longest interval between checks of the heartbeat
-LATE_SECONDS = 2.0  # silence after which other replicas are preferred for new requests
+# Silence after which other replicas are preferred for new requests: of a stopped process, and of one that may be in a long step.
+STILL_SECONDS, SILENT_SECONDS = 2.0, 20.0
 STOPPED_SECONDS = 7.0  # silence after which a stopped process is lost: it is not working on anything that takes long
 
 
@@ -99,13 +100,8 @@ class Supervisor:
         self._owner, self._states, self._policy = owner, states, policy
         self.watchdog_timeout = watchdog_timeout
         self._takes_commands = False
-        self._silent = 0.0
+        self.stands_still = False  # the process, which accepts commands, is stopped or has been silent for long
         self._restart_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the process, which accepts commands, has given no sign of life for some seconds."""
-        return self._silent >= LATE_SECONDS
 
     def send(self, command: Command) -> bool:
         """Send a command to the process. Returns False, without sending it, while no process accepts commands."""
@@ -208,7 +204,7 @@ class Supervisor:
                 self._states.advance(phase, done / total if total else None)
             case Ready() as ready:
                 process.remove_files()
-                self._takes_commands, self._silent = True, 0.0
+                self._takes_commands, self.stands_still = True, False
                 self._states.enter("ready")
                 self._owner.started(ready)
             case Failed(message=reason):
@@ -228,12 +224,14 @@ class Supervisor:
             count = process.heartbeat.read() if self._takes_commands else process.cpu_ticks()
             if not timeout or count is None:
                 continue
-            self._silent = silent = watchdog.look(count, interval)
+            silent = watchdog.look(count, interval)
             is_silent = silent >= timeout / 2
             if silent >= timeout:
                 seconds = f"{timeout:.0f} s{self._moment()} (--engine-watchdog-timeout)"
                 return f"the engine process gave no sign of life for {seconds}"
-            if silent >= STOPPED_SECONDS and process.is_stopped():
+            is_stopped = silent >= STILL_SECONDS and process.is_stopped()
+            self.stands_still = is_stopped or silent >= SILENT_SECONDS
+            if silent >= STOPPED_SECONDS and is_stopped:
                 return f"the engine process was stopped for {STOPPED_SECONDS:.0f} s{self._moment()}"
             if self._takes_commands and is_silent != (self._states.state.phase == "unresponsive"):
                 if is_silent:

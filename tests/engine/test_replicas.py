@@ -147,12 +147,12 @@ def test_new_requests_avoid_a_replica_that_stands_still(tiny_model: Path) -> Non
         async with replicas(tiny_model, max_num_seqs=1) as engine:
             stopped, other = engine.replicas
             os.kill(stopped.pid, signal.SIGSTOP)
-            await until(lambda: stopped.is_late and not other.is_late)
+            await until(lambda: stopped.stands_still and not other.stands_still)
             assert stopped.takes_requests, "it is not lost yet"
             running = [engine.generate(EngineRequest(str(i), [1, i], LONG)) for i in range(6)]
             assert {owner_of(engine, str(i)) for i in range(6)} == {other}
             os.kill(stopped.pid, signal.SIGCONT)
-            await until(lambda: not stopped.is_late)
+            await until(lambda: not stopped.stands_still)
             assert {owner_of(engine, str(i)) for i in range(6)} == {other}, "those stay"
             running.append(engine.generate(EngineRequest("new", [1, 9], LONG)))
             assert owner_of(engine, "new") is stopped
