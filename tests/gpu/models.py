@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import multiprocessing
 import random
 import tempfile
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine import LLM, SamplingParams
 from engine.models.families import read_spec
 from engine.models.weights import load_model
+from engine.worker.cores import num_cores
 from tests.gpu.checks import BF16, F32, Checks
 from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, VOCAB, check_family, make_checkpoint
 from tests.oracles.paged_runner import decode
+from tests.support.unwritten import unwritten_is_nan
 
+FAMILIES_AT_ONCE = 8
 # Attention of several kinds, experts, groups of layers: what graphs of steps that prefill may get wrong.
 CAPTURED = ("llama-gqa4-llama3", "gemma3", "gemma4_moe", "mpt", "qwen3_moe", "gpt_oss", "deepseek_v3")
 STORY = Path("shared", "models", "story")  # in the repository's folder or beside it
@@ -27,17 +34,30 @@ def check_families(checks: Checks) -> None:
     if importlib.util.find_spec("transformers") is None:
         print("left out: model families (transformers is not installed)")
         return
-    for name in CASES:
-        for dtype in (BF16, F32):
+    jobs = [
+        (name, checks.device, dtype)
+        for name, dtype in itertools.product(CASES, (BF16, F32))
+        if any(checks.wants(f"family {name} {dtype}: {what}") for what in ("logits", "greedy tokens differ"))
+    ]
+    with _processes(checks.device) as pool:
+        for (name, _, dtype), result in zip(jobs, pool.map(_family_result, jobs), strict=True):
             logits, tokens = f"family {name} {dtype}: logits", f"family {name} {dtype}: greedy tokens differ"
-            if not checks.wants(logits) and not checks.wants(tokens):
-                continue
-            result = check_family(name, checks.device, dtype)
             if dtype == F32:
                 checks.add(logits, result["max_error"], MAX_ERROR)
                 checks.add(tokens, float(not result["greedy_equal"]), 0.0)
             else:
                 checks.add(logits, result["error"], MAX_RATIO * result["transformers_error"])
+
+
+def _processes(device: str) -> Executor:
+    """For a GPU several: nearly all of the time goes into compiling kernels, each on one core."""
+    count = 1 if device == "cpu" else max(min(num_cores() // 2, FAMILIES_AT_ONCE), 1)
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+
+
+def _family_result(job: tuple[str, str, torch.dtype]) -> dict[str, Any]:
+    with unwritten_is_nan():
+        return check_family(*job)
 
 
 def check_windows(checks: Checks) -> None:
