@@ -116,8 +116,7 @@ def build_runner(
 
 def join(build: Build) -> Membership:
     """Connect to the other ranks, using this rank's device."""
-    device, size, stage = build.options.device, build.shard.size, build.stage
-    num_ranks = size * stage.count
+    device = build.options.device
     if isinstance(device, CudaDevice):
         device = CudaDevice(build.device_index)
         torch.cuda.set_device(device.torch_device)
@@ -125,15 +124,21 @@ def join(build: Build) -> Membership:
         "nccl" if device.is_accelerator else "gloo",
         init_method=build.rendezvous,
         rank=build.rank,
-        world_size=num_ranks,
+        world_size=build.shard.size * build.stage.count,
         timeout=timedelta(seconds=START_SECONDS),
         device_id=device.torch_device if device.is_accelerator else None,
     )
-    options = replace(build.options, device=device)
+    return membership(build, replace(build.options, device=device))
+
+
+def membership(build: Build, options: RunnerOptions) -> Membership:
+    """Return the connections of a rank in the process group of all."""
+    device, size, stage = options.device, build.shard.size, build.stage
     if stage.count == 1:
         share_memory = device.is_accelerator and build.one_host
         communicator = (GpuCommunicator if share_memory else GroupCommunicator)(device.torch_device)
         return Membership(options, communicator, None)
+    num_ranks = size * stage.count
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, num_ranks, size)]
     group = groups[build.rank // size]
     before = None if stage.is_first else build.rank + size

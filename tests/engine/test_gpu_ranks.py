@@ -1,4 +1,4 @@
-"""Two ranks as they run on two GPUs, without any: all but the hardware. Triton's interpreter runs the kernels.
+"""Two ranks, or two stages, as they run on two GPUs, without any: all but the hardware. Triton's interpreter runs the kernels.
 
 The second rank is a fork of this process. Both map the memory through which their kernels exchange tensors.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.worker import gpu_communicator, ranks
-from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
+from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES
 from engine.worker.launcher import Follower, Location, Lost
 from engine.worker.model_runner import ModelRunner
 from engine.worker.startup import Membership
@@ -108,7 +108,7 @@ class ForkLauncher:
 
 def join(build: ranks.Build) -> Membership:
     dist.init_process_group("gloo", init_method=build.rendezvous, rank=build.rank, world_size=SIZE)
-    return Membership(build.options, GpuCommunicator(torch.device("cpu")), None)
+    return ranks.membership(build, build.options)
 
 
 @pytest.fixture
@@ -170,3 +170,16 @@ def test_tokens_are_those_of_one_rank(
     assert bool(prefill) == bool(settings)
     assert settings or kinds == {(False, False), (False, True), (True, False), (True, True)}
     assert any(len(arguments) == 4 for arguments in sums) == (small_bytes < SMALL_BYTES)  # the fourth is the norm
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="stages are processes of the interpreter")
+@pytest.mark.parametrize("settings", [{}, MANY_TOKENS], ids=["few tokens at once", "many"])
+def test_tokens_are_those_of_one_stage(
+    tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any]
+) -> None:
+    expected = answers(tiny_model, **settings)
+    request.getfixturevalue("two_gpus")
+    with unwritten_is_nan():
+        assert answers(tiny_model, pipeline_parallel_size=SIZE, **settings) == expected
+    assert not InterpretedGPU.graphs, "stages have none"
