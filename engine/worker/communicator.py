@@ -51,26 +51,26 @@ class GroupCommunicator:
 class StageLink:
     """Sends hidden states from one pipeline stage to the next, between ranks with the same index in their stages."""
 
-    def __init__(
-        self, before: int | None, after: int | None, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`before`, `after`: ranks of the previous and next stage; None if there is none."""
-        self._before, self._after = before, after
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+    def __init__(self, before: int | None, after: int | None, buffer: Tensor) -> None:
+        """`before`, `after`: ranks of the previous and next stage; None if there is none. buffer [T, hidden]: for what a step of
+        at most T tokens receives. CUDA graphs read it.
+        """
+        self._before, self._after, self._buffer = before, after, buffer
         self._sent: tuple[dist.Work | None, Tensor] | None = None
 
-    def receive(self, num_tokens: int) -> Tensor | None:
-        """Receive [num_tokens, hidden] from the previous stage; None in the first stage."""
-        if self._before is None:
-            return None
-        hidden = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
-        dist.recv(hidden, self._before)
-        return hidden
+    def receive(self, num_tokens: int) -> None:
+        """Receive the hidden states of a step from the previous stage, if there is one."""
+        if self._before is not None:
+            dist.recv(self._buffer[:num_tokens], self._before)
+
+    def received(self, num_tokens: int) -> Tensor | None:
+        """Return what `receive` has received, [num_tokens, hidden], which the stage may overwrite; None in the first stage."""
+        return None if self._before is None else self._buffer[:num_tokens]
 
     def send(self, hidden: Tensor) -> None:
-        """Send to the next stage. Waits until it has received the previous step."""
+        """Send a copy to the next stage: the next step overwrites `hidden`. Waits until the previous step has been received."""
         assert self._after is not None
         if self._sent is not None and self._sent[0] is not None:
             self._sent[0].wait()
-        hidden = hidden.contiguous()
-        self._sent = dist.isend(hidden, self._after), hidden
+        copy = hidden.clone()
+        self._sent = dist.isend(copy, self._after), copy

@@ -27,31 +27,35 @@ PREFILL_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 class DecodeGraphs:
-    """Graphs of `decode(packed, size)`, which returns own logits and tokens, and `filtered(own_logits, tokens)`, for each size.
+    """Graphs of `decode(packed, size)` and, for its results, of `filtered(own_logits, tokens)`, for each size.
 
+    A pipeline stage before the last one has no `filtered`, and its `decode` returns hidden states [size, hidden] alone.
     Owns the static buffer from which the graphs read packed steps.
     """
 
     def __init__(
         self,
         device: Device,
-        decode: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-        filtered: Callable[[Tensor, Tensor], None],
+        decode: Callable[[Tensor, int], tuple[Tensor, ...]],
+        filtered: Callable[..., None] | None,
         buffer: Tensor,
         sizes: list[int],
         progress: Progress,
     ) -> None:
         self._sizes, self._buffer = sizes, buffer
-        self._graphs: dict[int, tuple[Graph, Graph]] = {}
-        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._filtered: dict[int, Graph] = {}
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
         shared: Graph | None = None
         for done, size in enumerate(sizes[::-1]):
             progress("capturing", done, len(sizes))
-            filtered(*decode(buffer, size))  # compile and select algorithms before the capture
-            first, self._outputs[size] = device.capture(partial(decode, buffer, size), shared)
-            shared = shared or first
-            second, _ = device.capture(partial(filtered, *self._outputs[size]), shared)
-            self._graphs[size] = first, second
+            outputs = decode(buffer, size)  # compile and select algorithms before the capture
+            if filtered is not None:
+                filtered(*outputs)
+            self._graphs[size], self._outputs[size] = device.capture(partial(decode, buffer, size), shared)
+            shared = shared or self._graphs[size]
+            if filtered is not None:
+                self._filtered[size], _ = device.capture(partial(filtered, *self._outputs[size]), shared)
         progress("capturing", len(sizes), len(sizes))
 
     def padded_size(self, num_seqs: int) -> int:
@@ -63,15 +67,15 @@ class DecodeGraphs:
         """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
         return len(packed) <= len(self._buffer)
 
-    def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Queue a step that is packed for a captured size. The returned (own logits, tokens) belong to the graph."""
+    def run(self, size: int, packed: Tensor) -> tuple[Tensor, ...]:
+        """Queue a step that is packed for a captured size. The results of `decode`, which are returned, belong to the graph."""
         self._buffer[: len(packed)].copy_(packed, non_blocking=True)
-        self._graphs[size][0].replay()
+        self._graphs[size].replay()
         return self._outputs[size]
 
     def run_filtered(self, size: int) -> None:
         """Queue the `filtered` pass after the last step, which had this size."""
-        self._graphs[size][1].replay()
+        self._filtered[size].replay()
 
 
 @dataclass(frozen=True, slots=True)

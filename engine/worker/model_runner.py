@@ -131,7 +131,7 @@ class ModelRunner:
         self._plans: list[list[kernels.DecodePlan]] = [[] for _ in self.cache_groups]
         self._sparse_plans: list[kernels.DecodePlan] = []  # the same for block-sparse layers
         self._tile_queries, self._sparse_tile_queries = [0] * num_groups, 0  # of each group
-        if self.device.is_accelerator:
+        if self.device.is_accelerator and model.stage.is_last:
             # Shared by all graphs: the logits of one are read before the next one runs.
             new_logits = partial(torch.empty, graph_sizes(max_seqs)[-1], dtype=options.dtype, device=device)
             self._logits, head = new_logits(spec.vocab_size), model.lm_head
@@ -222,14 +222,19 @@ class ModelRunner:
             if shape is None
             else self.batch.pack(output, shape.num_seqs, shape.num_tokens)
         )
+        if self._link is not None:
+            self._link.receive(packed.num_tokens)
         if self.graphs is not None and size and self.graphs.fits(packed.packed):
-            logits, tokens = self.graphs.run(size, packed.packed)
+            outputs = self.graphs.run(size, packed.packed)
             handle.device_waited = self._last_guided is not None and self._last_guided.query()
         else:
             size = 0  # eager launches keep the device waiting anyway
-            logits, tokens = self._run_eagerly(handle, packed, shape, scored, pooled)
+            outputs = self._run_eagerly(handle, packed, shape, scored, pooled)
         if not self.model.stage.is_last:
+            assert self._link is not None
+            self._link.send(*outputs)
             return self._unsampled(handle, packed)
+        logits, tokens = outputs
         plan = self._sampler.plan(packed)
         handle.num_sampled, handle.unsampled = plan.num_sampled, plan.unsampled
         if plan.guided:
@@ -263,9 +268,9 @@ class ModelRunner:
 
     def _run_eagerly(
         self, handle: StepHandle, packed: PackedStep, shape: PrefillShape | None, scored: list[int], pooled: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, V] and tokens [B] of any step. `handle` gets prompt log-probabilities of the indices
-        `scored` and embeddings of the indices `pooled`.
+    ) -> tuple[Tensor, ...]:
+        """Return logits [B, V] and tokens [B] of any step; a stage before the last one returns `_hidden` alone. `handle` gets
+        prompt log-probabilities of the indices `scored` and embeddings of the indices `pooled`.
 
         For a step packed for a `shape`, the forward pass is that shape's graph.
         """
@@ -282,9 +287,7 @@ class ModelRunner:
         if load is not None and is_watched:
             handle.expert_counts = load.end()
         if not self.model.stage.is_last:
-            assert self._link is not None
-            self._link.send(hidden)
-            return hidden[:0], torch.empty(0, dtype=torch.int64)
+            return (hidden,)
         if scored:
             handle.prompt_logprobs = PromptLogprobs.of(
                 packed, scored, hidden, self.model.logits, self.spec.vocab_size, to_device
@@ -299,12 +302,12 @@ class ModelRunner:
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
 
     def _hidden(self, packed: PackedStep, shape: PrefillShape | None, every_token: bool) -> Tensor:
-        """Return the hidden states of every token of the step, without padding. The last stage of a pipeline returns those of
-        each sequence's last token, unless it is to return every token's.
+        """Return the hidden states of each sequence's last token, or of `every_token` of the step, without padding. A stage
+        before the last one returns every token's, with padding.
         """
-        batch, context_lens = packed.members.batch, packed.context_lens.tolist()
-        n, num_tokens = batch.num_decodes, batch.total_num_tokens
-        every_token = every_token or num_tokens == len(batch) or not self.model.stage.is_last
+        batch, context_lens, is_last = packed.members.batch, packed.context_lens.tolist(), self.model.stage.is_last
+        n, num_tokens = batch.num_decodes, batch.total_num_tokens if is_last else packed.num_tokens
+        every_token = every_token or num_tokens == len(batch) or not is_last
         indices = None if every_token else self._step.last_index[: len(batch)]  # which the step's first kernel writes
         if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
             hidden = self.prefill_graphs.run(shape, packed.packed, n, batch.num_tokens, context_lens)
@@ -351,10 +354,12 @@ class ModelRunner:
         return self._forward(shape.num_tokens, groups)
 
     @torch.inference_mode()
-    def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Run a decode step of `size` sequences and return its own logits, see `decode`, and unfiltered tokens. Captured in a
-        graph.
+    def run_decode(self, packed: Tensor, size: int) -> tuple[Tensor, ...]:
+        """Run a decode step of `size` sequences and return its own logits, see `decode`, and unfiltered tokens; on a stage before
+        the last one, hidden states [size, hidden]. Captured in a graph.
         """
+        if not self.model.stage.is_last:
+            return (self._decode_hidden(packed, size),)
         own_logits, head = self.decode(packed, size, out=self._own_logits[:size]), self.model.lm_head
         if head.shard.size == 1:
             return own_logits, self._sampler.sample_unfiltered(own_logits)
@@ -365,8 +370,10 @@ class ModelRunner:
         """Return this rank's logits [size, n] of a packed decode step of `size` sequences, in `out` if given. A single rank's are
         all.
         """
-        groups = self._prepare(packed, segment_of(size), size, size, size, {})
-        return self.model.own_logits(self._forward(size, groups), out)
+        return self.model.own_logits(self._decode_hidden(packed, size), out)
+
+    def _decode_hidden(self, packed: Tensor, size: int) -> Tensor:
+        return self._forward(size, self._prepare(packed, segment_of(size), size, size, size, {}))
 
     @torch.inference_mode()
     def run_filtered(self, own_logits: Tensor, tokens: Tensor) -> None:
@@ -433,7 +440,7 @@ class ModelRunner:
     def _forward(self, num_tokens: int, groups: list[AttentionMetadata], indices: Tensor | None = None) -> Tensor:
         step, layout = self._step, self.kv_layout
         attention = [groups[layout.group_of[layer]] for layer in layout.own_layers]
-        hidden = None if self._link is None else self._link.receive(num_tokens)
+        hidden = None if self._link is None else self._link.received(num_tokens)
         ids, positions = step.input_ids[:num_tokens], step.positions[:num_tokens]
         return self.model(ids, positions, self.kv_cache, attention, hidden, indices)
 

@@ -143,7 +143,9 @@ def membership(build: Build, options: RunnerOptions) -> Membership:
     group = groups[build.rank // size]
     before = None if stage.is_first else build.rank + size
     after = None if stage.is_last else build.rank - size
-    link = StageLink(before, after, build.spec.hidden_size, options.dtype, device.torch_device)
+    most = max(options.max_num_batched_tokens, options.max_num_seqs)
+    buffer = torch.empty(most, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
+    link = StageLink(before, after, buffer)
     return Membership(options, GroupCommunicator(device.torch_device, group), link)
 
 

@@ -85,7 +85,7 @@ def build_runner(
     runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
-        if not options.enforce_eager and stage.count == 1:
+        if not options.enforce_eager:
             capture_graphs(runner, progress)
         runner.device.synchronize()
     elif shard.size == stage.count == 1 and not options.enforce_eager:
@@ -110,10 +110,12 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
     with _temporary_cache(runner, 1), kernels.compiling_only(processes):
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
-        for size in reversed(graph_sizes(max_num_seqs)) if runner.model.stage.count == 1 else ():
+        for size in reversed(graph_sizes(max_num_seqs)):
             # Powers of two and the sizes halfway between: other sizes use the same kernels.
             if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
-                runner.run_filtered(*runner.run_decode(packed, size))
+                outputs = runner.run_decode(packed, size)
+                if runner.model.stage.is_last:
+                    runner.run_filtered(*outputs)
     runner.batch.state.last_token.zero_()  # remove what the dummy run has left there
 
 
@@ -158,7 +160,8 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size, and small steps with prefill."""
     sizes = graph_sizes(runner.options.max_num_seqs)
     buffer = _packed_steps(runner, sizes[-1])
-    runner.graphs = DecodeGraphs(runner.device, runner.run_decode, runner.run_filtered, buffer, sizes, progress)
+    filtered = runner.run_filtered if runner.model.stage.is_last else None
+    runner.graphs = DecodeGraphs(runner.device, runner.run_decode, filtered, buffer, sizes, progress)
     if shapes := runner.prefill_shapes():
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
         runner.prefill_graphs = PrefillGraphs(runner.device, runner.run_prefill, buffer, shapes, progress)
