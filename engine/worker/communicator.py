@@ -17,8 +17,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class GroupCommunicator:
     """Collectives in a process group, by default of all ranks. Every rank makes the same calls in the same order."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._device, self._ranks = device, group
+    def __init__(self, device: torch.device, ranks: dist.ProcessGroup | None = None) -> None:
+        self._device, self._ranks = device, ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self._ranks)

@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from engine.models.shard import WeightAndEps
 from engine.worker.communicator import GroupCommunicator
@@ -58,8 +58,8 @@ class RenumberedStore(Store):
 class PeerMemory:
     """Sections of symmetric memory: the same on each rank, and mapped by all ranks."""
 
-    def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
-        """sizes: bytes of each section. Create it on all ranks at the same time: they exchange addresses."""
+    def __init__(self, device: torch.device, sizes: dict[str, int], ranks: dist.ProcessGroup | None = None) -> None:
+        """sizes: bytes of each section. `ranks`: by default all. Create it on these at the same time: they exchange addresses."""
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group
         from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
 
@@ -67,14 +67,22 @@ class PeerMemory:
         for name, size in sizes.items():
             self._offsets[name], total = total, total + -(-size // 1024) * 1024
         self._memory = Symmetric.empty_strided_p2p((total,), (1,), torch.uint8, device).zero_()
+        self._ranks = ranks
+        store = dist.distributed_c10d._get_default_store()
+        if ranks is not None:
+            store = PrefixStore(f"ranks from {dist.get_process_group_ranks(ranks)[0]} on", store)
         # A group of its own, of which PyTorch uses the store alone.
-        self._store = RenumberedStore(dist.distributed_c10d._get_default_store())
-        self._group = ProcessGroup(self._store, dist.get_rank(), dist.get_world_size())
+        self._store = RenumberedStore(store)
+        self._group = ProcessGroup(self._store, dist.get_rank(ranks), dist.get_world_size(ranks))
         name = f"quire-{uuid4().hex}"
         _register_process_group(name, self._group)  # type: ignore[arg-type]
         self._handle: Any = Symmetric.rendezvous(self._memory, name)
-        torch.cuda.synchronize(device)
-        dist.barrier()  # before any rank writes into memory that its owner has still to zero
+        self.barrier()  # before any rank writes into memory that its owner has still to zero
+
+    def barrier(self) -> None:
+        """Wait for the work of all ranks' GPUs."""
+        torch.cuda.synchronize(self._memory.device)
+        dist.barrier(self._ranks)
 
     def of(self, rank: int, name: str, length: int, dtype: torch.dtype) -> Tensor:
         """Return the section of a rank, as a tensor [length] on this device."""
@@ -94,20 +102,22 @@ def channel_capacity(num_ranks: int) -> int:
 
 
 class GpuCommunicator(GroupCommunicator):
-    """Collectives between the GPUs of one host. Every rank makes the same calls in the same order."""
+    """Collectives between GPUs of one host, by default of all ranks. Every rank makes the same calls in the same order."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Create it on all ranks at the same time."""
+    def __init__(self, device: torch.device, ranks: dist.ProcessGroup | None = None) -> None:
+        """Create it on all these ranks at the same time."""
         from kernels.triton import collectives  # needs Triton
 
-        super().__init__(device)
+        super().__init__(device, ranks)
         self._kernels: ModuleType = collectives
-        rank, size, programs = dist.get_rank(), dist.get_world_size(), collectives.PROGRAMS
+        rank, size, programs = dist.get_rank(ranks), dist.get_world_size(ranks), collectives.PROGRAMS
         words, capacity = SMALL_BYTES // 4, channel_capacity(size)
         sizes = {"small": 2 * size * 8 * words, "large": 2 * size * capacity, "flags": 4 * size * programs}
         if size == 2:
             sizes |= OverlappedSum.sizes
-        memory = self._memory = PeerMemory(device, sizes)  # which must live as long as the addresses in it are used
+        memory = self._memory = PeerMemory(
+            device, sizes, ranks
+        )  # which must live as long as the addresses in it are used
 
         def calls(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -194,8 +204,7 @@ class OverlappedSum:
         flags = memory.of(rank, "arrived", NUM_SLOTS, torch.int32).fill_(-1)
         self._flags, self._flags_there = flags.split(1), memory.of(1 - rank, "arrived", NUM_SLOTS, torch.int32).split(1)
         self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device).split(1)
-        torch.cuda.synchronize(device)
-        dist.barrier()  # before the peer writes a flag
+        memory.barrier()  # before the peer writes a flag
         self._copies = torch.cuda.Stream(device)
         self._computed = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
         self._sent: deque[Tensor] = deque(maxlen=NUM_SLOTS)  # parts whose memory may not be used again yet

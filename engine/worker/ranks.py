@@ -58,7 +58,7 @@ class Build:
     shard: Shard
     stage: Stage
     device_index: int  # of its GPU
-    one_host: bool  # all ranks are on one host
+    one_host: bool  # all ranks of its stage are on one host
     rendezvous: str  # a URL for the ranks to connect
     folder: Path
     spec: ModelSpec
@@ -134,19 +134,18 @@ def join(build: Build) -> Membership:
 def membership(build: Build, options: RunnerOptions) -> Membership:
     """Return the connections of a rank in the process group of all."""
     device, size, stage = options.device, build.shard.size, build.stage
+    share_memory = device.is_accelerator and build.one_host and size > 1
+    communicator = GpuCommunicator if share_memory else GroupCommunicator
     if stage.count == 1:
-        share_memory = device.is_accelerator and build.one_host
-        communicator = (GpuCommunicator if share_memory else GroupCommunicator)(device.torch_device)
-        return Membership(options, communicator, None)
-    num_ranks = size * stage.count
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, num_ranks, size)]
-    group = groups[build.rank // size]
+        return Membership(options, communicator(device.torch_device), None)
+    stages = [dist.new_group(list(range(first, first + size))) for first in range(0, size * stage.count, size)]
+    ranks = stages[build.rank // size]
     before = None if stage.is_first else build.rank + size
     after = None if stage.is_last else build.rank - size
     most = max(options.max_num_batched_tokens, options.max_num_seqs)
     buffer = torch.empty(most, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
     link = StageLink(before, after, buffer)
-    return Membership(options, GroupCommunicator(device.torch_device, group), link)
+    return Membership(options, communicator(device.torch_device, ranks), link)
 
 
 class PipelinedStep:
@@ -283,14 +282,15 @@ class RankedRunner:
         try:
             spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
             Stage(0, num_stages).layers(spec.num_layers)
-            one_host, rendezvous = len({location.host for location in locations}) == 1, launcher.rendezvous()
+            rendezvous = launcher.rendezvous()
+            stages = [locations[first : first + size] for first in range(0, len(locations), size)]
             builds = [
                 Build(
                     rank,
                     Shard(rank % size, size),
                     Stage(num_stages - 1 - rank // size, num_stages),
                     location.device_index,
-                    one_host,
+                    len({each.host for each in stages[rank // size]}) == 1,
                     rendezvous,
                     folder,
                     spec,

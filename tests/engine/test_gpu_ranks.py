@@ -1,6 +1,6 @@
 """Two ranks, or two stages, as they run on two GPUs, without any: all but the hardware. Triton's interpreter runs the kernels.
 
-The second rank is a fork of this process. Both map the memory through which their kernels exchange tensors.
+All ranks but the first are forks of this process. They map the memory through which their kernels exchange tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kernels.triton.collectives import WORDS, all_reduce
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
 from tests.support.unwritten import unwritten_is_nan
 
-SIZE = 2
+SIZE, MOST = 2, 4  # ranks of a stage, and of both stages
 MANY_TOKENS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
 
 
@@ -40,14 +40,15 @@ class SharedMemory:
 
     memory: tuple[Tensor, ...] = ()  # of each rank
 
-    def __init__(self, device: torch.device, sizes: dict[str, int]) -> None:
+    def __init__(self, device: torch.device, sizes: dict[str, int], ranks: dist.ProcessGroup | None = None) -> None:
+        self._ranks = dist.get_process_group_ranks(ranks)
         self._offsets, total = {}, 0
         for name, size in sizes.items():
             self._offsets[name], total = total, total + -(-size // 1024) * 1024
         assert total <= len(self.memory[0])
 
     def of(self, rank: int, name: str, length: int, dtype: torch.dtype) -> Tensor:
-        return self.memory[rank][self._offsets[name] :][: length * dtype.itemsize].view(dtype)
+        return self.memory[self._ranks[rank]][self._offsets[name] :][: length * dtype.itemsize].view(dtype)
 
     def addresses(self, name: str) -> Tensor:
         return torch.tensor([self.of(rank, name, 1, torch.uint8).data_ptr() for rank in range(SIZE)])
@@ -93,11 +94,10 @@ class ForkLauncher:
     folder: Path  # for the ranks to meet
 
     def __init__(self, num_ranks: int) -> None:
-        assert num_ranks == SIZE
         self.locations = [Location("", rank) for rank in range(num_ranks)]
 
     def start(self, lost: Lost) -> Sequence[Follower]:
-        return [Fork(1)]
+        return [Fork(location.device_index) for location in self.locations[1:]]
 
     def rendezvous(self) -> str:
         return f"file://{self.folder}/store"
@@ -107,22 +107,23 @@ class ForkLauncher:
 
 
 def join(build: ranks.Build) -> Membership:
-    dist.init_process_group("gloo", init_method=build.rendezvous, rank=build.rank, world_size=SIZE)
+    size = build.shard.size * build.stage.count
+    dist.init_process_group("gloo", init_method=build.rendezvous, rank=build.rank, world_size=size)
     return ranks.membership(build, build.options)
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     interpret(monkeypatch)
     monkeypatch.setattr(gpu_communicator, "CHANNEL_BYTES", 0)  # no more than sums need
-    memory = tuple(torch.zeros(5 * LARGE_BYTES, dtype=torch.uint8).share_memory_() for _ in range(SIZE))
+    memory = tuple(torch.zeros(5 * LARGE_BYTES, dtype=torch.uint8).share_memory_() for _ in range(MOST))
     monkeypatch.setattr(SharedMemory, "memory", memory)
     monkeypatch.setattr(collectives, "PROGRAMS", 8)  # more only take time
     monkeypatch.setattr(gpu_communicator, "PeerMemory", SharedMemory)
     monkeypatch.setattr(gpu_communicator.OverlappedSum, "sizes", {})
     monkeypatch.setattr(gpu_communicator.OverlappedSum, "__init__", lambda *_: None)
     monkeypatch.setattr(ForkLauncher, "folder", tmp_path, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: SIZE)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: MOST)
     monkeypatch.setattr(ranks, "LocalLauncher", ForkLauncher)
     monkeypatch.setattr(ranks, "join", join)
 
@@ -142,7 +143,7 @@ def test_tokens_are_those_of_one_rank(
     small_bytes: int,
 ) -> None:
     expected = answers(tiny_model, **settings)
-    request.getfixturevalue("two_gpus")
+    request.getfixturevalue("gpus")
     monkeypatch.setattr(gpu_communicator, "SMALL_BYTES", small_bytes)
     sums: list[tuple[Any, ...]] = []  # arguments of sums of larger tensors
 
@@ -174,13 +175,18 @@ def test_tokens_are_those_of_one_rank(
 
 @pytest.mark.heavy
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="stages are processes of the interpreter")
-@pytest.mark.parametrize("settings", [{}, MANY_TOKENS], ids=["few tokens at once", "many"])
+@pytest.mark.parametrize(
+    ("settings", "ranks_each"),
+    [({}, 1), (MANY_TOKENS, 1), ({}, SIZE)],
+    ids=["few tokens at once", "many", "two ranks each"],
+)
 def test_tokens_are_those_of_one_stage(
-    tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any]
+    tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any], ranks_each: int
 ) -> None:
     expected = answers(tiny_model, **settings)
-    request.getfixturevalue("two_gpus")
+    request.getfixturevalue("gpus")
     with unwritten_is_nan():
-        assert answers(tiny_model, pipeline_parallel_size=SIZE, **settings) == expected
+        found = answers(tiny_model, pipeline_parallel_size=2, tensor_parallel_size=ranks_each, **settings)
+    assert found == expected
     for kind in (tuple, torch.Tensor) if settings else (tuple,):  # of decode, and of prefill
         assert any(graph.num_replays for graph in InterpretedGPU.graphs if isinstance(graph.result, kind))
