@@ -12,7 +12,7 @@ E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
 
 
 class WideCopy(NamedTuple):
-    """Where the new keys and values of an e4m3 cache go, too: pages as those of `widen_pages`."""
+    """Where the keys and values that are stored in an e4m3 cache go, too: pages as those of `widen_pages`."""
 
     pages: Tensor  # [2, P, Hkv, page, D], contiguous, of a dtype that holds e4m3 exactly
     slots: Tensor  # [T] int64: page * page size + offset; -1: of tokens that do not go there
@@ -31,19 +31,11 @@ def store_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     kv_scale: Tensor | None = None,
-    wide: WideCopy | None = None,
 ) -> None:
-    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D].
-
-    `wide`: where the numbers that an e4m3 cache now holds go, too. A token that is not stored does not go there.
-    """
+    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D]."""
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
-    if kv_scale is not None:
-        key, value = to_e4m3(key, kv_scale[0]), to_e4m3(value, kv_scale[1])
-        if wide is not None:
-            pages, slots = wide.pages, wide.slots.masked_fill(slot_mapping < 0, -1)
-            store_kv(key.to(pages.dtype), value.to(pages.dtype), pages[0], pages[1], slots)
-        key, value = key.view(torch.uint8), value.view(torch.uint8)  # bytes, since PyTorch indexes no float8
+    if kv_scale is not None:  # bytes, since PyTorch indexes no float8
+        key, value = to_e4m3(key, kv_scale[0]).view(torch.uint8), to_e4m3(value, kv_scale[1]).view(torch.uint8)
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     if len(slot_mapping) and int(slot_mapping.min()) < 0:
         written = slot_mapping >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.kv_cache import WideCopy, store_kv
+from kernels.reference.kv_cache import WideCopy, store_kv, to_e4m3
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 
@@ -77,7 +77,8 @@ def rope_and_store(
 ) -> Tensor:
     """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
 
-    positions [T] int32 or int64, slot_mapping [T] int64. The other arguments are those of `rope` and `store_kv`.
+    positions [T] int32 or int64, slot_mapping [T] int64. The other arguments are those of `rope` and `store_kv`. `wide`: where
+    the numbers that an e4m3 cache now holds go, too.
     """
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
@@ -86,5 +87,10 @@ def rope_and_store(
         query, key = rotated.split((num_heads, num_kv_heads), 1)
     else:
         query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps, interleaved)
-    store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale, wide)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale)
+    if wide is not None:
+        assert kv_scale is not None
+        pages, slots = wide.pages, wide.slots.masked_fill(slot_mapping < 0, -1)
+        keys, values = (to_e4m3(x, scale).to(pages.dtype) for x, scale in zip((key, value), kv_scale, strict=True))
+        store_kv(keys, values, pages[0], pages[1], slots)
     return query
