@@ -29,6 +29,7 @@ from kernels.quantized_weight import Kind as Kind
 from kernels.quantized_weight import QuantizedWeight as QuantizedWeight
 from kernels.quantized_weight import Weight as Weight
 from kernels.quantized_weight import by_groups as by_groups
+from kernels.reference import KV_SCALES as KV_SCALES
 from kernels.reference import NOT_FINITE as NOT_FINITE
 from kernels.reference import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.reference import Gate as Gate

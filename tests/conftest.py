@@ -79,7 +79,9 @@ def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exact_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter converts float8 without rounding and without NaN: let PyTorch convert it."""
+    """Triton's interpreter converts float8 without rounding and without NaN: let PyTorch convert it. And it rounds twice in a
+    fused multiplication and addition: let float64 hold the product.
+    """
     np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     tl = pytest.importorskip("triton.language")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -99,4 +101,9 @@ def exact_float8(monkeypatch: pytest.MonkeyPatch) -> None:
         bits = getattr(torch, f"int{target.primitive_bitwidth}")
         return to.view(bits).numpy().view(f"u{target.primitive_bitwidth // 8}").reshape(array.shape)
 
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)

@@ -198,10 +198,11 @@ class Attention(CheckpointModule):
         """Set scales: one positive number for all KV heads of the layer, or one per head. `rows` None: ignored."""
         if rows is None:
             return
-        scale, num_kv_heads = scale.float().flatten(), self._num_kv_heads
-        if len(scale) not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0)).all():
+        scale, num_kv_heads, (least, most) = scale.float().flatten(), self._num_kv_heads, kernels.KV_SCALES
+        if len(scale) not in (1, num_kv_heads) or not ((scale >= least) & (scale <= most)).all():
             raise ValueError(
-                f"must be a positive number, or one for each of {num_kv_heads} KV heads, got {scale.tolist()[:9]}"
+                f"must be a positive number, or one for each of {num_kv_heads} KV heads, from {least} to {most}, "
+                f"got {scale.tolist()[:9]}"
             )
         heads = self._scope.shard.span("num_key_value_heads", num_kv_heads, replicate=True)
         own = scale.expand(num_kv_heads)[heads.start : heads.stop]

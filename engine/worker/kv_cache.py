@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import kernels
 from engine.core.cache_groups import CacheGroup, longest_sequence, most_blocks
 from engine.models.shard import WHOLE, Stage
 from engine.models.spec import ModelSpec
@@ -30,7 +31,8 @@ def e4m3_scales(kv: Tensor) -> Tensor:
     kv [2, num_blocks, num_kv_heads, block_size, head_dim], in any dtype: calibration data.
     """
     largest = kv.abs().amax((1, 3, 4)).float()
-    return torch.where(largest > 0, largest * (HEADROOM / torch.finfo(torch.float8_e4m3fn).max), 1.0)
+    scales = torch.where(largest > 0, largest * (HEADROOM / torch.finfo(torch.float8_e4m3fn).max), 1.0)
+    return scales.clamp_(*kernels.KV_SCALES)
 
 
 GRAPH_RESERVE = 512 << 20  # bytes left free for CUDA graphs

@@ -4,14 +4,14 @@ Values are computed in float32 (float64 for float64 inputs) and rounded where Hu
 is one tensor [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and `value_cache`. A slot is
 block_id * block_size + offset; slot -1 means "do not write". Unwritten slots may hold anything, including NaN.
 
-A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale for each KV head:
-kv_scale [2, Hkv] float32, which is None for caches of other dtypes. `paged_attention_prefill` also takes it with wide pages:
-those that `widen_pages` and `rope_and_store` made with such a cache hold the same numbers in another dtype.
+A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale within KV_SCALES for
+each KV head: kv_scale [2, Hkv] float32, which is None for caches of other dtypes. `paged_attention_prefill` also takes it with
+wide pages: those that `widen_pages` and `rope_and_store` made with such a cache hold the same numbers in another dtype.
 """
 
 from kernels.reference.activation import Gate, add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
-from kernels.reference.kv_cache import WideCopy, store_kv, to_e4m3, widen_pages
+from kernels.reference.kv_cache import KV_SCALES, WideCopy, store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
     absorb_and_store,
     latent_attention_decode,
@@ -41,10 +41,10 @@ from kernels.reference.sampling import (
 from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [
-    "NOTHING_ALLOWED", "NOT_FINITE", "Gate", "Part", "WideCopy", "absorb_and_store", "add_rms_norm", "add_scaled", "best_keys",
-    "best_tokens", "dequantize", "embedding", "experts", "gate_and_mul", "gelu_and_mul", "gumbel",
-    "latent_attention_decode", "latent_attention_prefill", "likeliest", "linear", "linear_add", "linear_gated",
-    "mark_faults", "mask_logits", "norm_gated", "norm_linear", "norm_route", "norms_apart", "pack_e2m1",
+    "KV_SCALES", "NOTHING_ALLOWED", "NOT_FINITE", "Gate", "Part", "WideCopy", "absorb_and_store", "add_rms_norm",
+    "add_scaled", "best_keys", "best_tokens", "dequantize", "embedding", "experts", "gate_and_mul", "gelu_and_mul",
+    "gumbel", "latent_attention_decode", "latent_attention_prefill", "likeliest", "linear", "linear_add",
+    "linear_gated", "mark_faults", "mask_logits", "norm_gated", "norm_linear", "norm_route", "norms_apart", "pack_e2m1",
     "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step",
     "quantize_groups", "quantize_rows", "random_bits", "rms_norm", "rms_norm_add", "rope", "rope_and_store",
     "rotate_and_store", "route", "route_norms_apart", "sample", "sampling_thresholds", "scale", "silu_and_mul",

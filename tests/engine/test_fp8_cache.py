@@ -140,7 +140,7 @@ def test_scales_of_the_checkpoint(large: Path, exact: torch.Tensor, k_name: str,
     assert error.mean() < SMALL
 
 
-@pytest.mark.parametrize("scale", [[0.0], [-1.0], [float("nan")], [1.0, 1.0, 1.0]])
+@pytest.mark.parametrize("scale", [[0.0], [-1.0], [float("nan")], [float("inf")], [1e-20], [1.0, 1.0, 1.0]])
 def test_scales_that_cannot_be(large: Path, scale: list[float]) -> None:
     add_scales(large, {"model.layers.1.self_attn.k_scale": torch.tensor(scale)})
     with pytest.raises(ModelError, match=r"'model.layers.1.self_attn.k_scale' must be a positive number.* 2 KV heads"):

@@ -203,6 +203,19 @@ def test_store_kv_in_e4m3(dtype: torch.dtype, num_kv_heads: int, head_dim: int, 
     same_bits(caches, want)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0371, 1e-15, 1e15])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_is_divided_as_by_division(dtype: torch.dtype, scale: float, exact_float8: None) -> None:
+    """All of a dtype, by scales of eight heads. Of NaN there is one, which is not that of unwritten memory."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 8, 128)
+    x = torch.where(x.isnan(), NAN, x)
+    scales = (scale * torch.rand(2, 8).add_(0.5)).clamp_(*reference.KV_SCALES)
+    caches, want = (torch.zeros(2, 4, 8, 16, 128, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in "ab")
+    kv_cache.store_kv(x, x, caches[0], caches[1], torch.arange(64), scales)
+    reference.store_kv(x, x, want[0], want[1], torch.arange(64), scales)
+    same_bits(caches, want)
+
+
 @pytest.mark.parametrize("rotary_dim", [0, 40, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float8: None) -> None:
