@@ -22,6 +22,7 @@ from benchmarks.gpu import need_gpus
 from engine.worker.communicator import GroupCommunicator
 from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
 from kernels.triton import collectives
+from kernels.triton.sampling import PIECE
 
 WIDTH, VOCAB, CALLS, REPLAYS = 4096, 128256, 20, 20
 MIDDLE_BYTES = 4 << 20  # up to this size, PyTorch's one-shot sum is timed
@@ -52,7 +53,7 @@ def _rank(rank: int, size: int, rows: list[int], products: list[int]) -> None:
         for count in rows:
             x = torch.randn(count, VOCAB // size, dtype=torch.bfloat16, device=device)
             _print(f"gather of {count:5} rows of {VOCAB} logits", _gathers(ours, nccl, x, size))
-            x = torch.zeros(count, -(-VOCAB // size // 4096), dtype=torch.int64, device=device)
+            x = torch.zeros(count, -(-VOCAB // size // PIECE), dtype=torch.int64, device=device)
             _print(f"gather of {count:5} rows of {size * x.shape[1]} keys", _gathers(ours, nccl, x, size))
         for count in products:
             for inner in (4096 // size, 14336 // size):

@@ -135,7 +135,7 @@ class Attention(CheckpointModule):
         elif self.v_norm is not None and k_norm is not None:
             qkv = self._with_normed_values(qkv, self.v_norm, k_norm.eps)
         pages = metadata.wide_pages
-        # Scales are calibrated over a wide cache.
+        # While scales are calibrated the cache is not e4m3 yet, and is read itself.
         wide = pages.allocate(kv, qkv.dtype) if pages is not None and spec.widens and kv_scale is not None else None
         query = kernels.rope_and_store(
             qkv,

@@ -20,7 +20,6 @@ class WidePages:
     A layer's new keys and values go there when they are stored; older ones are copied from the cache.
     """
 
-    num_pages: int
     rows: Tensor  # [S] int32: 0, 1, ...
     block_tables: Tensor  # [S, max_pages] int32: of the P pages; entries for positions that no query sees mean nothing
     slots: Tensor  # [T] int64: of each of the step's tokens in the P pages; -1: of a sequence that does not prefill
@@ -67,7 +66,6 @@ class WidePages:
             end += query
         has_old = firsts // WIDE_PAGE * WIDE_PAGE < old_lens[sequences]
         return cls(
-            num_pages=len(pages),
             rows=upload(torch.arange(len(lens), dtype=torch.int32)),
             block_tables=upload(tables.int()),
             slots=upload(slots),
@@ -81,7 +79,7 @@ class WidePages:
     def allocate(self, kv_cache: Tensor, dtype: torch.dtype) -> kernels.WideCopy:
         """Return pages [2, P, Hkv, WIDE_PAGE, D] in `dtype` for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
-        shape = (2, self.num_pages, num_kv_heads, WIDE_PAGE, head_dim)
+        shape = (2, len(self.pages), num_kv_heads, WIDE_PAGE, head_dim)
         count = math.prod(shape)
         scratch = torch.empty(max(count, self.scratch_bytes // dtype.itemsize), dtype=dtype, device=kv_cache.device)
         return kernels.WideCopy(scratch[:count].view(shape), self.slots)

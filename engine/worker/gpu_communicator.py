@@ -115,9 +115,8 @@ class GpuCommunicator(GroupCommunicator):
         sizes = {"small": 2 * size * 8 * words, "large": 2 * size * capacity, "flags": 4 * size * programs}
         if size == 2:
             sizes |= OverlappedSum.sizes
-        memory = self._memory = PeerMemory(
-            device, sizes, ranks
-        )  # which must live as long as the addresses in it are used
+        # It must live as long as the addresses in it are used.
+        memory = self._memory = PeerMemory(device, sizes, ranks)
 
         def calls(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)

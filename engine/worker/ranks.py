@@ -142,8 +142,8 @@ def membership(build: Build, options: RunnerOptions) -> Membership:
     ranks = stages[build.rank // size]
     before = None if stage.is_first else build.rank + size
     after = None if stage.is_last else build.rank - size
-    most = max(options.max_num_batched_tokens, options.max_num_seqs)
-    buffer = torch.empty(most, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
+    num_tokens = 0 if stage.is_first else max(options.max_num_batched_tokens, options.max_num_seqs)
+    buffer = torch.empty(num_tokens, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
     link = StageLink(before, after, buffer)
     return Membership(options, communicator(device.torch_device, ranks), link)
 

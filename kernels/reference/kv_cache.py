@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
-KV_SCALES = (
-    1e-15,
-    1e15,
-)  # the least and the largest scale of an e4m3 cache: kernels divide by them without exceptional cases
+# The least and the largest scale of an e4m3 cache. Within them kernels may divide without regard to overflow.
+KV_SCALES = (1e-15, 1e15)
 
 
 class WideCopy(NamedTuple):

@@ -31,7 +31,7 @@ def to_e4m3(x, scale):
     reciprocal = tl.div_rn(1.0, scale)
     inside = tl.clamp(x, -448.0 * scale, 448.0 * scale)
     quotient = inside * reciprocal
-    excess = tl.fma(quotient, scale, inside * -1.0)  # 0 - inside would be +0 for both zeros, and lose -0
+    excess = tl.fma(quotient, scale, inside * -1.0)  # Triton's -inside is 0 - inside, which is +0 for both zeros
     scaled = tl.fma(excess, -reciprocal, quotient)
     return tl.where(tl.abs(x) < float("inf"), scaled, float("nan")).to(tl.float8e4nv)
 

@@ -28,7 +28,7 @@ def _rope_heads(
     """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
 
     A head is read as the first and the second channels of the pairs among its ROTARY first ones, and the rest of them. An
-    e4m3 `target` has `scales`; what goes there goes to `wide`, too, if `is_wide`, which only matters with WIDE.
+    e4m3 `target` has `scales`. With WIDE, what goes there also goes to `wide`, if `is_wide`.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - 2 * HALF

@@ -142,7 +142,15 @@ def test_a_stopped_replica_is_lost_long_before_the_watchdogs_time(
     asyncio.run(test())
 
 
-def test_new_requests_avoid_a_replica_that_stands_still(tiny_model: Path) -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["stopped", "silent"])
+def test_new_requests_avoid_a_replica_that_stands_still(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Also one that may be in a long step: whether it is stopped is not known, and it has been silent for longer."""
+    if not is_known:
+        monkeypatch.setattr("engine.engine_process.EngineProcess.is_stopped", lambda _: False)
+        monkeypatch.setattr("engine.supervisor.SILENT_SECONDS", 3.0)
+
     async def test() -> None:
         async with replicas(tiny_model, max_num_seqs=1) as engine:
             stopped, other = engine.replicas

@@ -21,6 +21,7 @@ from tests.oracles.families import VOCAB, make_checkpoint
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
 TEXT = "once upon a time the little fox saw old king castle river what is quire write story about why how many"
 NUM_GREEDY, NUM_SAMPLED, NUM_TOKENS = 200, 50, 48
+NUM_PROMPTS = NUM_GREEDY + 2 * NUM_SAMPLED
 KINDS = {
     "greedy": slice(0, NUM_GREEDY),
     "sampled": slice(NUM_GREEDY, NUM_GREEDY + NUM_SAMPLED),
@@ -51,14 +52,14 @@ class Subject:
     def trained(cls, folder: Path) -> Subject:
         chance = random.Random(0)
         words = TEXT.split()
-        prompts = [" ".join(chance.choices(words, k=chance.randint(2, 40))).capitalize() for _ in range(_NUM_PROMPTS)]
+        prompts = [" ".join(chance.choices(words, k=chance.randint(2, 40))).capitalize() for _ in range(NUM_PROMPTS)]
         return cls(folder.name, folder, prompts, {})
 
     @classmethod
-    def random(cls, family: str, folder: Path) -> Subject:
+    def with_random_weights(cls, family: str, folder: Path) -> Subject:
         make_checkpoint(family, folder)
         chance = random.Random(0)
-        ids = [[chance.randrange(VOCAB) for _ in range(chance.randint(2, 80))] for _ in range(_NUM_PROMPTS)]
+        ids = [[chance.randrange(VOCAB) for _ in range(chance.randint(2, 80))] for _ in range(NUM_PROMPTS)]
         prompts = [{"prompt_token_ids": each} for each in ids]
         return cls(f"random {family}", folder, prompts, {"skip_tokenizer_init": True, "max_model_len": 200})
 
@@ -86,9 +87,6 @@ class Subject:
         return [answer.outputs[0].token_ids for answer in answers]
 
 
-_NUM_PROMPTS = NUM_GREEDY + 2 * NUM_SAMPLED
-
-
 def check_ranks(checks: Checks) -> None:
     """Texts in float32 must not depend on how a trained model is divided; those in bfloat16 rarely."""
     layouts = _layouts(checks)
@@ -104,7 +102,9 @@ def check_ranks(checks: Checks) -> None:
         return
     for family in RANDOM_FAMILIES:
         with tempfile.TemporaryDirectory() as temporary:
-            _check_texts(checks, Subject.random(family, Path(temporary)), layouts, "float32", RANDOM_DIFFERING)
+            _check_texts(
+                checks, Subject.with_random_weights(family, Path(temporary)), layouts, "float32", RANDOM_DIFFERING
+            )
 
 
 def check_rank_files(checks: Checks) -> None:

@@ -51,7 +51,7 @@ def metadata(num_tokens: int) -> AttentionMetadata:
 def widened(widener: CacheWidener, query_lens: list[int], context_lens: list[int], num_groups: int) -> list[int]:
     """Widened pages of each cache group."""
     groups = widener.prepared([metadata(sum(query_lens))] * num_groups, query_lens, context_lens)
-    return [0 if group.wide_pages is None else group.wide_pages.num_pages for group in groups]
+    return [0 if group.wide_pages is None else len(group.wide_pages.pages) for group in groups]
 
 
 def test_long_prompts_are_widened(folder: Path) -> None:
