@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,20 +49,27 @@ class GroupCommunicator:
         return int(tensor.item())
 
 
+class Neighbour(NamedTuple):
+    """A rank of an adjacent pipeline stage, and the process group of the two, so that no other transfer delays theirs."""
+
+    rank: int
+    pair: dist.ProcessGroup
+
+
 class StageLink:
     """Sends hidden states from one pipeline stage to the next, between ranks with the same index in their stages."""
 
-    def __init__(self, before: int | None, after: int | None, buffer: Tensor) -> None:
-        """`before`, `after`: ranks of the previous and next stage; None if there is none. buffer [T, hidden]: for what a step of
-        at most T tokens receives. CUDA graphs read it.
+    def __init__(self, before: Neighbour | None, after: Neighbour | None, buffer: Tensor) -> None:
+        """`before`, `after`: in the previous and next stage; None if there is none. buffer [T, hidden]: for what a step of at
+        most T tokens receives. CUDA graphs read it.
         """
         self._before, self._after, self._buffer = before, after, buffer
-        self._sent: tuple[dist.Work | None, Tensor] | None = None
+        self._sent: tuple[list[dist.Work], Tensor] = [], buffer  # the last transfer and its memory
 
     def receive(self, num_tokens: int) -> None:
         """Receive the hidden states of a step from the previous stage, if there is one."""
         if self._before is not None:
-            dist.recv(self._buffer[:num_tokens], self._before)
+            _wait(_transfer(dist.irecv, self._buffer[:num_tokens], self._before))
 
     def received(self, num_tokens: int) -> Tensor | None:
         """Return what `receive` has received, [num_tokens, hidden], which the stage may overwrite; None in the first stage."""
@@ -70,7 +78,17 @@ class StageLink:
     def send(self, hidden: Tensor) -> None:
         """Send a copy to the next stage: the next step overwrites `hidden`. Waits until the previous step has been received."""
         assert self._after is not None
-        if self._sent is not None and self._sent[0] is not None:
-            self._sent[0].wait()
+        _wait(self._sent[0])
         copy = hidden.clone()
-        self._sent = dist.isend(copy, self._after), copy
+        self._sent = _transfer(dist.isend, copy, self._after), copy
+
+
+def _transfer(operation: Callable[..., dist.Work | None], tensor: Tensor, neighbour: Neighbour) -> list[dist.Work]:
+    """A batch of one: NCCL warns that other transfers of a group wait for those outside batches."""
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, tensor, neighbour.rank, neighbour.pair)])
+    return works
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -61,17 +61,18 @@ class LocalLauncher:
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
         # PyTorch's threads read the store until the ranks disconnect, and if its file is gone, they wait for it. A file in
-        # memory, which the followers inherit, is there until all have ended, however they end.
-        self._store = os.fdopen(os.memfd_create("quire-ranks"), "wb")
+        # memory, which the followers inherit, is there until all have ended, however they end. It stays open, because
+        # PyTorch's stores write to it once more when they are destroyed, which may be at any time: by then, its number
+        # would be that of another file.
+        self._store = os.memfd_create("quire-ranks")
 
     def start(self, lost: Lost) -> Sequence[Follower]:
-        return [_Process(rank, lost, self._store.fileno()) for rank in range(1, len(self.locations))]
+        return [_Process(rank, lost, self._store) for rank in range(1, len(self.locations))]
 
     def rendezvous(self) -> str:
-        return f"file:///proc/self/fd/{self._store.fileno()}"
+        return f"file:///proc/self/fd/{self._store}"
 
-    def close(self) -> None:
-        self._store.close()
+    def close(self) -> None: ...
 
 
 class _Process:

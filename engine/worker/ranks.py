@@ -33,7 +33,7 @@ from engine.models.progress import Progress, silent
 from engine.models.shard import Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_file import BlockFile, BlockFileOptions
-from engine.worker.communicator import GroupCommunicator, StageLink
+from engine.worker.communicator import GroupCommunicator, Neighbour, StageLink
 from engine.worker.device import CudaDevice
 from engine.worker.gpu_communicator import GpuCommunicator
 from engine.worker.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
@@ -140,8 +140,10 @@ def membership(build: Build, options: RunnerOptions) -> Membership:
         return Membership(options, communicator(device.torch_device), None)
     stages = [dist.new_group(list(range(first, first + size))) for first in range(0, size * stage.count, size)]
     ranks = stages[build.rank // size]
-    before = None if stage.is_first else build.rank + size
-    after = None if stage.is_last else build.rank - size
+    # Each stage's ranks follow those of the next stage.
+    pairs = [dist.new_group([rank, rank + size]) for rank in range(size * (stage.count - 1))]
+    before = None if stage.is_first else Neighbour(build.rank + size, pairs[build.rank])
+    after = None if stage.is_last else Neighbour(build.rank - size, pairs[build.rank - size])
     num_tokens = 0 if stage.is_first else max(options.max_num_batched_tokens, options.max_num_seqs)
     buffer = torch.empty(num_tokens, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
     link = StageLink(before, after, buffer)

@@ -18,7 +18,7 @@ print(store.get("rank 0").decode(), store.check(["rank 2"]))
 """
 
 
-def test_ranks_can_read_their_store_until_the_launcher_is_closed() -> None:
+def test_ranks_read_the_store_in_memory() -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     launcher = LocalLauncher(2)
@@ -29,7 +29,18 @@ def test_ranks_can_read_their_store_until_the_launcher_is_closed() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=inherited)
     assert done.stdout == "was first False\n"
     assert store.get("rank 1") == b"is here"
-    del store
-    inode = Path(path).stat().st_ino
     launcher.close()
-    assert not Path(path).exists() or Path(path).stat().st_ino != inode  # else it is another file of this process
+
+
+def test_a_store_destroyed_after_the_launcher_is_closed_leaves_other_files_alone(tmp_path: Path) -> None:
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    launcher = LocalLauncher(2)
+    store = FileStore(urlsplit(launcher.rendezvous()).path, 2)
+    launcher.close()
+    del launcher
+    opened = [(tmp_path / str(i)).open("xb") for i in range(10)]  # the lowest numbers that are free
+    del store
+    for file in opened:
+        file.close()
+        assert Path(file.name).read_bytes() == b""
