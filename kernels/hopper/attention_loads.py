@@ -9,8 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-CHUNK_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # of 64 slots and 64 channels of e4m3
-CHUNKS_AHEAD = gl.constexpr(4)  # on their way
 
 @gluon.jit
 def snake(iteration, program, num_programs):
@@ -203,56 +201,46 @@ def _float16_pairs(chunk):
 
 
 @gluon.jit
-def _first_chunks(
-    keys, values, table, oldest, context_len, stride_block, stride_token,
-    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """Of the e4m3 keys and values from `oldest` on the first tile's blocks, and its first chunks, which are on their way then.
-
-    A tile is one line of chunks, the keys' and then the values'.
-    """
-    SLOTS: gl.constexpr = gl.SliceLayout(1, CHUNK_LAYOUT)
-    CHUNKS: gl.constexpr = BLOCK_N // 64 * HALVES
-    begin = oldest // BLOCK_N * BLOCK_N
-    blocks = _blocks_of_slots(table, begin, oldest, context_len, BLOCK_N, PAGE, SLOTS)
-    loaded = ()
-    for c in gl.static_range(min(CHUNKS_AHEAD, 2 * CHUNKS)):
-        chunk = _e4m3_chunk(
-            keys if c < CHUNKS else values, blocks, begin, stride_block, stride_token, c % CHUNKS,
-            HEAD_DIM, PAGE, HALVES, CHUNK_LAYOUT,
-        )  # fmt: skip
-        loaded = loaded + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
-    return blocks, loaded
-
-
-@gluon.jit
 def _convert_tiles(
-    keys, values, blocks, loaded, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, table, oldest, end, context_len,
-    stride_block, stride_token,
+    keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, table, oldest, end, context_len, stride_block,
+    stride_token,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Fill each empty stage with BLOCK_N of the e4m3 keys and values [oldest, end) as float16. See `_first_chunks`."""
-    SLOTS: gl.constexpr = gl.SliceLayout(1, CHUNK_LAYOUT)
+    """Fill each empty stage with BLOCK_N of the e4m3 keys and values [oldest, end) as float16.
+
+    A tile is one line of chunks, the keys' and then the values'. AHEAD chunks are on their way.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    SLOTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     PARTS: gl.constexpr = BLOCK_N // 64
     CHUNKS: gl.constexpr = PARTS * HALVES
-    AHEAD: gl.constexpr = min(CHUNKS_AHEAD, 2 * CHUNKS)
+    AHEAD: gl.constexpr = min(4, 2 * CHUNKS)
     PAIRS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     key_chunks = k_smem._reinterpret(gl.int32, [STAGES * CHUNKS, 64, 32], PAIRS_LAYOUT)
     value_chunks = v_smem._reinterpret(gl.int32, [STAGES * CHUNKS, 64, 32], PAIRS_LAYOUT)
-    for start in range(oldest // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    begin = oldest // BLOCK_N * BLOCK_N
+    blocks = _blocks_of_slots(table, begin, oldest, context_len, BLOCK_N, PAGE, SLOTS)
+    loaded = ()
+    for c in gl.static_range(AHEAD):
+        chunk = _e4m3_chunk(
+            keys if c < CHUNKS else values, blocks, begin, stride_block, stride_token, c % CHUNKS,
+            HEAD_DIM, PAGE, HALVES, LAYOUT,
+        )  # fmt: skip
+        loaded = loaded + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
+    for start in range(begin, end, BLOCK_N):
         stage = step % STAGES
         phase = ((step // STAGES) & 1) ^ 1
         after = start + BLOCK_N
         next_blocks = _blocks_of_slots(table, after, oldest, context_len, BLOCK_N, PAGE, SLOTS)
         for c in gl.static_range(2 * CHUNKS):
-            converted = _float16_pairs(loaded[0])
+            converted = _float16_pairs(loaded[0])  # type: ignore[misc]
             chunk = _e4m3_chunk(
                 keys if (c + AHEAD) % (2 * CHUNKS) < CHUNKS else values,
                 blocks if c + AHEAD < 2 * CHUNKS else next_blocks,
                 start if c + AHEAD < 2 * CHUNKS else after,
-                stride_block, stride_token, (c + AHEAD) % CHUNKS, HEAD_DIM, PAGE, HALVES, CHUNK_LAYOUT,
+                stride_block, stride_token, (c + AHEAD) % CHUNKS, HEAD_DIM, PAGE, HALVES, LAYOUT,
             )  # fmt: skip
-            loaded = loaded[1:] + (chunk,)  # noqa: RUF005
+            loaded = loaded[1:] + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
             if c % CHUNKS == 0:
                 mbarrier.wait((k_empty if c < CHUNKS else v_empty).index(stage), phase)
             at = stage * CHUNKS + c % CHUNKS % HALVES * PARTS + c % CHUNKS // HALVES
@@ -320,13 +308,6 @@ def bring_items(
         next_seq, next_first = item_tile(snake(iteration + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
         table = block_tables + row_of_table.to(gl.int64) * stride_table
         oldest, end = keys_of(first_pos, context_len, TILE_Q, WINDOW, SPARSE)
-        if FP8:
-            head_at = head.to(gl.int64) * (stride_head // 4)
-            keys = key_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at
-            values = value_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at
-            blocks, loaded = _first_chunks(
-                keys, values, table, oldest, context_len, stride_block, stride_token, HEAD_DIM, BLOCK_N, PAGE, HALVES
-            )
         if KEYS:
             q_stage = iteration % Q_STAGES
             mbarrier.wait(q_empty.index(q_stage), ((iteration // Q_STAGES) & 1) ^ 1)
@@ -340,8 +321,11 @@ def bring_items(
             else:
                 _load_queries(query, q_smem, q_full, q_stage, token, head, GROUP, GROUP_ROWS, Q_STAGES, HALVES)
         if FP8:
+            head_at = head.to(gl.int64) * (stride_head // 4)
+            keys = key_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at
+            values = value_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at
             step = _convert_tiles(
-                keys, values, blocks, loaded, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, table,
+                keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, table,
                 oldest, end, context_len, stride_block, stride_token, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
             )  # fmt: skip
         else:
