@@ -190,7 +190,11 @@ SHAPES["glm-4.7-flash"] = {
     "eos_token_id": 154820,
 }
 _FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-SHAPES["qwen3-30b-a3b-fp8-block"] = SHAPES["qwen3-30b-a3b"] | {"quantization_config": _FP8_BLOCK}
+# As published: an engine that quantised the routers, too, would look for scales that no checkpoint has.
+_ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(SHAPES["qwen3-30b-a3b"]["num_hidden_layers"])]
+SHAPES["qwen3-30b-a3b-fp8-block"] = SHAPES["qwen3-30b-a3b"] | {
+    "quantization_config": _FP8_BLOCK | {"modules_to_not_convert": ["lm_head", *_ROUTERS]}
+}
 SHAPES["gemma-3-12b"] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",

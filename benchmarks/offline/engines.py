@@ -41,7 +41,12 @@ EPILOG = """examples:
 Weights are random. All engines get the same token ids, temperature 0.6, ignore_eos, no detokenisation, and the same
 settings: bfloat16 (float32 where there is no GPU), 85 % of the GPU's memory, a context of 4096 tokens (32768 for
 longctx), prefix cache off but for prefix. Before the clock: a few short requests. What counts is the median.
+
+With --write-weights, Quire's and vLLM's first greedy tokens of a few prompts are compared: engines that disagree about
+most do not compute the same model, which is reported as a failure.
 """
+COMPARED = "16x32x1"  # work whose greedy tokens are compared
+LEAST_EQUAL = 0.5  # of them: rounding decides some near-ties of random weights otherwise
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ class Results:
 
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = field(default_factory=dict)  # (engine, model, work)
     starts: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)  # (engine, model)
+    greedy: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (engine, model): tokens of COMPARED
     failures: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -148,6 +154,8 @@ class Results:
         for event in events:
             if event["event"] == "ready":
                 self.starts.setdefault((job.engine, job.model), []).append({"round": number, **event})
+            elif event["event"] == "greedy":
+                self.greedy[job.engine, job.model] = event["tokens"]
             elif event["event"] == "run":
                 work = event["work"]
                 if event["num_output_tokens"] != expected[work]:
@@ -159,6 +167,23 @@ class Results:
                 measured.append(work)
                 self.runs.setdefault((job.engine, job.model, work), []).append({"round": number, **event})
         return measured
+
+    def equal_greedy(self, engine: str, baseline: str, model: str) -> float | None:
+        """The fraction of first greedy tokens that are the baseline's; None where they were not compared."""
+        own, others = self.greedy.get((engine, model)), self.greedy.get((baseline, model))
+        if own is None or others is None:
+            return None
+        return sum(a == b for a, b in zip(own, others, strict=True)) / len(own)
+
+    def disagreements(self, baseline: str) -> list[str]:
+        """The engines that do not compute what the baseline computes."""
+        found = {key: self.equal_greedy(key[0], baseline, key[1]) for key in self.greedy}
+        return [
+            f"{engine} · {model}: {equal:.0%} of the first greedy tokens are those of {baseline}, so these two do not "
+            "compute the same model: do not compare their speed"
+            for (engine, model), equal in found.items()
+            if equal is not None and equal < LEAST_EQUAL
+        ]
 
 
 def main(argv: list[str]) -> int:
@@ -284,6 +309,10 @@ def run_job(job: Job, number: int, flags: EnginesFlags, deadline: float, scratch
         for work in job.works
     ]
     wanted = {"engine": job.program or job.engine, "model": str(job.folder), "settings": job.settings, "works": works}
+    if job.settings.get("load_format") == "auto":
+        config = json.loads((job.folder / "config.json").read_text(encoding="utf-8"))
+        compared = workloads.named(COMPARED, config["vocab_size"])
+        wanted["compared"] = [request.prompt for request in compared.requests]
     job_path.write_text(json.dumps({**wanted, "started": time.time(), "deadline": min(deadline, 1e12)}))
     # -P: neither the benchmarks' folder nor the working folder hides modules of other engines
     command = [
@@ -358,6 +387,7 @@ def summary(flags: EnginesFlags, results: Results, machine: dict[str, Any]) -> d
             "process_seconds": [event["process_seconds"] for event in events],
             "rounds": [event["round"] for event in events],
             "ratio": _ratio(results.starts.get((str(flags.baseline), model), []), events, "init_seconds"),
+            "equal_greedy": results.equal_greedy(engine, str(flags.baseline), model),
         }
         for (engine, model), events in results.starts.items()
     ]
@@ -366,7 +396,7 @@ def summary(flags: EnginesFlags, results: Results, machine: dict[str, Any]) -> d
         "baseline": flags.baseline,
         "runs": rows,
         "starts": starts,
-        "failures": results.failures,
+        "failures": [*results.failures, *results.disagreements(str(flags.baseline))],
         "left_out": results.left_out,
         "settings": dataclasses.asdict(flags),
         "environment": machine,
@@ -419,6 +449,10 @@ def _model_table(result: dict[str, Any], model: str) -> list[str]:
             for engine in others
         ]
         body.append([name, what, *cells, *ratios])
+    equal = [starts[engine].get("equal_greedy") for engine in engines]
+    if any(fraction is not None and engine != baseline for engine, fraction in zip(engines, equal, strict=True)):
+        cells = ["–" if fraction is None else f"{fraction:.0%}" for fraction in equal]
+        body.append(["", f"first greedy tokens that are {baseline}'s", *cells, *("" for _ in others)])
     return [
         "| " + " | ".join(head) + " |",
         "|---|---|" + "---:|" * (len(head) - 2),

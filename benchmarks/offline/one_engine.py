@@ -4,8 +4,9 @@
 
 Imports nothing of ours but the engine under test, so that every engine gets the same clean process. JOB is a dictionary
 with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM; else
-0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun) and `works`:
-[{name, prompts, output_lens, repeat, reset}]. Each line of EVENTS is a dictionary with `event`: ready, begin, run or done.
+0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun), `works`:
+[{name, prompts, output_lens, repeat, reset}], and `compared`: prompts whose greedy tokens Quire and vLLM report. Each line of
+EVENTS is a dictionary with `event`: ready, greedy, begin, run or done.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ class LLMEngine:
         self._llm = self._construct()
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        return sum(map(len, self._answers(prompts, output_lens, self._temperature)))
+
+    def greedy(self, prompts: list[list[int]]) -> list[int]:
+        """The first token of each answer."""
+        return [tokens[0] for tokens in self._answers(prompts, [1] * len(prompts), 0.0)]
+
+    def _answers(self, prompts: list[list[int]], output_lens: list[int], temperature: float) -> list[list[int]]:
         params = [
-            self._params(temperature=self._temperature, ignore_eos=True, max_tokens=n, detokenize=False)
-            for n in output_lens
+            self._params(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False) for n in output_lens
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self._llm.generate(inputs, params, use_tqdm=False)
-        return sum(len(result.outputs[0].token_ids) for result in results)
+        return [list(result.outputs[0].token_ids) for result in results]
 
     def reset(self) -> None:
         self._llm.reset_prefix_cache()
@@ -251,6 +258,8 @@ def main(job_path: str, events_path: str) -> None:
         )
         gc.collect()
         gc.freeze()
+        if job.get("compared") and isinstance(engine, LLMEngine):
+            say("greedy", tokens=engine.greedy(job["compared"]))
         for work in job["works"]:
             if time.time() < job["deadline"]:
                 measure(engine, work, job["deadline"], say)

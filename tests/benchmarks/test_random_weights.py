@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import random_weights
+from benchmarks.model_shapes import SHAPES
 from engine.models.families import read_spec
 from engine.models.weights import INDEX, load_model
 
@@ -62,3 +63,9 @@ def test_scales_of_fp8_blocks_have_the_published_name(tmp_path: Path) -> None:
     scales = [name for name in names if "scale" in name]
     assert scales
     assert all(name.endswith(".weight_scale_inv") for name in scales)
+
+
+def test_shapes_of_few_bits_say_that_routers_stay_as_they_are() -> None:
+    shape = SHAPES["qwen3-30b-a3b-fp8-block"]
+    left_out = shape["quantization_config"]["modules_to_not_convert"]
+    assert {f"model.layers.{i}.mlp.gate" for i in range(shape["num_hidden_layers"])} < set(left_out)

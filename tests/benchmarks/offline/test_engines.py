@@ -204,6 +204,22 @@ def test_another_checkout_is_an_engine(model: Path, tmp_path: Path) -> None:
         flags(engines=(f"quire@{tmp_path}",))
 
 
+def test_engines_that_compute_something_else_are_not_compared_silently(model: Path, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    (before / "engine").mkdir(parents=True)
+    (before / "engine" / "__init__.py").write_text(OTHER.replace("[0]", "[-1]"))
+    path, other = tmp_path / "result.json", f"quire@{before}"
+    small = {"load_format": "auto", "num_gpu_blocks_override": 256, "max_num_batched_tokens": 64, "device": "cpu"}
+    words = ["--engines", f"{other},quire", "--baseline", "quire", "--models", str(model), "--work", "1x5x2"]
+    words += ["--rounds", "1", "--repeat", "1", "--engine-args", json.dumps({"quire": small, other: small})]
+    assert engines.main([*words, "--output-json", str(path)]) == 1
+    result = json.loads(path.read_text())
+    assert {row["engine"]: row["equal_greedy"] for row in result["starts"]} == {other: 0.0, "quire": 1.0}
+    (failure,) = result["failures"]
+    assert failure.startswith(f"{other} · tiny: 0% of the first greedy tokens are those of quire")
+    assert "| first greedy tokens that are quire's | 0% | 100% |" in path.with_suffix(".md").read_text()
+
+
 def test_an_engine_that_cannot_start(model: Path, tmp_path: Path) -> None:
     wanted = flags(engines=("quire",), models=(str(model),), work=("1x5x1",), engine_args={"quire": {"block_size": 3}})
     ((job,),) = engines.plan(wanted, has_gpu=False)
