@@ -402,24 +402,34 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def _choose(kind: str, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int) -> Config | None:
-    """For rows of codes: loads into some 100 registers of each thread in flight; a step within one group."""
+def _choose(
+    kind: str, rows: int, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int
+) -> Config | None:
+    """For `rows` rows of so many codes: loads into some 100 registers of each thread in flight; a step within one group.
+
+    Of several tokens, gate and up in bfloat16 are faster with more warps that have fewer loads in flight, and down with
+    fewer programs of more rows.
+    """
     blocks = kind == "e4m3" and group < row
     if blocks and num_tokens == 1 and row % 128 == 0:  # there is little to read: many threads at once
         return Config(16, 8, 64, 1) if experts == 1 else Config(16, 16, 128, 1, 16)
     size = 2 if kind == "float" else 1
     whole = group if group < row * halves else row
-    sizes = [128] if experts == halves == 1 and row % 512 == 0 else []  # only where all warps have such chunks
+    several = num_tokens > 1 and experts == 1 and kind in ("float", "e4m3")
+    tall, narrow = several and streams == 1 and rows % 32 == 0, several and streams == 2 and kind == "float"
+    # Chunks of 128 only where all warps have such chunks.
+    sizes = [128] if experts == halves == 1 and row % 512 == 0 and not tall and not narrow else []
     chunk = next((size for size in (*sizes, 64, 32) if row % size == whole % size == 0), None)
     if chunk is None:
         return None
     chunks = row // chunk * experts
     staged, small = kind in ("e2m1", "int4"), kind == "e2m1"
-    warps = 8 if small or (experts > 1 and chunks % 8 == 0) else 4
+    warps = 8 if small or narrow or (experts > 1 and chunks % 8 == 0) else 4
+    block_n = 32 if tall else 16
     columns = max(next_power_of_2(num_tokens), 8)
-    registers = chunk * size * streams // 8 + chunk * halves * columns // 64  # of a thread for one step
-    ahead = max(min(100 // registers, chunks // warps, 3 if small else 6), 1)
-    return Config(16, warps, chunk, ahead, 16 if blocks and chunk >= 64 and num_tokens > 1 else 8, staged)
+    registers = chunk * size * streams * block_n // 128 + chunk * halves * columns // 64  # of a thread for one step
+    ahead = max(min((60 if narrow else 100) // registers, chunks // warps, 3 if small else 6), 1)
+    return Config(block_n, warps, chunk, ahead, 16 if blocks and chunk >= 64 and num_tokens > 1 else 8, staged)
 
 
 def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int = 1) -> Config | None:
@@ -438,8 +448,8 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
     if isinstance(weight, QuantizedWeight):
         if num_tokens > MAX_QUANTIZED or weight.order is not None or (n // streams) % weight.rows != 0:
             return None
-        return _choose(weight.kind, row, x.shape[1] // row, weight.group, streams, experts, num_tokens)
-    return _choose("float", row, 1, row, streams, experts, num_tokens)
+        return _choose(weight.kind, n, row, x.shape[1] // row, weight.group, streams, experts, num_tokens)
+    return _choose("float", n, row, 1, row, streams, experts, num_tokens)
 
 
 def launch(
