@@ -408,7 +408,7 @@ def _choose(
     """For `rows` rows of so many codes: loads into some 100 registers of each thread in flight; a step within one group.
 
     Of several tokens, gate and up in bfloat16 are faster with more warps that have fewer loads in flight, and down with
-    fewer programs of more rows.
+    fewer programs of more rows, unless codes lie in chunks of 128.
     """
     blocks = kind == "e4m3" and group < row
     if blocks and num_tokens == 1 and row % 128 == 0:  # there is little to read: many threads at once
@@ -416,9 +416,10 @@ def _choose(
     size = 2 if kind == "float" else 1
     whole = group if group < row * halves else row
     several = num_tokens > 1 and experts == 1 and kind in ("float", "e4m3")
-    tall, narrow = several and streams == 1 and rows % 32 == 0, several and streams == 2 and kind == "float"
-    # Chunks of 128 only where all warps have such chunks.
-    sizes = [128] if experts == halves == 1 and row % 512 == 0 and not tall and not narrow else []
+    even = row % 512 == 0  # all warps have chunks of 128
+    tall = several and streams == 1 and rows % 32 == 0 and (kind == "float" or not even)
+    narrow = several and streams == 2 and kind == "float"
+    sizes = [128] if experts == halves == 1 and even and not tall and not narrow else []
     chunk = next((size for size in (*sizes, 64, 32) if row % size == whole % size == 0), None)
     if chunk is None:
         return None
