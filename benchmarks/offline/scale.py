@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
         found = summary(common, results, machine)
         return found | {
             "benchmark": "scale",
-            "runs": scaled(found["runs"]),
+            "runs": scaled(found["runs"], flags.parallel),
             "settings": dataclasses.asdict(flags),
         }
 
@@ -105,26 +105,35 @@ def main(argv: list[str]) -> int:
 
 
 def layouts_of(job: Job, flags: ScaleFlags) -> list[Job]:
-    """The same job in each way, on each number of GPUs."""
+    """The same job in each way, on each number of GPUs. Ways of the same program share its run on one GPU."""
     return [
         dataclasses.replace(
             job, engine=f"{how} {size}", program=PARALLEL[how][0], settings=job.settings | {PARALLEL[how][1]: size}
         )
         for how in flags.parallel
         for size in flags.sizes
+        if size > 1 or alone(how, flags.parallel) == how
     ]
 
 
-def scaled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With `parallel`, `gpus`, `speed_up` and `efficiency`; those where one GPU was not measured have neither."""
-    alone = {(row["engine"], row["work"]): row["seconds"] for row in rows}
+def alone(how: str, parallel: Sequence[str]) -> str:
+    """The first of the ways whose program is that of `how`: under its name that program runs on one GPU."""
+    return next(each for each in parallel if PARALLEL[each][0] == PARALLEL[how][0])
+
+
+def scaled(rows: Sequence[dict[str, Any]], parallel: Sequence[str]) -> list[dict[str, Any]]:
+    """Each way's, with `parallel`, `gpus`, `speed_up` and `efficiency`; without one GPU's, the last two are None."""
+    measured = {(row["engine"], row["work"]): row for row in rows}
     found = []
-    for row in rows:
-        how, _, size = row["engine"].partition(" ")
-        one = alone.get((f"{how} 1", row["work"]))
-        speed_up = statistics.median(one) / statistics.median(row["seconds"]) if one else None
-        more = {"parallel": how, "gpus": int(size), "speed_up": speed_up}
-        found.append(row | more | {"ratio": speed_up, "efficiency": speed_up and speed_up / int(size)})
+    for how in parallel:
+        for row in rows:
+            name, _, size = row["engine"].partition(" ")
+            if name != (alone(how, parallel) if size == "1" else how):
+                continue
+            one = measured.get((f"{alone(how, parallel)} 1", row["work"]))
+            speed_up = statistics.median(one["seconds"]) / statistics.median(row["seconds"]) if one else None
+            more = {"engine": f"{how} {size}", "parallel": how, "gpus": int(size), "speed_up": speed_up}
+            found.append(row | more | {"ratio": speed_up, "efficiency": speed_up and speed_up / int(size)})
     return found
 
 

@@ -10,9 +10,9 @@ from benchmarks.offline import engines, scale
 from engine.errors import ConfigError
 
 
-def test_each_layout_runs_the_same_work_and_is_compared_with_one_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What runs, instead of engines."""
     seen: list[dict[str, Any]] = []
 
     def run(
@@ -29,6 +29,12 @@ def test_each_layout_runs_the_same_work_and_is_compared_with_one_gpu(
     monkeypatch.setattr(engines, "describe_machine", lambda *_: {"cpu_cores": 2, "torch": "2"})
     for module in (engines, scale):
         monkeypatch.setattr(module, "nvidia_smi", lambda name: None)
+    return seen
+
+
+def test_each_layout_runs_the_same_work_and_is_compared_with_one_gpu(
+    tmp_path: Path, seen: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "scale.json"
     words = ["--model", "qwen3-0.6b", "--gpus", "4,1", "--work", "2x3x4", "--rounds", "1"]
     assert scale.main([*words, "--models-dir", str(tmp_path), "--output-json", str(path)]) == 0
@@ -40,6 +46,31 @@ def test_each_layout_runs_the_same_work_and_is_compared_with_one_gpu(
         ("tensor", 1, 1.0), ("tensor", 4, pytest.approx(3.2)), ("data", 1, 1.0), ("data", 4, pytest.approx(3.2)),
     ]  # fmt: skip
     assert "| tensor | 2x3x4 | 2 requests, 3 in, 4 out | 4 | 2 | 3.20 | 80% |" in capsys.readouterr().out
+
+
+def test_ranks_and_stages_share_their_run_on_one_gpu(tmp_path: Path, seen: list[dict[str, Any]]) -> None:
+    path = tmp_path / "scale.json"
+    words = [
+        "--model",
+        "qwen3-0.6b",
+        "--gpus",
+        "1,2",
+        "--parallel",
+        "pipeline,tensor",
+        "--work",
+        "2x3x4",
+        "--rounds",
+        "1",
+    ]
+    assert scale.main([*words, "--models-dir", str(tmp_path), "--output-json", str(path)]) == 0
+    assert [(each.get("pipeline_parallel_size"), each.get("tensor_parallel_size")) for each in seen] == [
+        (1, None), (2, None), (None, 2),
+    ]  # fmt: skip
+    runs = json.loads(path.read_text())["runs"]
+    assert [(row["engine"], row["parallel"], row["gpus"], row["speed_up"]) for row in runs] == [
+        ("pipeline 1", "pipeline", 1, 1.0), ("pipeline 2", "pipeline", 2, pytest.approx(1.6)),
+        ("tensor 1", "tensor", 1, 1.0), ("tensor 2", "tensor", 2, pytest.approx(1.6)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
