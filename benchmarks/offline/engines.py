@@ -45,8 +45,8 @@ longctx), prefix cache off but for prefix. Before the clock: a few short request
 With --write-weights, Quire's and vLLM's first greedy tokens of a few prompts are compared: engines that disagree about
 most do not compute the same model, which is reported as a failure.
 """
-COMPARED = "16x32x1"  # work whose greedy tokens are compared
-LEAST_EQUAL = 0.5  # of them: rounding decides some near-ties of random weights otherwise
+COMPARED = "16x32x1"  # prompts whose first greedy tokens are compared
+LEAST_EQUAL = 0.5  # the fraction that must be equal; with random weights, rounding decides some near-ties differently
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class Job:
     settings: dict[str, Any]
     works: tuple[Workload, ...]
     program: str = ""  # of one_engine.py, where it has another name than the engine
+    compared: tuple[str | list[Any], ...] = ()  # prompts whose first greedy tokens should be those of the other engines
 
     @property
     def key(self) -> str:
@@ -143,7 +144,7 @@ class Results:
 
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = field(default_factory=dict)  # (engine, model, work)
     starts: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)  # (engine, model)
-    greedy: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (engine, model): tokens of COMPARED
+    greedy: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (engine, model): first tokens of COMPARED
     failures: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -271,15 +272,15 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             }
             most = min(max(len(work.requests) for work in works), llama_cpp.MOST_SEQS)
             server = {"llama_server": flags.llama_server, "gguf": flags.gguf, "context": context, "max_num_seqs": most}
-            pairs.append(
-                [
-                    Job(
-                        engine, Path(model).name, folder,
-                        server if engine == llama_cpp.NAME else settings | more.get(engine, {}), tuple(works),
-                    )
-                    for engine in flags.engines
-                ]
-            )  # fmt: skip
+            compared = tuple(request.prompt for request in workloads.named(COMPARED, config["vocab_size"]).requests)
+            pair = []
+            for engine in flags.engines:
+                own = server if engine == llama_cpp.NAME else settings | more.get(engine, {})
+                loads = own.get("load_format") == "auto"
+                pair.append(
+                    Job(engine, Path(model).name, folder, own, tuple(works), compared=compared if loads else ())
+                )
+            pairs.append(pair)
     return pairs
 
 
@@ -308,11 +309,13 @@ def run_job(job: Job, number: int, flags: EnginesFlags, deadline: float, scratch
         }
         for work in job.works
     ]
-    wanted = {"engine": job.program or job.engine, "model": str(job.folder), "settings": job.settings, "works": works}
-    if job.settings.get("load_format") == "auto":
-        config = json.loads((job.folder / "config.json").read_text(encoding="utf-8"))
-        compared = workloads.named(COMPARED, config["vocab_size"])
-        wanted["compared"] = [request.prompt for request in compared.requests]
+    wanted = {
+        "engine": job.program or job.engine,
+        "model": str(job.folder),
+        "settings": job.settings,
+        "works": works,
+        "compared": job.compared,
+    }
     job_path.write_text(json.dumps({**wanted, "started": time.time(), "deadline": min(deadline, 1e12)}))
     # -P: neither the benchmarks' folder nor the working folder hides modules of other engines
     command = [

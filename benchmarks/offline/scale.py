@@ -126,11 +126,12 @@ def scaled(rows: Sequence[dict[str, Any]], parallel: Sequence[str]) -> list[dict
     measured = {(row["engine"], row["work"]): row for row in rows}
     found = []
     for how in parallel:
+        first = alone(how, parallel)
         for row in rows:
             name, _, size = row["engine"].partition(" ")
-            if name != (alone(how, parallel) if size == "1" else how):
+            if name != (first if size == "1" else how):
                 continue
-            one = measured.get((f"{alone(how, parallel)} 1", row["work"]))
+            one = measured.get((f"{first} 1", row["work"]))
             speed_up = statistics.median(one["seconds"]) / statistics.median(row["seconds"]) if one else None
             more = {"engine": f"{how} {size}", "parallel": how, "gpus": int(size), "speed_up": speed_up}
             found.append(row | more | {"ratio": speed_up, "efficiency": speed_up and speed_up / int(size)})

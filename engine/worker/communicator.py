@@ -84,7 +84,7 @@ class StageLink:
 
 
 def _transfer(operation: Callable[..., dist.Work | None], tensor: Tensor, neighbour: Neighbour) -> list[dist.Work]:
-    """A batch of one: NCCL warns that other transfers of a group wait for those outside batches."""
+    """Start a transfer, as a batch of one: NCCL logs a warning about transfers outside batches."""
     works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, tensor, neighbour.rank, neighbour.pair)])
     return works
 

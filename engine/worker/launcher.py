@@ -62,8 +62,8 @@ class LocalLauncher:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
         # PyTorch's threads read the store until the ranks disconnect, and if its file is gone, they wait for it. A file in
         # memory, which the followers inherit, is there until all have ended, however they end. It stays open, because
-        # PyTorch's stores write to it once more when they are destroyed, which may be at any time: by then, its number
-        # would be that of another file.
+        # PyTorch opens it by its number once more when it destroys a store, which may be after `close`. If the file were
+        # closed by then, that number might belong to another file.
         self._store = os.memfd_create("quire-ranks")
 
     def start(self, lost: Lost) -> Sequence[Follower]:

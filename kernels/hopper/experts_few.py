@@ -405,10 +405,11 @@ class Config(NamedTuple):
 def _choose(
     kind: str, rows: int, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int
 ) -> Config | None:
-    """For `rows` rows of so many codes: loads into some 100 registers of each thread in flight; a step within one group.
+    """For a weight of `rows` rows, each of `row` bytes of codes or `row` floats. Loads in flight fill some 100 registers of each
+    thread; a step lies within one group.
 
-    Of several tokens, gate and up in bfloat16 are faster with more warps that have fewer loads in flight, and down with
-    fewer programs of more rows, unless codes lie in chunks of 128.
+    For several tokens, gate and up in bfloat16 are faster with more warps, each with fewer loads in flight, and down with
+    fewer programs of more rows, unless warps read chunks of 128 codes.
     """
     blocks = kind == "e4m3" and group < row
     if blocks and num_tokens == 1 and row % 128 == 0:  # there is little to read: many threads at once
@@ -416,7 +417,7 @@ def _choose(
     size = 2 if kind == "float" else 1
     whole = group if group < row * halves else row
     several = num_tokens > 1 and experts == 1 and kind in ("float", "e4m3")
-    even = row % 512 == 0  # all warps have chunks of 128
+    even = row % 512 == 0  # four warps have equally many chunks of 128
     tall = several and streams == 1 and rows % 32 == 0 and (kind == "float" or not even)
     narrow = several and streams == 2 and kind == "float"
     sizes = [128] if experts == halves == 1 and even and not tall and not narrow else []

@@ -50,18 +50,8 @@ def test_each_layout_runs_the_same_work_and_is_compared_with_one_gpu(
 
 def test_ranks_and_stages_share_their_run_on_one_gpu(tmp_path: Path, seen: list[dict[str, Any]]) -> None:
     path = tmp_path / "scale.json"
-    words = [
-        "--model",
-        "qwen3-0.6b",
-        "--gpus",
-        "1,2",
-        "--parallel",
-        "pipeline,tensor",
-        "--work",
-        "2x3x4",
-        "--rounds",
-        "1",
-    ]
+    words = ["--model", "qwen3-0.6b", "--gpus", "1,2", "--parallel", "pipeline,tensor", "--work", "2x3x4"]
+    words += ["--rounds", "1"]
     assert scale.main([*words, "--models-dir", str(tmp_path), "--output-json", str(path)]) == 0
     assert [(each.get("pipeline_parallel_size"), each.get("tensor_parallel_size")) for each in seen] == [
         (1, None), (2, None), (None, 2),

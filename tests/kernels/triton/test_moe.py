@@ -92,9 +92,7 @@ def test_logits_in_parts(dtype: torch.dtype, weight_dtype: torch.dtype, num_toke
     want = x.double() @ weight.double().T + bias
     assert len(got) == num_parts
     assert (got.double().sum(0) - want).abs().max() < 2e-6
-    few = slice(
-        num_tokens - 65 if num_tokens > 65 else 0, None
-    )  # a program each, which the interpreter runs one by one
+    few = slice(max(num_tokens - 65, 0), None)  # the interpreter runs a program for each, one after the other
     rule, correction = Router(5, "sigmoid", 6, 3, "top2", renormalise=True), torch.randn(60) / 4
     ids, weights = router._top_k(got[:, few].contiguous(), correction, rule, None)
     want_ids, wanted = reference.route(x[few].double(), weight.double(), bias.double(), correction, rule)
