@@ -26,7 +26,7 @@ LAUNCH = 5e-6  # seconds of one more kernel, or of a layer's part of preparing t
 def can_gain(
     capability: tuple[int, int] | None, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> bool:
-    """Whether Hopper's kernel computes such heads (see its `applies`) and gains from wide pages. `dtype`: of queries."""
+    """Whether Hopper's kernel computes such heads (see its `applies`) and gains from wide pages. `dtype`: the model's."""
     rows = padded_query_rows(num_heads // num_kv_heads)
     return (
         capability is not None

@@ -218,12 +218,13 @@ class Inputs:
         case = self.case
         device = self.query.device
         wide = WidePages.of_step(case.query_lens, case.context_lens, case.window, lambda tensor: tensor.to(device))
+        query = self.query.half()  # as `rope_and_store` writes it
 
         def call() -> Tensor:
-            key, value = made = wide.allocate(self.kv, self.query.dtype).pages
+            key, value = made = wide.allocate(self.kv).pages
             wide.fill(made, self.kv, self.block_tables, self.rows, self.context_lens)
             return kernels.paged_attention_prefill(
-                self.query, key, value, wide.block_tables, wide.rows, self.query_start, self.context_lens, **options
+                query, key, value, wide.block_tables, wide.rows, self.query_start, self.context_lens, **options
             )
 
         return call

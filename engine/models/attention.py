@@ -136,7 +136,7 @@ class Attention(CheckpointModule):
             qkv = self._with_normed_values(qkv, self.v_norm, k_norm.eps)
         pages = metadata.wide_pages
         # While scales are calibrated the cache is not e4m3 yet, and is read itself.
-        wide = pages.allocate(kv, qkv.dtype) if pages is not None and spec.widens and kv_scale is not None else None
+        wide = pages.allocate(kv) if pages is not None and spec.widens and kv_scale is not None else None
         query = kernels.rope_and_store(
             qkv,
             positions,
@@ -155,7 +155,7 @@ class Attention(CheckpointModule):
         )  # [T, H, D]
         out = attend(
             query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes,
-            wide=None if wide is None else wide.pages,
+            wide=None if wide is None else wide.pages, out=qkv.new_empty(query.shape),
         )  # fmt: skip
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
@@ -235,11 +235,12 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     wide: Tensor | None = None,
+    out: Tensor,
 ) -> Tensor:
     """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
-    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> [T, H, D]. kv_scale [2, num_kv_heads] float32
-    for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has them. `wide`: the pages of
+    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]. kv_scale [2, num_kv_heads]
+    float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has them. `wide`: the pages of
     `metadata.wide_pages`, which hold the K and V that the layer has stored.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
@@ -254,7 +255,6 @@ def attend(
     )
     m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
     plan, tiles = (m.sparse_plan, m.sparse_tiles) if spec.sparse else (m.decode_plan, m.prefill_tiles)
-    out = torch.empty_like(query)
     if n:
         lens = m.context_lens[:n] if m.decode_lens is None else m.decode_lens
         kernels.paged_attention_decode(

@@ -76,12 +76,12 @@ class WidePages:
             scratch_bytes=scratch_bytes,
         )
 
-    def allocate(self, kv_cache: Tensor, dtype: torch.dtype) -> kernels.WideCopy:
-        """Return pages [2, P, Hkv, WIDE_PAGE, D] in `dtype` for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
+    def allocate(self, kv_cache: Tensor) -> kernels.WideCopy:
+        """Return float16 pages [2, P, Hkv, WIDE_PAGE, D] for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         shape = (2, len(self.pages), num_kv_heads, WIDE_PAGE, head_dim)
         count = math.prod(shape)
-        scratch = torch.empty(max(count, self.scratch_bytes // dtype.itemsize), dtype=dtype, device=kv_cache.device)
+        scratch = torch.empty(max(count, self.scratch_bytes // 2), dtype=torch.float16, device=kv_cache.device)
         return kernels.WideCopy(scratch[:count].view(shape), self.slots)
 
     def fill(self, out: Tensor, kv_cache: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor | None) -> None:

@@ -1,6 +1,6 @@
 """What brings the queries, keys and values of Hopper's prefill attention to shared memory, each in a partition of its own.
 
-By the tensor memory accelerator, or, from an e4m3 cache, through registers, where they become float16.
+By the tensor memory accelerator, but keys and values of an e4m3 cache through registers, where they become float16.
 """
 
 from __future__ import annotations
@@ -254,40 +254,16 @@ def _convert_tiles(
 
 
 @gluon.jit
-def _convert_queries(
-    query, q_smem, q_stage, token, stop, head, stride_qt, stride_qh,
-    GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """An item's 128 rows of queries, as float16."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    chunks = q_smem._reinterpret(gl.float16, [Q_STAGES * 2 * HALVES, 64, 64], TILE_LAYOUT)
-    for group in gl.static_range(2):
-        row = group * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        token_of_row = token + row // GROUP_ROWS
-        inside = (token_of_row < stop) & (row % GROUP_ROWS < GROUP)
-        at = query + token_of_row.to(gl.int64) * stride_qt + (head * GROUP + row % GROUP_ROWS) * stride_qh
-        for half in gl.static_range(HALVES):
-            d = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-            mask = inside[:, None]
-            if HALVES * 64 != HEAD_DIM:
-                mask &= (d < HEAD_DIM)[None, :]
-            q = gl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
-            chunks.index((q_stage * 2 + group) * HALVES + half).store(q.to(gl.float16))
-
-
-@gluon.jit
 def bring_items(
     query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_qt, stride_qh,
-    stride_block, stride_head, stride_token,
+    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head, stride_token,
     KEYS: gl.constexpr, FP8: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr,
     GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """The partition that brings every item's queries, with two stages one item ahead, and keys; without KEYS its values.
 
-    With FP8 it brings values besides keys; query and caches are pointers then, else descriptors of boxes.
+    With FP8 it brings values besides keys; the caches are pointers then, else descriptors of boxes, as the query is.
     """
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
     program = gl.program_id(0)
@@ -311,15 +287,7 @@ def bring_items(
         if KEYS:
             q_stage = iteration % Q_STAGES
             mbarrier.wait(q_empty.index(q_stage), ((iteration // Q_STAGES) & 1) ^ 1)
-            if FP8:
-                _convert_queries(
-                    query, q_smem, q_stage, token, stop, head, stride_qt, stride_qh,
-                    GROUP, GROUP_ROWS, HEAD_DIM, Q_STAGES, HALVES,
-                )  # fmt: skip
-                fence_async_shared()
-                mbarrier.arrive(q_full.index(q_stage))
-            else:
-                _load_queries(query, q_smem, q_full, q_stage, token, head, GROUP, GROUP_ROWS, Q_STAGES, HALVES)
+            _load_queries(query, q_smem, q_full, q_stage, token, head, GROUP, GROUP_ROWS, Q_STAGES, HALVES)
         if FP8:
             head_at = head.to(gl.int64) * (stride_head // 4)
             keys = key_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at

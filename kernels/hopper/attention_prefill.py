@@ -265,7 +265,7 @@ def _multiply(
 )
 def _hopper_prefill_kernel(
     query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, sinks, kv_scale, num_items,
-    scale_log2, stride_ot, stride_table, stride_qt, stride_qh, stride_block, stride_head, stride_token,
+    scale_log2, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr,
@@ -319,8 +319,8 @@ def _hopper_prefill_kernel(
                 )),
                 (bring_items, (
                     query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_qt, stride_qh,
-                    stride_block, stride_head, stride_token, gl.constexpr(True), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
+                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head,
+                    stride_token, gl.constexpr(True), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
                     GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
                 )),
             ],
@@ -343,14 +343,14 @@ def _hopper_prefill_kernel(
                 )),
                 (bring_items, (
                     query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_qt, stride_qh,
-                    stride_block, stride_head, stride_token, gl.constexpr(True), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
+                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head,
+                    stride_token, gl.constexpr(True), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
                     GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
                 )),
                 (bring_items, (
                     query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_qt, stride_qh,
-                    stride_block, stride_head, stride_token, gl.constexpr(False), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
+                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head,
+                    stride_token, gl.constexpr(False), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
                     GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
                 )),
             ],
@@ -421,6 +421,8 @@ def launch(
 ) -> None:
     """Writes the attention of `tiles`' queries to `out`. Shapes as in `kernels.paged_attention_prefill`; see `applies`.
 
+    Over an e4m3 cache, queries are multiplied as float16: other ones are copied first.
+
     block_n, stages and registers are for tuning.
     """
     _, num_heads, head_dim = query.shape
@@ -431,14 +433,14 @@ def launch(
     # Two stages of keys and of values, and the queries, fit; and small windows have few keys beside their edges.
     block_n = block_n or (128 if head_dim <= 128 and not 0 < window <= 1024 and sparse is None else 64)
     registers = registers or (240 if not fp8 else 200 if head_dim <= 128 else 208)  # what converts needs some, too
-    inputs: list[Tensor | TensorDescriptor] = [query, key_cache, value_cache]
+    queries = _boxes(query.half() if fp8 else query, 64 // rows_of_query, rows_of_query, 64)
+    caches: list[Tensor | TensorDescriptor] = [key_cache, value_cache]
     if not fp8:
-        boxes = (64 // rows_of_query, rows_of_query, 64), *((1, 1, min(page, block_n), 64),) * 2
-        inputs = [_boxes(tensor, *box) for tensor, box in zip((query, key_cache, value_cache), boxes, strict=True)]
+        caches = [_boxes(cache, 1, 1, min(page, block_n), 64) for cache in (key_cache, value_cache)]
     _hopper_prefill_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
-        *inputs, out, block_tables, rows, query_start, context_lens, tiles, context_lens if sinks is None else sinks,
+        queries, *caches, out, block_tables, rows, query_start, context_lens, tiles, context_lens if sinks is None else sinks,
         context_lens if kv_scale is None else kv_scale, num_items, scale * LOG2E.value, out.stride(0),
-        block_tables.stride(0), query.stride(0), query.stride(1), *key_cache.stride()[:3],
+        block_tables.stride(0), *key_cache.stride()[:3],
         NUM_KV_HEADS=packed, KV_GROUP=packed // num_kv_heads, GROUP=group, GROUP_ROWS=rows_of_query,
         HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page, STAGES=stages,
         Q_STAGES=2 if head_dim <= 128 else 1, REGISTERS=registers, WINDOW=window,

@@ -155,14 +155,18 @@ def rope_and_store(
     interleaved: bool = False,
     wide: WideCopy | None = None,
 ) -> Tensor:
-    """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free."""
+    """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free.
+
+    Queries for an e4m3 cache are float16 if qkv is bfloat16: attention multiplies them so.
+    """
     num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
     assert qkv.stride(1) == key_cache.stride(3) == 1
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     assert wide is None or (kv_scale is not None and wide.pages.is_contiguous() and wide.slots.stride() == (1,))
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    dtype = torch.float16 if kv_scale is not None and qkv.dtype == torch.bfloat16 else qkv.dtype
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     if num_tokens:
         heads = min(next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
         table = positions if cos_sin is None else cos_sin  # pointers that are not read take the place of None

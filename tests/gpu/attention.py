@@ -109,10 +109,11 @@ def wide_prefill(
     """Prefill as a step of the engine does it that widens the pages of an e4m3 cache."""
     wide = WidePages.of_step(queries, contexts, int(window), lambda tensor: tensor.to(query.device))
     start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=query.device)
-    keys, values = made = wide.allocate(paged.kv, query.dtype).pages
+    keys, values = made = wide.allocate(paged.kv).pages
     wide.fill(made, paged.kv, paged.block_tables, paged.rows, paged.context_lens)
+    here = keys, values, wide.block_tables, wide.rows
     return kernels.paged_attention_prefill(
-        query, keys, values, wide.block_tables, wide.rows, start, paged.context_lens, window=int(window), **options
+        query.half(), *here, start, paged.context_lens, window=int(window), **options
     )
 
 

@@ -116,7 +116,7 @@ class Step:
         return self.attend(self.store(), self.paged.kv, self.paged.block_tables, self.paged.rows)
 
     def over_wide_pages(self, wide: WidePages) -> Tensor:
-        paged, copy = self.paged, wide.allocate(self.paged.kv, BF16)
+        paged, copy = self.paged, wide.allocate(self.paged.kv)
         query = self.store(copy)
         wide.fill(copy.pages, paged.kv, paged.block_tables, paged.rows, None)
         return self.attend(query, copy.pages, wide.block_tables, wide.rows)
@@ -131,7 +131,7 @@ class Step:
 
     def widen(self, wide: WidePages) -> Tensor:
         """All keys and values, which no layer does that stores new ones."""
-        paged, out = self.paged, wide.allocate(self.paged.kv, BF16).pages
+        paged, out = self.paged, wide.allocate(self.paged.kv).pages
         wide.fill(out, paged.kv, paged.block_tables, paged.rows, paged.context_lens)
         return out
 

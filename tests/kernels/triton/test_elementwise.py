@@ -233,6 +233,19 @@ def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float
     assert ((got != expected) & ~expected.isnan()).float().mean() < 0.02
 
 
+def test_bfloat16_queries_for_an_e4m3_cache_are_float16(exact_float8: None) -> None:
+    """Rounded once, from float32."""
+    step, table = Step(4, 3, 80, torch.bfloat16), torch.randn(40, 80)
+    caches, scale = quantised(step)
+    got = rotary.rope_and_store(
+        step.qkv, step.positions, table, *caches, step.slots, num_heads=4, num_kv_heads=3, kv_scale=scale
+    )
+    assert got.dtype == torch.float16
+    query, key, _ = step.qkv.double().unflatten(1, (10, 80)).split((4, 3, 3), 1)
+    exact, _ = reference.rope(query, key, step.positions, table.double())
+    torch.testing.assert_close(got.double(), exact, rtol=2**-11, atol=1e-5)
+
+
 @pytest.mark.parametrize("module", [reference, rotary], ids=["reference", "triton"])
 @pytest.mark.parametrize("rotary_dim", [0, 40, 80])
 def test_what_goes_into_an_e4m3_cache_goes_into_wide_pages(module: Any, rotary_dim: int, exact_float8: None) -> None:
