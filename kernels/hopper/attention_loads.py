@@ -1,6 +1,7 @@
 """What brings the queries, keys and values of Hopper's prefill attention to shared memory, each in a partition of its own.
 
-By the tensor memory accelerator, but keys and values of an e4m3 cache through registers, where they become float16.
+The tensor memory accelerator brings them. What comes from an e4m3 cache becomes float16 on its way: another partition takes it
+through registers to where it is multiplied.
 """
 
 from __future__ import annotations
@@ -64,9 +65,29 @@ def _blocks(
 
 
 @gluon.jit
+def _ask(
+    desc, boxes, full, stage, blocks, start, context_len, kv_head, pred,
+    BOXES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
+):  # fmt: skip
+    """Ask for the boxes of a tile of keys (or values), if `pred`."""
+    BOX: gl.constexpr = desc.block_shape[2]
+    mbarrier.expect(full, BOXES * PANELS * desc.block_type.nbytes, pred=pred)
+    for i in gl.static_range(BOXES):
+        position = start + i * BOX
+        offset = -gl.maximum(0, gl.minimum(BOX, position + BOX - context_len))
+        if PAGE > BOX:
+            offset += position % PAGE
+        for panel in gl.static_range(PANELS):
+            to = boxes.index((stage * PANELS + panel) * BOXES + i)
+            tma.async_copy_global_to_shared(
+                desc, [blocks[i], kv_head, offset, panel * desc.block_shape[3]], full, to, pred=pred
+            )
+
+
+@gluon.jit
 def _load_tile(
     desc, boxes, full, empty, step, table, start, oldest, context_len, kv_head,
-    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, PANELS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Ask for BLOCK_N keys (or values) of one sequence and head as soon as the stage is empty."""
     BOX: gl.constexpr = desc.block_shape[2]
@@ -74,28 +95,19 @@ def _load_tile(
     blocks = _blocks(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), BLOCK_N * HALVES * 64 * 2)
-    for i in gl.static_range(BOXES):
-        position = start + i * BOX
-        offset = -gl.maximum(0, gl.minimum(BOX, position + BOX - context_len))
-        if PAGE > BOX:
-            offset += position % PAGE
-        for half in gl.static_range(HALVES):
-            at = (stage * HALVES + half) * BOXES + i
-            tma.async_copy_global_to_shared(
-                desc, [blocks[i], kv_head, offset, half * 64], full.index(stage), boxes.index(at)
-            )
+    _ask(desc, boxes, full.index(stage), stage, blocks, start, context_len, kv_head, True, BOXES, PAGE, PANELS)
 
 
 @gluon.jit
 def _load_tiles(
     desc, smem, full, empty, step, table, oldest, end, context_len, head, kv_head,
-    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, PANELS: gl.constexpr, WINDOW: gl.constexpr,
     SPARSE: gl.constexpr,
 ):  # fmt: skip
     """Ask for the keys (or values) [oldest, end), and before them, with SPARSE, whose blocks are tiles, vertical blocks."""
     BOX: gl.constexpr = desc.block_shape[2]
-    boxes = smem._reinterpret(smem.dtype, [STAGES * HALVES * (BLOCK_N // BOX), 1, 1, BOX, 64], desc.layout)
+    COUNT: gl.constexpr = STAGES * PANELS * (BLOCK_N // BOX)
+    boxes = smem._reinterpret(smem.dtype, [COUNT, 1, 1, BOX, desc.block_shape[3]], desc.layout)
     if SPARSE is not None:
         first, vertical = vertical_blocks(head, oldest, SPARSE)
         for i in range(vertical):
@@ -114,7 +126,7 @@ def _load_tiles(
                 BLOCK_N,
                 PAGE,
                 STAGES,
-                HALVES,
+                PANELS,
                 WINDOW,
             )
             step += 1
@@ -133,7 +145,7 @@ def _load_tiles(
             BLOCK_N,
             PAGE,
             STAGES,
-            HALVES,
+            PANELS,
             WINDOW,
         )
         step += 1
@@ -158,113 +170,14 @@ def _load_queries(
 
 
 @gluon.jit
-def _blocks_of_slots(table, start, oldest, context_len, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr):
-    """The blocks of the slots of a tile of keys, 64 after 64; -1 for slots behind the context or before `oldest`."""
-    blocks = ()
-    for i in gl.static_range(BLOCK_N // 64):
-        position = start + i * 64 + gl.arange(0, 64, layout=SLOTS)
-        inside = (position < context_len) & (position >= oldest)
-        block = gl.load(table + position // PAGE, mask=inside, other=-1)
-        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
-    return blocks
-
-
-@gluon.jit
-def _e4m3_chunk(
-    cache, blocks, start, stride_block, stride_token,
-    CHUNK: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr, HALVES: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """64 slots and 64 channels of a tile, of which the channels come first: [64, 16] int32, as registers hold them."""
-    block = blocks[CHUNK // HALVES]
-    position = start + CHUNK // HALVES * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    four = CHUNK % HALVES * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
-    at = (
-        cache
-        + (block.to(gl.int64) * (stride_block // 4) + position % PAGE * (stride_token // 4))[:, None]
-        + four[None, :]
-    )
-    mask = (block >= 0)[:, None]
-    if HALVES * 64 != HEAD_DIM:
-        mask &= (four < HEAD_DIM // 4)[None, :]
-    return gl.load(at, mask=mask, other=0)
-
-
-@gluon.jit
-def _float16_pairs(chunk):
-    """[64, 32] int32, each two float16, of [64, 16] int32, each four e4m3."""
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    low, high = gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
-        "=r,=r,r", [chunk], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    return gl.convert_layout(gl.join(low, high).reshape([64, 32]), PAIRS)
-
-
-@gluon.jit
-def _convert_tiles(
-    keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, table, oldest, end, context_len, stride_block,
-    stride_token,
-    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """Fill each empty stage with BLOCK_N of the e4m3 keys and values [oldest, end) as float16.
-
-    A tile is one line of chunks, the keys' and then the values'. AHEAD chunks are on their way.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    SLOTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    PARTS: gl.constexpr = BLOCK_N // 64
-    CHUNKS: gl.constexpr = PARTS * HALVES
-    AHEAD: gl.constexpr = min(4, 2 * CHUNKS)
-    PAIRS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    key_chunks = k_smem._reinterpret(gl.int32, [STAGES * CHUNKS, 64, 32], PAIRS_LAYOUT)
-    value_chunks = v_smem._reinterpret(gl.int32, [STAGES * CHUNKS, 64, 32], PAIRS_LAYOUT)
-    begin = oldest // BLOCK_N * BLOCK_N
-    blocks = _blocks_of_slots(table, begin, oldest, context_len, BLOCK_N, PAGE, SLOTS)
-    loaded = ()
-    for c in gl.static_range(AHEAD):
-        chunk = _e4m3_chunk(
-            keys if c < CHUNKS else values, blocks, begin, stride_block, stride_token, c % CHUNKS,
-            HEAD_DIM, PAGE, HALVES, LAYOUT,
-        )  # fmt: skip
-        loaded = loaded + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
-    for start in range(begin, end, BLOCK_N):
-        stage = step % STAGES
-        phase = ((step // STAGES) & 1) ^ 1
-        after = start + BLOCK_N
-        next_blocks = _blocks_of_slots(table, after, oldest, context_len, BLOCK_N, PAGE, SLOTS)
-        for c in gl.static_range(2 * CHUNKS):
-            converted = _float16_pairs(loaded[0])  # type: ignore[misc]
-            chunk = _e4m3_chunk(
-                keys if (c + AHEAD) % (2 * CHUNKS) < CHUNKS else values,
-                blocks if c + AHEAD < 2 * CHUNKS else next_blocks,
-                start if c + AHEAD < 2 * CHUNKS else after,
-                stride_block, stride_token, (c + AHEAD) % CHUNKS, HEAD_DIM, PAGE, HALVES, LAYOUT,
-            )  # fmt: skip
-            loaded = loaded[1:] + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
-            if c % CHUNKS == 0:
-                mbarrier.wait((k_empty if c < CHUNKS else v_empty).index(stage), phase)
-            at = stage * CHUNKS + c % CHUNKS % HALVES * PARTS + c % CHUNKS // HALVES
-            (key_chunks if c < CHUNKS else value_chunks).index(at).store(converted)
-            if (c + 1) % CHUNKS == 0:
-                fence_async_shared()
-                mbarrier.arrive((k_full if c < CHUNKS else v_full).index(stage))
-        blocks = next_blocks
-        step += 1
-    return step
-
-
-@gluon.jit
 def bring_items(
-    query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head, stride_token,
-    KEYS: gl.constexpr, FP8: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr,
-    GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr,
+    query, cache, q_smem, smem, q_full, q_empty, full, empty,
+    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
+    KEYS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr,
+    WINDOW: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """The partition that brings every item's queries, with two stages one item ahead, and keys; without KEYS its values.
-
-    With FP8 it brings values besides keys; the caches are pointers then, else descriptors of boxes, as the query is.
-    """
+    """The partition that brings every item's queries, with two stages one item ahead, and keys; without KEYS its values."""
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
@@ -288,21 +201,134 @@ def bring_items(
             q_stage = iteration % Q_STAGES
             mbarrier.wait(q_empty.index(q_stage), ((iteration // Q_STAGES) & 1) ^ 1)
             _load_queries(query, q_smem, q_full, q_stage, token, head, GROUP, GROUP_ROWS, Q_STAGES, HALVES)
-        if FP8:
-            head_at = head.to(gl.int64) * (stride_head // 4)
-            keys = key_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at
-            values = value_cache.to(gl.pointer_type(gl.int32), bitcast=True) + head_at
-            step = _convert_tiles(
-                keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, table,
-                oldest, end, context_len, stride_block, stride_token, HEAD_DIM, BLOCK_N, PAGE, STAGES, HALVES,
-            )  # fmt: skip
-        else:
-            step = _load_tiles(
-                key_cache if KEYS else value_cache, k_smem if KEYS else v_smem, k_full if KEYS else v_full,
-                k_empty if KEYS else v_empty, step, table, oldest, end, context_len, head, head // KV_GROUP,
-                BLOCK_N, PAGE, STAGES, HALVES, WINDOW, SPARSE,
-            )  # fmt: skip
+        step = _load_tiles(
+            cache, smem, full, empty, step, table, oldest, end, context_len, head, head // KV_GROUP,
+            BLOCK_N, PAGE, STAGES, HALVES * 64 // cache.block_shape[3], WINDOW, SPARSE,
+        )  # fmt: skip
         first_query, start, stop = first_after, next_start, next_stop
         context_len, row_of_table = next_context_len, next_row
         iteration += 1
         index = snake(iteration, program, num_programs)
+
+
+@gluon.jit
+def _float16_pairs(chunk):
+    """[64, 32] int32, each two float16, of [64, 16] int32, each four e4m3."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    low, high = gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        "=r,=r,r", [gl.convert_layout(chunk, CODES)], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.convert_layout(gl.join(low, high).reshape([64, 32]), PAIRS)
+
+
+@gluon.jit
+def _ask_codes(
+    desc, codes, full, blocks, start, context_len, kv_head, pred, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, HALVES: gl.constexpr
+):
+    """Ask for the e4m3 codes of a tile of keys (or values), if `pred`."""
+    BOX: gl.constexpr = desc.block_shape[2]
+    PANELS: gl.constexpr = HALVES * 64 // desc.block_shape[3]
+    boxes = codes._reinterpret(codes.dtype, [PANELS * (BLOCK_N // BOX), 1, 1, BOX, desc.block_shape[3]], desc.layout)
+    _ask(desc, boxes, full, 0, blocks, start, context_len, kv_head, pred, BLOCK_N // BOX, PAGE, PANELS)
+
+
+@gluon.jit
+def _convert_tile(
+    desc, codes, smem, codes_full, full, empty, step, blocks, start, context_len, kv_head, more,
+    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Fill the next stage with BLOCK_N keys (or values) as float16, from the codes that were asked for: 64 of them at a time,
+    and a panel of 128 channels, or of 64. As soon as all are read, ask for those of another tile, if there are `more`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    PARTS: gl.constexpr = BLOCK_N // 64
+    SIDES: gl.constexpr = min(HALVES, 2)  # halves of a panel
+    PANELS: gl.constexpr = HALVES // SIDES
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64 * SIDES, element_bitwidth=32, rank=2)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    sources = codes._reinterpret(gl.int32, [PANELS * PARTS, 64, 16 * SIDES], CODES)
+    targets = smem._reinterpret(gl.int32, [STAGES * HALVES * PARTS, 64, 32], PAIRS)
+    stage = step % STAGES
+    mbarrier.wait(codes_full, step & 1)
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    for i in gl.static_range(PANELS * PARTS):
+        chunk = sources.index(i).load(LAYOUT)
+        if i == PANELS * PARTS - 1:
+            _ask_codes(desc, codes, codes_full, blocks, start, context_len, kv_head, more, BLOCK_N, PAGE, HALVES)
+        at = (stage * HALVES + i // PARTS * SIDES) * PARTS + i % PARTS
+        if SIDES == 1:
+            targets.index(at).store(_float16_pairs(chunk))
+        else:
+            left, right = gl.split(chunk.reshape([64, 2, 16]).permute([0, 2, 1]))
+            targets.index(at).store(_float16_pairs(left))
+            targets.index(at + PARTS).store(_float16_pairs(right))
+    fence_async_shared()
+    mbarrier.arrive(full.index(stage))
+
+
+@gluon.jit
+def convert_items(
+    query, keys, values, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty, codes_full, k_full, k_empty, v_full, v_empty,
+    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The partition that brings every item's queries, keys and values, if these are e4m3 codes: it makes them float16.
+
+    A tile's codes are asked for while those of the tile before, which may be the last one of another item, become float16.
+    codes_full: a barrier for keys, and one for values.
+    """
+    TILE_Q: gl.constexpr = 128 // GROUP_ROWS
+    BOX: gl.constexpr = keys.block_shape[2]
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    step = 0
+    iteration = 0
+    index = snake(iteration, program, num_programs)
+    more = index < num_items  # to be asked for
+    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
+    seq, first_query = item_tile(index, tiles, num_items, NUM_KV_HEADS)
+    start, stop, context_len, row_of_table = sequence_of(seq, rows, query_start, context_lens)
+    next_seq, next_first = item_tile(snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+    while index < num_items:
+        head = index % NUM_KV_HEADS
+        token = start + first_query
+        next_index = snake(iteration + 1, program, num_programs)
+        next_start, next_stop, next_context_len, next_row = sequence_of(next_seq, rows, query_start, context_lens)
+        first_after = next_first
+        next_seq, next_first = item_tile(snake(iteration + 2, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+        oldest, end = keys_of(context_len - stop + token, context_len, TILE_Q, WINDOW, None)
+        next_pos = next_context_len - next_stop + next_start + first_after
+        next_oldest, _ = keys_of(next_pos, next_context_len, TILE_Q, WINDOW, None)
+        begin = oldest // BLOCK_N * BLOCK_N
+        if step == 0:
+            table = block_tables + row_of_table.to(gl.int64) * stride_table
+            blocks = _blocks(table, begin, oldest, context_len, BOX, BLOCK_N // BOX, PAGE, WINDOW)
+            _ask_codes(keys, k_codes, codes_full.index(0), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES)
+            _ask_codes(values, v_codes, codes_full.index(1), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES)
+        q_stage = iteration % Q_STAGES
+        mbarrier.wait(q_empty.index(q_stage), ((iteration // Q_STAGES) & 1) ^ 1)
+        _load_queries(query, q_smem, q_full, q_stage, token, head, GROUP, GROUP_ROWS, Q_STAGES, HALVES)
+        for tile in range(begin, end, BLOCK_N):
+            # What to ask for: this item's next tile, or the next item's first one.
+            own = tile + BLOCK_N < end
+            at = gl.where(own, tile + BLOCK_N, next_oldest // BLOCK_N * BLOCK_N)
+            at_len = gl.where(own, context_len, next_context_len)
+            at_head = gl.where(own, head, next_index % NUM_KV_HEADS)
+            table = block_tables + gl.where(own, row_of_table, next_row).to(gl.int64) * stride_table
+            blocks = _blocks(table, at, gl.where(own, oldest, next_oldest), at_len, BOX, BLOCK_N // BOX, PAGE, WINDOW)
+            more = own | (next_index < num_items)
+            _convert_tile(
+                keys, k_codes, k_smem, codes_full.index(0), k_full, k_empty, step, blocks, at, at_len, at_head, more,
+                BLOCK_N, PAGE, STAGES, HALVES,
+            )  # fmt: skip
+            _convert_tile(
+                values, v_codes, v_smem, codes_full.index(1), v_full, v_empty, step, blocks, at, at_len, at_head, more,
+                BLOCK_N, PAGE, STAGES, HALVES,
+            )  # fmt: skip
+            step += 1
+        first_query, start, stop = first_after, next_start, next_stop
+        context_len, row_of_table = next_context_len, next_row
+        iteration += 1
+        index = next_index

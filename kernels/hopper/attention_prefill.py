@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.block_sparse import BlockSparse
-from kernels.hopper.attention_loads import bring_items, item_tile, keys_of, sequence_of, snake, vertical_blocks
+from kernels.hopper.attention_loads import bring_items, convert_items, item_tile, keys_of, sequence_of, snake, vertical_blocks
 from kernels.plan import prefill_query_rows
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
@@ -39,16 +39,15 @@ LOG2E = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def _masked(
     s, start, query_pos, context_len, head,
-    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr, BOXED: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """-inf where a row's query does not see the key. The context's last box, if keys come in boxes, holds its keys shifted
-    to the box's end."""
+    """-inf where a row's query does not see the key. The context's last box holds its keys shifted to the box's end."""
     BOX: gl.constexpr = min(PAGE, BLOCK_N)
     slots = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
     last_box = (context_len - 1) // BOX * BOX
     missing = last_box + BOX - context_len
     last_seen = query_pos - start
-    if BOXED & (missing > 0) & (start + BLOCK_N > last_box):
+    if (missing > 0) & (start + BLOCK_N > last_box):
         shifted = slots >= last_box - start
         key = gl.where(shifted, slots - missing, slots)
         key = gl.where(shifted & (key < last_box - start), context_len, key)
@@ -92,7 +91,7 @@ def _exponentials(s, m, l, scale_log2, SOME: gl.constexpr):
 def _fold_tiles(
     begin, end, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply, query_pos, context_len,
     head, scale_log2, WG: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, BOXED: gl.constexpr, MASKED: gl.constexpr,
+    WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Fold key tiles [begin, end) into acc, m and l. Each adds the values of the tile before it, whose probabilities p are."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -113,7 +112,7 @@ def _fold_tiles(
         if SOFT_CAP > 0:
             s = _capped(s, scale_log2, SOFT_CAP)
         if MASKED:
-            s = _masked(s, tile * BLOCK_N, query_pos, context_len, head, BLOCK_N, PAGE, WINDOW, SPARSE, BOXED)
+            s = _masked(s, tile * BLOCK_N, query_pos, context_len, head, BLOCK_N, PAGE, WINDOW, SPARSE)
         probabilities, rescale, m, l = _exponentials(
             s, m, l, 1.0 if SOFT_CAP > 0 else scale_log2, WINDOW > 0 or SPARSE is not None
         )
@@ -133,8 +132,7 @@ def _multiply(
     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, score_scale, stride_ot,
     WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr,
-    WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8: gl.constexpr,
-    SCALED: gl.constexpr,
+    WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: rows [64 * WG, 64 * WG + 64) of every item."""
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
@@ -142,7 +140,12 @@ def _multiply(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
-    OUT_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D_PAD // 8), D_PAD // 8], [4, 1], [1, 0])
+    # Four channels of a thread lie side by side, and a row's lanes are those of ACC_LAYOUT: they trade among themselves.
+    MORE: gl.constexpr = [[0, 64]] if HALVES == 2 else [[0, 64], [0, 128]] if HALVES == 4 else []
+    OUT_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + MORE,
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, D_PAD],
+    )  # fmt: skip
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
@@ -190,7 +193,7 @@ def _multiply(
         if SOFT_CAP > 0:
             s = _capped(s, scale_log2, SOFT_CAP)
         if (vertical == 0) & ((last_whole <= first_tile) | (first_tile < first_whole)):
-            s = _masked(s, first_tile * BLOCK_N, query_pos, context_len, head, BLOCK_N, PAGE, WINDOW, SPARSE, not FP8)
+            s = _masked(s, first_tile * BLOCK_N, query_pos, context_len, head, BLOCK_N, PAGE, WINDOW, SPARSE)
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         probabilities, _rescale, m, l = _exponentials(
@@ -202,24 +205,24 @@ def _multiply(
         if SPARSE is not None:
             step, p, acc, m, l = _fold_tiles(
                 1, vertical, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply,
-                query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, not FP8, False,
+                query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, False,
             )  # fmt: skip
             begin = gl.where(vertical > 0, first_tile, begin)
         if WINDOW > 0 or SPARSE is not None:
             edge = gl.maximum(begin, gl.minimum(first_whole, num_tiles))
             step, p, acc, m, l = _fold_tiles(
                 begin, edge, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply,
-                query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, not FP8, True,
+                query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, True,
             )  # fmt: skip
             begin = edge
         step, p, acc, m, l = _fold_tiles(
             begin, last_whole, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply,
-            query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, not FP8, False,
+            query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, False,
         )  # fmt: skip
         step, p, acc, m, l = _fold_tiles(
             gl.maximum(begin, last_whole), num_tiles, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
             may_multiply, query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP,
-            not FP8, True,
+            True,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(iteration % Q_STAGES))
         if SINKS:
@@ -265,7 +268,7 @@ def _multiply(
 )
 def _hopper_prefill_kernel(
     query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, sinks, kv_scale, num_items,
-    scale_log2, stride_ot, stride_table, stride_block, stride_head, stride_token,
+    scale_log2, stride_ot, stride_table,
     NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr,
@@ -286,6 +289,7 @@ def _hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     may_multiply = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    codes_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -296,35 +300,39 @@ def _hopper_prefill_kernel(
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(may_multiply.index(i), count=1)
+        mbarrier.init(codes_full.index(i), count=1)
     fence_async_shared()
     mbarrier.arrive(may_multiply.index(0))  # warpgroup 0 multiplies first
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    LOAD_REGISTERS: gl.constexpr = 504 - 2 * REGISTERS
-    if FP8:  # one warpgroup converts
+    REST: gl.constexpr = 504 - 2 * REGISTERS
+    if FP8:
+        PANEL: gl.constexpr = min(D_PAD, 128)
+        CODES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=PANEL, element_bitwidth=8, rank=2)
+        k_codes = gl.allocate_shared_memory(key_cache.dtype, [D_PAD // PANEL, BLOCK_N, PANEL], CODES_LAYOUT)
+        v_codes = gl.allocate_shared_memory(key_cache.dtype, [D_PAD // PANEL, BLOCK_N, PANEL], CODES_LAYOUT)
         gl.warp_specialize(
             [
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
                 )),
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
                 )),
-                (bring_items, (
-                    query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head,
-                    stride_token, gl.constexpr(True), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
-                    GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
+                (convert_items, (
+                    query, key_cache, value_cache, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty, codes_full,
+                    k_full, k_empty, v_full, v_empty, block_tables, rows, query_start, context_lens, tiles, num_items,
+                    stride_table, NUM_KV_HEADS, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW,
                 )),
             ],
-            [4, 4], [REGISTERS, LOAD_REGISTERS],
+            [4, 4], [REGISTERS, REST],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -333,28 +341,26 @@ def _hopper_prefill_kernel(
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
                 )),
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
                 )),
                 (bring_items, (
-                    query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head,
-                    stride_token, gl.constexpr(True), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
-                    GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
+                    query, key_cache, q_smem, k_smem, q_full, q_empty, k_full, k_empty,
+                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, gl.constexpr(True),
+                    NUM_KV_HEADS, KV_GROUP, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
                 )),
                 (bring_items, (
-                    query, key_cache, value_cache, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, stride_block, stride_head,
-                    stride_token, gl.constexpr(False), FP8, NUM_KV_HEADS, KV_GROUP, GROUP,
-                    GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
+                    query, value_cache, q_smem, v_smem, q_full, q_empty, v_full, v_empty,
+                    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table, gl.constexpr(False),
+                    NUM_KV_HEADS, KV_GROUP, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW, SPARSE,
                 )),
             ],
-            [4, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+            [4, 1, 1], [REGISTERS, REST, REST],
         )  # fmt: skip
 
 
@@ -391,12 +397,14 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
 def _boxes(tensor: Tensor, *box: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), _layout(len(box)))
+    size = tensor.itemsize
+    layout = _layout(box[-1] * size, 8 * size, len(box))
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
 
 
 def launch(
@@ -434,13 +442,12 @@ def launch(
     block_n = block_n or (128 if head_dim <= 128 and not 0 < window <= 1024 and sparse is None else 64)
     registers = registers or (240 if not fp8 else 200 if head_dim <= 128 else 208)  # what converts needs some, too
     queries = _boxes(query.half() if fp8 else query, 64 // rows_of_query, rows_of_query, 64)
-    caches: list[Tensor | TensorDescriptor] = [key_cache, value_cache]
-    if not fp8:
-        caches = [_boxes(cache, 1, 1, min(page, block_n), 64) for cache in (key_cache, value_cache)]
+    channels = 64 if not fp8 or head_dim <= 64 else 128
+    caches = [_boxes(cache, 1, 1, min(page, block_n), channels) for cache in (key_cache, value_cache)]
     _hopper_prefill_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
         queries, *caches, out, block_tables, rows, query_start, context_lens, tiles, context_lens if sinks is None else sinks,
         context_lens if kv_scale is None else kv_scale, num_items, scale * LOG2E.value, out.stride(0),
-        block_tables.stride(0), *key_cache.stride()[:3],
+        block_tables.stride(0),
         NUM_KV_HEADS=packed, KV_GROUP=packed // num_kv_heads, GROUP=group, GROUP_ROWS=rows_of_query,
         HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page, STAGES=stages,
         Q_STAGES=2 if head_dim <= 128 else 1, REGISTERS=registers, WINDOW=window,
