@@ -126,13 +126,32 @@ def _fold_tiles(
     return step, p, acc, m, l
 
 
+@gluon.constexpr_function
+def _out_layout(d_pad, fp8):
+    """In which outputs [64, d_pad] are stored: 16 bytes of a thread lie side by side. Registers become so through shared memory.
+
+    With codes there is none left: 8 bytes lie side by side, which the four threads of a row trade among themselves.
+    """
+    if not fp8:
+        return gl.BlockedLayout([1, 8], [32 // (d_pad // 8), d_pad // 8], [4, 1], [1, 0])
+    wider = [[0, channel] for channel in (64, 128) if channel < d_pad]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], *wider],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, d_pad],
+    )
+
+
 @gluon.jit
 def _multiply(
     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, score_scale, stride_ot,
     WG: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr,
-    WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
+    WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: rows [64 * WG, 64 * WG + 64) of every item."""
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
@@ -140,12 +159,7 @@ def _multiply(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
-    # Four channels of a thread lie side by side, and a row's lanes are those of ACC_LAYOUT: they trade among themselves.
-    MORE: gl.constexpr = [[0, 64]] if HALVES == 2 else [[0, 64], [0, 128]] if HALVES == 4 else []
-    OUT_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + MORE,
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, D_PAD],
-    )  # fmt: skip
+    OUT_LAYOUT: gl.constexpr = _out_layout(D_PAD, FP8)
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
@@ -318,13 +332,13 @@ def _hopper_prefill_kernel(
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (convert_items, (
                     query, key_cache, value_cache, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty, codes_full,
@@ -341,13 +355,13 @@ def _hopper_prefill_kernel(
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(0), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (_multiply, (
                     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
                     rows, query_start, context_lens, tiles, sinks, kv_scale, num_items, scale_log2, stride_ot,
                     gl.constexpr(1), NUM_KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
-                    WINDOW, SPARSE, SOFT_CAP, SINKS, SCALED,
+                    WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (bring_items, (
                     query, key_cache, q_smem, k_smem, q_full, q_empty, k_full, k_empty,
