@@ -212,26 +212,31 @@ def _computed(values):
 
 @gluon.jit
 def _store(sums, weights, order, out, out_scale, first, stop, n, N: gl.constexpr, ACTIVATION: gl.constexpr):
-    """What `_scaled_experts_kernel` returns, of 64 pairs."""
+    """What `_scaled_experts_kernel` returns, of 64 pairs. The four threads of a row trade values, so that each has four
+    that lie side by side."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    OUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 64]
+    )
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
-    inside = gl.minimum(position, stop - 1)
-    mask = (position < stop)[:, None]
-    columns = n + gl.arange(0, 64, layout=gl.SliceLayout(0, QUARTER))[None, :]
+    out_position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    mask = (out_position < stop)[:, None]
+    columns = n + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))[None, :]
     if ACTIVATION != "":
         low = _activate(sums[0], sums[1], ACTIVATION)
         high = _activate(sums[2], sums[3], ACTIVATION)
         scale = gl.maximum(gl.maximum(_largest(low), _largest(high)), 1e-12) / 448.0
-        gl.store(out_scale + inside * (N // 128) + n // 128, scale, mask=position < stop)
-        at = out + position.to(gl.int64)[:, None] * N + columns
-        gl.store(at, (low / scale[:, None]).to(out.dtype.element_ty), mask=mask)
-        gl.store(at + 64, (high / scale[:, None]).to(out.dtype.element_ty), mask=mask)
+        gl.store(out_scale + gl.minimum(position, stop - 1) * (N // 128) + n // 128, scale, mask=position < stop)
+        at = out + out_position.to(gl.int64)[:, None] * N + columns
+        gl.store(at, gl.convert_layout((low / scale[:, None]).to(out.dtype.element_ty), OUT), mask=mask)
+        gl.store(at + 64, gl.convert_layout((high / scale[:, None]).to(out.dtype.element_ty), OUT), mask=mask)
     else:
-        pair = gl.load(order + inside)
-        weight = gl.load(weights + pair)[:, None]
+        weight = gl.load(weights + gl.load(order + gl.minimum(position, stop - 1)))[:, None]
+        pair = gl.load(order + gl.minimum(out_position, stop - 1))
         at = out + pair.to(gl.int64)[:, None] * N + columns
         for quarter in gl.static_range(4):
-            gl.store(at + quarter * 64, (sums[quarter] * weight).to(out.dtype.element_ty), mask=mask)
+            values = gl.convert_layout((sums[quarter] * weight).to(out.dtype.element_ty), OUT)
+            gl.store(at + quarter * 64, values, mask=mask)
 
 
 @gluon.jit

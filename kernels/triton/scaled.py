@@ -46,7 +46,7 @@ def _rounded(values, dtype: tl.constexpr, LARGEST: tl.constexpr):
     return rounded.to(dtype), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_row", "stride_group"])  # one is the number of rows
 def _quantize_kernel(
     x, norm_weight, codes, scale, eps, stride_x, stride_row, stride_group,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
