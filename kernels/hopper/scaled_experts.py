@@ -36,46 +36,47 @@ SHARED_BYTES = 224_000  # of a multiprocessor
 
 
 @gluon.jit
-def _tile(entries, item, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of an item: its expert (-1: none), the first of its pairs in order and the end of the expert's, its block of rows."""
+def _tile(entries, item, num_items, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """An item's expert, the first of its pairs in order, and the end of the expert's; expert -1: none, or no more items."""
     entry = entries + item // BLOCKS * 3
-    expert = gl.load(entry, cache_modifier=EARLY)
-    first = gl.load(entry + 1, cache_modifier=EARLY)
-    stop = gl.load(entry + 2, cache_modifier=EARLY)
+    exists = item < num_items
+    expert = gl.load(entry, mask=exists, other=-1, cache_modifier=EARLY)
+    first = gl.load(entry + 1, mask=exists, other=0, cache_modifier=EARLY)
+    stop = gl.load(entry + 2, mask=exists, other=0, cache_modifier=EARLY)
     if BLOCK_M == 32:
         stop = gl.minimum(stop, first + BLOCK_M)
-    return expert, first, stop, item % BLOCKS
+    return expert, first, stop
 
 
 @gluon.jit
 def _bring(
-    x_desc, codes_desc, entries, x_smem, codes_smem, full, empty, num_items,
+    x_desc, codes_desc, entries, x_smem, codes_smem, full, empty, expert, first, stop, num_items,
     N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes once its stage is empty: of x 32 pairs at once, those boxes that have any.
 
-    With PDL the first item's first weights are asked for before x is there.
+    expert, first and stop: of the first item. With PDL its first weights are asked for before x is there.
     """
     OWN: gl.constexpr = 256 // PIECES
     AHEAD: gl.constexpr = min(STAGES, STEPS)
-    program = gl.program_id(0)
-    asked = program * 0
+    item = gl.program_id(0)
+    asked = item * 0  # steps whose weights are
     if PDL:
-        expert, first, stop, block = _tile(entries, program, N // OWN, BLOCK_M)
         if expert >= 0:
             asked += AHEAD
             boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
+            row = expert * (PIECES * N) + item % (N // OWN) * OWN
             for step in gl.static_range(AHEAD):
-                row = expert * (PIECES * N) + block * OWN
                 _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, step, boxes, N, PIECES, BLOCK_M)
         wait_for_inputs()
-    count = program * 0  # of steps
-    for item in range(program, num_items, gl.num_programs(0)):
-        expert, first, stop, block = _tile(entries, item, N // OWN, BLOCK_M)
+    count = item * 0  # of steps
+    while item < num_items:
+        following = item + gl.num_programs(0)
+        next_expert, next_first, next_stop = _tile(entries, following, num_items, N // OWN, BLOCK_M)
         if expert >= 0:
             boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
-            row = expert * (PIECES * N) + block * OWN
+            row = expert * (PIECES * N) + item % (N // OWN) * OWN
             for step in range(STEPS):
                 stage = count % STAGES
                 if count >= asked:
@@ -87,6 +88,7 @@ def _bring(
                         x_smem.index(stage * (BLOCK_M // 32) + box),
                     )  # fmt: skip
                 count += 1
+        item, expert, first, stop = following, next_expert, next_first, next_stop
 
 
 @gluon.jit
@@ -110,22 +112,24 @@ def _ask_weight(
 
 @gluon.jit
 def _multiply(
-    scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, num_items,
+    scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert, first, stop, num_items,
     WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 64 pairs of each item, if there are any. See `_scaled_experts_kernel`."""
+    """A warpgroup's 64 pairs of each item, if there are any. See `_bring` and `_scaled_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
     OWN: gl.constexpr = 128 if GATED else 256
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     if PDL:
         wait_for_inputs()
-    count = gl.program_id(0) * 0  # of steps
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        expert, first, stop, block = _tile(entries, item, N // OWN, BLOCK_M)
+    item = gl.program_id(0)
+    count = item * 0  # of steps
+    while item < num_items:
+        following = item + gl.num_programs(0)
+        next_expert, next_first, next_stop = _tile(entries, following, num_items, N // OWN, BLOCK_M)
         first += WARPGROUP * 64
         if (expert >= 0) & (first < stop):
-            n = block * OWN
+            n = item % (N // OWN) * OWN
             position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
             of_rows = scale + (expert * ((2 if GATED else 1) * N // 128) + n // 128) * STEPS
             sums = _sums_of_groups(
@@ -140,6 +144,7 @@ def _multiply(
                 mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
                 mbarrier.arrive(empty.index(count % STAGES))
                 count += 1
+        item, expert, first, stop = following, next_expert, next_first, next_stop
 
 
 @gluon.jit
@@ -266,7 +271,7 @@ def _scaled_experts_kernel(
     BOXES: gl.constexpr = STAGES * (BLOCK_M // 32) + (1 if BLOCK_M == 32 else 0)
     if PDL:
         launch_dependents()
-    expert = gl.load(entries + gl.program_id(0) // (N // (256 // PIECES)) * 3, cache_modifier=EARLY)
+    expert, first, stop = _tile(entries, gl.program_id(0), num_items, N // (256 // PIECES), BLOCK_M)
     if (expert >= 0) | (gl.num_programs(0) < num_items):
         x_boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, 32, 128], TILE)
         codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
@@ -282,11 +287,11 @@ def _scaled_experts_kernel(
             gl.warp_specialize(
                 [
                     (_multiply, (
-                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, num_items,
-                        gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert,
+                        first, stop, num_items, gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_bring, (
-                        x_desc, codes_desc, entries, x_boxes, codes_boxes, full, empty, num_items,
+                        x_desc, codes_desc, entries, x_boxes, codes_boxes, full, empty, expert, first, stop, num_items,
                         N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
@@ -296,15 +301,15 @@ def _scaled_experts_kernel(
             gl.warp_specialize(
                 [
                     (_multiply, (
-                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, num_items,
-                        gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert,
+                        first, stop, num_items, gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_multiply, (
-                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, num_items,
-                        gl.constexpr(1), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert,
+                        first, stop, num_items, gl.constexpr(1), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_bring, (
-                        x_desc, codes_desc, entries, x_boxes, codes_boxes, full, empty, num_items,
+                        x_desc, codes_desc, entries, x_boxes, codes_boxes, full, empty, expert, first, stop, num_items,
                         N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
@@ -359,8 +364,11 @@ def launch(
     assert weight.scale.is_contiguous()
     programs = 1 if block_m == 128 else 2  # on a multiprocessor
     num_items = len(entries) * (n * pieces // 256)
+    num_programs = num_items
+    if len(order) > block_m * len(weight):  # more than one tile for each expert
+        num_programs = min(num_items, _num_multiprocessors(x.device))
     stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
-    _scaled_experts_kernel[(min(num_items, _num_multiprocessors(x.device)) if block_m == 128 else num_items,)](
+    _scaled_experts_kernel[(num_programs,)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
         out, x_scale if out_scale is None else out_scale, num_items, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, maxnreg=128 if block_m < 128 else None, **pdl_options(x.device),
